@@ -91,7 +91,7 @@ def with_features(judged: Sequence[Judged], folder: Path) -> Pool:
     model, tokenizer = load_for_inference(source), Tokenizer.load(folder)
     rows = []
     for of in judged:
-        messages = [{"role": message.role, "content": message.content} for message in of.prompt]
+        messages = [message.turn for message in of.prompt]
         for text in of.responses:
             encoded = encode_answered(tokenizer, [*messages, {"role": "assistant", "content": text}])
             tokens_1T, segments_1T = pad_right([encoded.tokens[-MAX_TOKENS:]], next(model.parameters()).device)

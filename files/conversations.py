@@ -226,6 +226,16 @@ def message_turns(where: str, messages: Any, field: str) -> list[Turn]:
     ]
 
 
+def tool_messages(where: str, messages: Any, field: str) -> Turns:
+    """Returns the messages in `field`, which may call tools, as chat templates read them. Texts may be empty.
+
+    Raises: ValueError naming the field of what is no message, and of a result without a call before it.
+    """
+    turns = message_turns(where, messages, field)
+    check_results(where, turns)
+    return [turn.message for turn in turns]
+
+
 def _pair_prompt(where: str, row: Mapping[str, Any]) -> list[Turn]:
     prompt = text_or_messages(where, row, "prompt")
     return [Turn("user", prompt, "prompt")] if isinstance(prompt, str) else message_turns(where, prompt, "prompt")
@@ -392,7 +402,7 @@ def _read(form: ConversationFormat, where: str, row: Row, part: Part) -> tuple[T
     for turn in turns:
         if not turn.content.strip() and turn.role != "tool" and "tool_calls" not in turn.more:
             raise ValueError(f"{where}: field {turn.content_field!r} is empty; text was expected")
-    _check_results(where, turns)
+    check_results(where, turns)
     final = (turns or answered)[-1]
     if final.role not in (("user", "tool") if part == "prompt" else ("assistant", TEXT_ROLE)):
         name, last = final.role_field or final.content_field, "user" if part == "prompt" else "assistant"
@@ -405,7 +415,7 @@ def _read(form: ConversationFormat, where: str, row: Row, part: Part) -> tuple[T
     return messages, len(turns) < len(answered)
 
 
-def _check_results(where: str, turns: Iterable[Turn]) -> None:
+def check_results(where: str, turns: Iterable[Turn]) -> None:
     """Raises: ValueError naming the field of a tool's result that is not the result of one of the calls before it."""
     open_calls = list[Mapping[str, Any]]()
     for turn in turns:

@@ -236,7 +236,7 @@ class PeopleChecks:
         for one in self._open():
             if one.task_id not in self._stored:
                 responses, sources = _in_order(one)
-                prompt = tuple(Message(turn["role"], turn["content"]) for turn in one.messages)
+                prompt = tuple(Message.of(turn) for turn in one.messages)
                 tasks.append(Task(one.task_id, prompt, responses, sources, details={"from": "ppo.alarm"}))
         if tasks and self._with_store(lambda store: store.add_tasks(tasks, batch=self.source.batch, num_labelers=1)):
             self._stored |= {task.task_id for task in tasks}

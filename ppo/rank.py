@@ -96,7 +96,7 @@ def value_source(
         ValueError: the weights do not fit the reward model.
     """
     is_same = isinstance(reward, Path) and Tokenizer.load(reward) == Tokenizer.load(policy)
-    if isinstance(reward, Path) and is_same and purpose_of(reward) == "score" and not step_separator(reward):
+    if isinstance(reward, Path) and is_same and purpose_of(reward) == "score" and step_separator(reward) is None:
         return joined_heads(ModelFolder(reward, ScalarModel), reward, weights, scale)
     return JoinedHeads(WithNewHead(policy, LanguageModel, ScalarModel, seed=0), (0.0,), 0.0)
 

@@ -1,4 +1,4 @@
-"""What labelers say about responses beyond ranks, ratings and flags: criteria, marked passages and edits.
+"""What labelers say beyond ranks, ratings and flags: criteria, ratings of earlier turns, marked passages and edits.
 
 A judgment stores them in one JSON column, which holds only what there is.
 """
@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 MAX_CRITERIA = 20
+MAX_TURN_RATINGS = 2_000  # of one answer: those of all turns by all criteria
 MAX_SPANS = 20  # marked passages of one response
 MAX_EDIT_CHARACTERS = 20_000
 MAX_NAME_CHARACTERS = 100  # of a criterion or a span's label
@@ -23,6 +24,17 @@ class CriterionRatings:
 
 
 @dataclass(frozen=True)
+class TurnRating:
+    """A rating by a criterion of one of the assistant's turns before the responses. `turn` is its place in the task's
+    prompt, from 0, which is the same for every labeler.
+    """
+
+    turn: int
+    name: str
+    rating: float
+
+
+@dataclass(frozen=True)
 class Span:
     """A passage of a response that a labeler marked: characters `start` to `end` (exclusive), from 0."""
 
@@ -34,14 +46,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Annotations:
-    """Indices and lists are in the order shown in an answer, and in canonical order in a judgment."""
+    """What is about responses is in the order shown in an answer, and in canonical order in a judgment."""
 
     criteria: tuple[CriterionRatings, ...] = ()
     spans: tuple[Span, ...] = ()
     edits: tuple[str, ...] = ()  # the labeler's better version of each response, "" = none; () = no edits at all
+    turns: tuple[TurnRating, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.criteria or self.spans or self.edits)
+        return bool(self.criteria or self.turns or self.spans or self.edits)
 
     def canonical(self, order: Sequence[int]) -> "Annotations":
         """Converts from the order shown, in which response i of the store is at the position of i in `order`."""
@@ -50,6 +63,7 @@ class Annotations:
             tuple(replace(one, ratings=_moved(order, one.ratings)) for one in self.criteria),
             tuple(sorted(spans, key=lambda span: (span.response, span.start, span.end, span.label))),
             _moved(order, self.edits),
+            tuple(sorted(self.turns, key=lambda one: (one.turn, one.name))),
         )
 
     def as_shown(self, order: Sequence[int]) -> "Annotations":
@@ -61,6 +75,7 @@ class Annotations:
         """Converts to JSON's types, without what is empty."""
         fields = {
             "criteria": [{"name": one.name, "ratings": list(one.ratings)} for one in self.criteria],
+            "turns": [asdict(one) for one in self.turns],
             "spans": [asdict(span) for span in self.spans],
             "edits": list(self.edits),
         }
@@ -73,16 +88,29 @@ class Annotations:
             tuple(CriterionRatings(one["name"], tuple(one["ratings"])) for one in stored.get("criteria", ())),
             tuple(Span(**span) for span in stored.get("spans", ())),
             tuple(stored.get("edits", ())),
+            tuple(TurnRating(**one) for one in stored.get("turns", ())),
         )
 
     def ratings_by(self, criterion: str) -> tuple[float, ...]:
         """Returns the ratings by a criterion, or () if there are none."""
         return next((one.ratings for one in self.criteria if one.name == criterion), ())
 
+    def turn_ratings_by(self, criterion: str) -> dict[int, float]:
+        """Returns the ratings of earlier turns by a criterion, by the turns' places in the prompt."""
+        return {one.turn: one.rating for one in self.turns if one.name == criterion}
+
+    def by(self, criterion: str) -> "Annotations":
+        """Returns the ratings by one criterion alone, of responses and of turns."""
+        return Annotations(
+            tuple(one for one in self.criteria if one.name == criterion),
+            turns=tuple(one for one in self.turns if one.name == criterion),
+        )
+
     @property
     def texts(self) -> list[tuple[str, str]]:
         """All texts in it, each with the name of its field, to be checked before they are stored."""
-        names = [("criteria", one.name) for one in self.criteria] + [("spans", span.label) for span in self.spans]
+        names = [("criteria", one.name) for one in self.criteria] + [("turns", one.name) for one in self.turns]
+        names += [("spans", span.label) for span in self.spans]
         return [*names, *(("edits", edit) for edit in self.edits)]
 
 
@@ -94,8 +122,16 @@ def _moved(order: Sequence[int], entries: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(back[index] for index in range(len(back)))
 
 
-def require_annotations(where: str, found: Annotations, num_responses: int, responses: Sequence[str] = ()) -> None:
+def require_annotations(
+    where: str,
+    found: Annotations,
+    num_responses: int,
+    responses: Sequence[str] = (),
+    *,
+    turns: Sequence[int],
+) -> None:
     """Checks annotations, in any order of the responses. `responses` are their texts, in the same order, if known.
+    `turns` are the places of the assistant's turns in the prompt.
 
     Raises: ValueError, beginning with `where` and naming the field.
     """
@@ -109,7 +145,8 @@ def require_annotations(where: str, found: Annotations, num_responses: int, resp
             )
         if not all(type(rating) in (int, float) and math.isfinite(rating) for rating in one.ratings):
             raise ValueError(f"{where}: criteria: {one.name!r} is {one.ratings!r}; finite numbers were expected")
-    for name in (*names, *(span.label for span in found.spans)):
+    _require_turns(where, found.turns, turns)
+    for name in (*names, *(one.name for one in found.turns), *(span.label for span in found.spans)):
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARACTERS:
             raise ValueError(
                 f"{where}: {name!r} names a criterion or a span; 1 to {MAX_NAME_CHARACTERS} characters were expected"
@@ -123,6 +160,21 @@ def require_annotations(where: str, found: Annotations, num_responses: int, resp
     numbers = [span.response for span in found.spans]
     if any(numbers.count(number) > MAX_SPANS for number in set(numbers)):
         raise ValueError(f"{where}: spans: at most {MAX_SPANS} per response were expected")
+
+
+def _require_turns(where: str, found: Sequence[TurnRating], turns: Sequence[int]) -> None:
+    for one in found:
+        if type(one.turn) is not int or one.turn not in turns:
+            places = ", ".join(map(str, turns)) or "it has none"
+            expected = f"the place of one of the assistant's turns in the prompt ({places})"
+            raise ValueError(f"{where}: turns: turn {one.turn!r} is rated; {expected} was expected")
+        if type(one.rating) not in (int, float) or not math.isfinite(one.rating):
+            raise ValueError(f"{where}: turns: turn {one.turn} is rated {one.rating!r}; a finite number was expected")
+    if len({(one.turn, one.name) for one in found}) < len(found) or len(found) > MAX_TURN_RATINGS:
+        raise ValueError(
+            f"{where}: turns has {len(found)} ratings; one per turn and criterion, and at most {MAX_TURN_RATINGS:,},"
+            " were expected"
+        )
 
 
 def _require_span(where: str, span: Span, num_responses: int, responses: Sequence[str]) -> None:

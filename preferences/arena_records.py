@@ -101,7 +101,7 @@ class Conversations:
                     labeler=pseudonym_of(connection, labeler),
                     policies=list(policies),
                     prompt_id=prompt_id,
-                    start=[[message.role, message.content] for message in start],
+                    start=[message.fields for message in start],
                     is_swapped=bool(secrets.randbelow(2)),
                     created_at=self._clock(),
                 )

@@ -125,7 +125,10 @@ def is_heldout(prompt: Sequence[Message], share: float, seed: int) -> bool:
     """
     if not 0 <= share <= 1:
         raise ValueError(f"heldout share is {share}; a number from 0 to 1 was expected")
-    turns = [[message.role, " ".join(message.content.split()).casefold()] for message in prompt]
+    turns = [
+        [message.role, " ".join(message.content.split()).casefold(), *([message.more] if message.more else [])]
+        for message in prompt
+    ]
     digest = hashlib.sha256(json.dumps(["heldout", seed, turns]).encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 

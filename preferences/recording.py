@@ -261,23 +261,23 @@ class ImportRows:
         """Converts an import to rows. Raises: ValueError, naming file and line, for rows that no store accepts."""
         pairs = zip(coming.tasks, coming.quotas, strict=True)
         rows = [task_row(task, coming.batch, quota, files) for task, quota in pairs]
-        sizes = {task.task_id: len(task.responses) for task in coming.tasks}
-        return cls(coming.batch, rows, judgment_rows(coming.batch, coming.judgments, sizes, files))
+        by_id = {row["task_id"]: row for row in rows}
+        return cls(coming.batch, rows, judgment_rows(coming.batch, coming.judgments, by_id, files))
 
 
 def judgment_rows(
-    batch: str, judgments: Sequence[Judgment], sizes: Mapping[str, int], files: Locations = NO_LOCATIONS
+    batch: str, judgments: Sequence[Judgment], known: Mapping[str, Values], files: Locations = NO_LOCATIONS
 ) -> list[Values]:
-    """Returns rows in order of revision. `sizes` maps each of the batch's tasks to its number of responses.
+    """Returns rows in order of revision. `known` are the rows of the batch's tasks by id.
 
     Raises: ValueError, naming task and labeler, for a malformed judgment and for a task outside the batch.
     """
     rows = []
     for judgment in sorted(judgments, key=lambda judgment: judgment.revision):
-        if judgment.task_id not in sizes:
+        if judgment.task_id not in known:
             where = named(files, judgment.task_id, judgment.labeler, judgment.revision)
             raise ValueError(f"{where}: batch {batch!r} has no such task")
-        rows.append(judgment_row(judgment, sizes[judgment.task_id], files))
+        rows.append(judgment_row(judgment, known[judgment.task_id], files))
     return rows
 
 

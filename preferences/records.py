@@ -3,11 +3,13 @@
 Ranks count from 1 (best), equal ranks are ties, and gaps are closed (1, 1, 3 becomes 1, 1, 2).
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, Self, get_args
 
+from files.conversations import spoken
 from preferences.annotations import NO_ANNOTATIONS, Annotations
 
 MIN_RESPONSES = 2  # that a labeler ranks
@@ -28,10 +30,37 @@ NO_LOCATIONS: Locations = {}  # for rows that come from no file
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a conversation. `role` is system, user or assistant."""
+    """One turn of a conversation. `role` is system, user, assistant or tool.
+
+    `more` holds the other fields of a message with tools, as `files.conversations` reads them: an assistant's
+    `tool_calls`, the `tool_call_id` and `name` of a result, and the `tools` in the first message. It is their JSON
+    text, so that messages can be compared and hashed; "" = none.
+    """
 
     role: str
     content: str
+    more: str = ""
+
+    @classmethod
+    def of(cls, turn: Mapping[str, Any]) -> Self:
+        """Converts a message of a file or a request, which was checked."""
+        more = {name: value for name, value in turn.items() if name not in ("role", "content")}
+        return cls(turn["role"], turn["content"], json.dumps(more, ensure_ascii=False) if more else "")
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """The message as files and chat templates have it."""
+        return {"role": self.role, "content": self.content, **(json.loads(self.more) if self.more else {})}
+
+    @property
+    def fields(self) -> list[str]:
+        """What the store and hashes have of the message."""
+        return [self.role, self.content, *([self.more] if self.more else [])]
+
+    @property
+    def text(self) -> str:
+        """The content, with a line for each call of a tool."""
+        return spoken(self.turn)
 
 
 @dataclass(frozen=True)
@@ -162,6 +191,11 @@ class Judgment:
     client: str
     created_at: float  # seconds since the epoch
     annotations: Annotations = NO_ANNOTATIONS
+
+
+def assistant_turns(prompt: Sequence[Message]) -> tuple[int, ...]:
+    """Returns the places, from 0, of the assistant's turns in a conversation."""
+    return tuple(place for place, message in enumerate(prompt) if message.role == "assistant")
 
 
 def dense_ranks(ranks: Sequence[float]) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from files.conversations import tool_messages
 from preferences.annotations import Annotations, require_annotations
 from preferences.leases import Lease, canonical, display_order
 from preferences.records import (
@@ -20,12 +21,13 @@ from preferences.records import (
     Locations,
     Message,
     Task,
+    assistant_turns,
     dense_ranks,
     named,
     require_moment,
 )
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 NAMES = ("task_id", "objective", "repeat_of", "warning")  # a task's text columns
 COMPARED = (
     "kind",
@@ -65,10 +67,17 @@ def require_text(where: str, field: str, texts: Sequence[str]) -> None:
         raise ValueError(f"{where}: {field} contains {found.group()!r}, half of a surrogate pair")
 
 
-def _require_fits(where: str, answer: Answer, num_responses: int, responses: Sequence[str] = ()) -> None:
+def _require_fits(
+    where: str,
+    answer: Answer,
+    num_responses: int,
+    responses: Sequence[str] = (),
+    *,
+    turns: Sequence[int],
+) -> None:
     """Raises: ValueError, beginning with `where` and naming the field, if the answer does not fit the task.
 
-    `responses` are the texts, in the answer's order, if they are known.
+    `responses` are the texts, in the answer's order, if they are known; `turns` are the assistant's in the prompt.
     """
     if len(answer.ranks) != num_responses:
         raise ValueError(f"{where}: ranks has {len(answer.ranks)} entries for {num_responses} responses")
@@ -84,7 +93,7 @@ def _require_fits(where: str, answer: Answer, num_responses: int, responses: Seq
         raise ValueError(f"{where}: flags is {answer.flags!r}; strings were expected")
     if not all(type(rating) in (int, float) and math.isfinite(rating) for rating in answer.ratings):
         raise ValueError(f"{where}: ratings is {answer.ratings!r}; finite numbers were expected")
-    require_annotations(where, answer.annotations, num_responses, responses)
+    require_annotations(where, answer.annotations, num_responses, responses, turns=turns)
     for field, text in answer.annotations.texts:
         require_text(where, field, [text])
 
@@ -95,7 +104,7 @@ def answer_row(lease: Lease, answer: Answer, kind: str) -> Values:
     Raises: ValueError for an answer that does not fit the lease.
     """
     where = f"task {lease.task_id!r}, labeler {lease.labeler!r}"
-    _require_fits(where, answer, len(lease.order), lease.shown.responses)
+    _require_fits(where, answer, len(lease.order), lease.shown.responses, turns=assistant_turns(lease.shown.prompt))
     require_text(where, "note", [answer.note])
     require_text(where, "flags", [flag for flags in answer.flags for flag in flags])
     expected = display_order(lease.task_id, lease.labeler, len(lease.order))
@@ -128,12 +137,13 @@ def _event_row(lease: Lease, kind: str, milliseconds: int) -> Values:
     }
 
 
-def judgment_row(judgment: Judgment, num_responses: int, locations: Locations = NO_LOCATIONS) -> Values:
-    """Returns the columns of an external judgment.
+def judgment_row(judgment: Judgment, task: Values, locations: Locations = NO_LOCATIONS) -> Values:
+    """Returns the columns of an external judgment, given those of its task.
 
     Raises: ValueError, naming task, labeler and field, for a malformed judgment.
     """
     where = f"{named(locations, judgment.task_id, judgment.labeler, judgment.revision)}, revision {judgment.revision}"
+    num_responses = len(task["responses"])
     for field in ("labeler", "instructions_version", "client"):
         require_name(where, field, getattr(judgment, field))
     if not judgment.labeler:
@@ -151,7 +161,8 @@ def judgment_row(judgment: Judgment, num_responses: int, locations: Locations = 
         )
     if judgment.kind in ("answer", "adjudication"):
         said = (judgment.ratings, judgment.flags, judgment.note, judgment.annotations)
-        _require_fits(where, Answer(judgment.ranks, judgment.milliseconds, *said), num_responses)
+        turns = assistant_turns(messages(task["prompt"]))
+        _require_fits(where, Answer(judgment.ranks, judgment.milliseconds, *said), num_responses, turns=turns)
     elif judgment.ranks or judgment.ratings or judgment.flags or judgment.annotations:
         raise ValueError(f"{where}: ranks, ratings, flags or annotations in a judgment of kind {judgment.kind!r}")
     return asdict(judgment) | {
@@ -198,16 +209,17 @@ def task_row(task: Task, batch: str, quota: int, locations: Locations = NO_LOCAT
     for turn, message in enumerate(task.prompt):
         if message.role not in ROLES or not isinstance(message.content, str):
             raise ValueError(f"{where}: prompt[{turn}] is {asdict(message)}; a role of {ROLES} and text were expected")
+    _require_tools(where, task.prompt)
     for name, texts in (("responses", task.responses), ("sources", task.sources)):
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{where}: {name} is {texts!r}; strings were expected")
         require_text(where, name, texts)
-    require_text(where, "prompt", [message.content for message in task.prompt])
+    require_text(where, "prompt", [text for message in task.prompt for text in message.fields])
     return {
         "task_id": task.task_id,
         "batch": batch,
         "num_labelers": quota,
-        "prompt": [[message.role, message.content] for message in task.prompt],
+        "prompt": [message.fields for message in task.prompt],
         "responses": list(task.responses),
         "sources": list(task.sources),
         "objective": task.objective,
@@ -216,6 +228,12 @@ def task_row(task: Task, batch: str, quota: int, locations: Locations = NO_LOCAT
         "details": dict(task.details),
         "warning": task.warning,
     }
+
+
+def _require_tools(where: str, prompt: Sequence[Message]) -> None:
+    """Raises: ValueError naming the field of a malformed call of a tool, or of a result without a call before it."""
+    if any(message.more or message.role == "tool" for message in prompt):
+        tool_messages(where, [message.turn for message in prompt], "prompt")
 
 
 def as_task(row: Mapping[str, Any]) -> Task:
@@ -248,9 +266,9 @@ def refuse_other(row: Values, stored: Mapping[str, Any], where: str) -> None:
             raise ValueError(f"{where}: {field} {row[field]!r} differs from the stored {stored[field]!r}")
 
 
-def messages(prompt: list[list[str]]) -> tuple[Message, ...]:
+def messages(prompt: Sequence[Sequence[str]]) -> tuple[Message, ...]:
     """Converts a stored prompt to messages."""
-    return tuple(Message(role, content) for role, content in prompt)
+    return tuple(Message(*fields) for fields in prompt)
 
 
 def parts(items: Sequence[_T]) -> Iterator[Sequence[_T]]:

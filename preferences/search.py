@@ -30,7 +30,7 @@ from sqlalchemy import (
 from preferences.names import known_pseudonym
 from preferences.records import Judgment
 from preferences.results import as_judgments, select_events
-from preferences.rows import parts
+from preferences.rows import messages, parts
 from preferences.schema import assignments, judgments, task_summaries, task_texts, tasks
 
 MAX_INDEXED_CHARACTERS = 200_000  # per task; PostgreSQL indexes at most 1 MB of distinct words
@@ -90,7 +90,7 @@ class FoundTask:
 def index_texts(connection: Connection, new: Sequence[tuple[int, Sequence[Sequence[str]], Sequence[str]]]) -> None:
     """Stores the words of new tasks, given as (position, prompt, responses) as the table of tasks has them."""
     rows = [
-        {"task": position, "text": _text([*(content for _, content in prompt), *responses])}
+        {"task": position, "text": _text([*(message.text for message in messages(prompt)), *responses])}
         for position, prompt, responses in new
     ]
     if rows:

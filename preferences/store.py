@@ -295,8 +295,7 @@ class LabelStore:
         """
         with self._writer.begin() as connection:
             known = results.task_rows(connection, batch)
-            sizes = {task_id: len(row["responses"]) for task_id, row in known.items()}
-            recording.record_external(connection, recording.judgment_rows(batch, judgments, sizes), self._clock())
+            recording.record_external(connection, recording.judgment_rows(batch, judgments, known), self._clock())
 
     def import_all(
         self, coming: Sequence[Import], *, files: Locations = NO_LOCATIONS, only_check: bool = False

@@ -97,7 +97,7 @@ def make_tasks(
         tasks.append(
             Task(
                 task_id=f"{task_id}/{batch}" if task_id in taken else task_id,
-                prompt=tuple(Message(**message) for message in prompt.messages),
+                prompt=tuple(Message.of(message) for message in prompt.messages),
                 responses=tuple(responses),
                 sources=(source,) * len(responses),
             )

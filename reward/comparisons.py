@@ -120,7 +120,7 @@ def encode_scored(tokenizer: Tokenizer, messages: Messages) -> tuple[int, ...]:
 
 def encode_answered(tokenizer: Tokenizer, messages: Messages) -> "Encoded":
     """As `encode_scored`, with the length of the last response."""
-    return _scored(*tokenizer.encode_conversation(messages))
+    return scored_part(*tokenizer.encode_conversation(messages))
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,8 @@ class Encoded:
         return replace(left, tokens=(*left.tokens[:-1], self.tokens[-1])) if keeps_end else left
 
 
-def _scored(tokens: Sequence[int], is_response: Sequence[bool]) -> Encoded:
+def scored_part(tokens: Sequence[int], is_response: Sequence[bool]) -> Encoded:
+    """Cuts a conversation's tokens after its last response, given which tokens belong to responses."""
     end = len(tokens) - is_response[::-1].index(True)
     length = next((back for back in range(end) if not is_response[end - 1 - back]), end)
     return Encoded(tuple(tokens[:end]), length)
@@ -152,8 +153,7 @@ def encode_response(tokenizer: Tokenizer, prompt: Sequence[Message], response: s
 
 def _answered(prompt: Sequence[Message], response: str) -> Messages:
     """Returns the conversation in which the assistant gives this response."""
-    turns = [{"role": message.role, "content": message.content} for message in prompt]
-    return [*turns, {"role": "assistant", "content": response}]
+    return [*(message.turn for message in prompt), {"role": "assistant", "content": response}]
 
 
 LabelerWeights = Mapping[tuple[str, str], float]  # by objective and labeler; 1 if absent
@@ -238,7 +238,7 @@ def encode_answers(tokenizer: Tokenizer, answers: Sequence[Answer]) -> list[Enco
     Raises: ValueError naming file and line of a conversation that the chat template refuses.
     """
     conversations = [(where, _answered(prompt, response)) for where, prompt, response in answers]
-    return [_scored(*encoded) for encoded in encode_rows(tokenizer.encode_conversations, conversations)]
+    return [scored_part(*encoded) for encoded in encode_rows(tokenizer.encode_conversations, conversations)]
 
 
 def fit_tasks(

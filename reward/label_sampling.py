@@ -66,7 +66,7 @@ def sample_tasks(
     candidates = [
         PromptCandidates(
             prompt.prompt_id,
-            tuple(Message(**message) for message in prompt.messages),
+            tuple(Message.of(message) for message in prompt.messages),
             tuple(
                 Candidate(text, source, scores[prompt.prompt_id][place])
                 for place, (text, source) in enumerate(sampled[prompt.prompt_id])
@@ -96,7 +96,7 @@ def scores_of(
         judge = RewardModel.load(folder, weights)
         sequences = []
         for prompt in prompts:
-            messages = [Message(**message) for message in prompt.messages]
+            messages = [Message.of(message) for message in prompt.messages]
             for response in responses[prompt.prompt_id]:
                 tokens = encode_response(judge.tokenizer, messages, response)
                 if not judge.fits(tokens):

@@ -153,7 +153,7 @@ class JudgedRow(NamedTuple):
     @classmethod
     def of(cls, judged: Sequence[Ranking], *, is_heldout: bool) -> Self:
         task = judged[0]
-        prompt = json_hash(*((message.role, message.content) for message in task.prompt))[:16]
+        prompt = json_hash(*(message.fields for message in task.prompt))[:16]
         verdicts = [(ranking.labeler, ranking.ranks, ranking.ratings, ranking.flags) for ranking in judged]
         return cls(task.task_id, task.objective, is_heldout, prompt, len(task.responses), verdicts)
 

@@ -86,9 +86,13 @@ class StepTokens:
         return [place in ends for place in range(len(self.tokens))]
 
 
-def step_separator(folder: Path) -> str:
-    """Returns the text between the steps that a directory's reward model scores; "" if it scores whole responses."""
-    return str(read_json(folder / CONFIG).get(STEP_SEPARATOR, ""))
+def step_separator(folder: Path) -> str | None:
+    """Returns the text between the steps that a directory's reward model scores.
+
+    It is "" if a step is a whole turn, and None if the model learned from rankings.
+    """
+    found = read_json(folder / CONFIG).get(STEP_SEPARATOR)
+    return None if found is None else str(found)
 
 
 def steps_for(folder: Path, steps: StepsConfig) -> StepsConfig:
@@ -97,7 +101,7 @@ def steps_for(folder: Path, steps: StepsConfig) -> StepsConfig:
     Raises: ValueError if the model scores whole responses, or has another separator than the one that is set.
     """
     separator = step_separator(folder)
-    if not separator:
+    if separator is None:
         raise ValueError(f"{folder}: this reward model scores whole responses; one trained on step labels was expected")
     if steps.separator not in ("", separator):
         raise ValueError(
@@ -111,7 +115,7 @@ def check_steps(folder: Path, steps: StepsConfig | None) -> None:
     """Check that `ppo.reward.steps` fits a directory's reward model. Raises: ValueError if not, as `steps_for`."""
     if steps is not None:
         steps_for(folder, steps)
-    elif step_separator(folder):
+    elif step_separator(folder) is not None:
         raise ValueError(
             f"ppo.reward: {folder} scores the steps of a response; `steps = {{}}` was expected, with the form in which"
             " they count (docs/rewards.md)"
@@ -252,7 +256,7 @@ class RewardModel:
         Raises: ValueError as for `weights_by_label` and `steps_for`, and for a directory that holds no reward model.
         """
         checked = weights_by_label(str(folder), labels_of(folder), weights or {})
-        own = steps_for(folder, steps or StepsConfig()) if steps or step_separator(folder) else None
+        own = steps_for(folder, steps or StepsConfig()) if steps or step_separator(folder) is not None else None
         return cls(load_for_inference(network_folder(folder)), Tokenizer.load(folder), checked, own)
 
     def encoded(

@@ -2,7 +2,8 @@
 
 TRL's: {"prompt", "completions": [text of each step, ...], "labels": [whether each is right, ...]}. PRM800K's: the
 lines of its `phase*_{train,test}.jsonl` (arXiv 2305.20050). A row may give several responses: PRM800K rates
-alternatives to some steps.
+alternatives to some steps. Heed's own labels of turns: {"messages", "labels": [whether each turn of the assistant is
+right; null = not rated]}, where each turn is a step, which ends with the turn.
 """
 
 import hashlib
@@ -10,12 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
+from files.conversations import tool_messages
 from files.fields import (
     checked_messages,
     list_field,
@@ -32,7 +35,7 @@ from lm.tokenizer import Messages, Tokenizer
 from preferences.rankings import is_heldout
 from preferences.records import Message
 from preferences.statistics.estimates import Ints
-from reward.comparisons import Encoded, encode_answers
+from reward.comparisons import scored_part
 from reward.scoring import StepTokens
 from reward.steps import SEPARATOR
 from training.data import OnOverlong, SourceConfig, SourceRows, read_valid, report_rows, uncounted, untold
@@ -44,6 +47,7 @@ from training.tokens import (
     Part,
     Sequences,
     chunks,
+    encode_rows,
     read_array,
     sequence_arrays,
     unusual_rows,
@@ -56,23 +60,23 @@ ARRAYS = (*CHECKED_SEQUENCES, "targets", "texts", "text_bytes")  # in a folder o
 BROKEN, BARE = "problem that its labeler found broken (left out)", "response without a label (left out)"
 
 Labels = tuple[int, ...]  # RIGHT, WRONG, UNLABELLED or NEUTRAL, per step
-Labelled = tuple[Messages, list[str], list[int]]  # a prompt, the steps of a response, and their labels
+# A prompt, the steps of a response, and their labels. A step that is a turn has the messages since the turn before it.
+Labelled = tuple[Messages, Sequence[str | Messages], list[int]]
 LABELS = (RIGHT, WRONG)
 
 
 class StepLabelsConfig(SourceConfig):
     """Where labels of steps come from, and their format."""
 
-    format: Literal["auto", "trl", "prm800k"] = Field(
+    format: Literal["auto", "trl", "prm800k", "turns"] = Field(
         default="auto",
-        description="Format of the rows: `trl` (`prompt`, `completions`, `labels`) or `prm800k`; `auto` recognises it"
-        " by the rows' fields (docs/data.md).",
+        description="Format of the rows: `trl` (`prompt`, `completions`, `labels`), `prm800k` or `turns` (`messages`,"
+        " `labels`); `auto` recognises it by the rows' fields (docs/data.md).",
     )
     separator: str = Field(
         default=SEPARATOR,
-        min_length=1,
         description="Text between the steps of a response, also when the model scores a policy's (TRL's"
-        " `step_separator`). Within a step it becomes a space.",
+        " `step_separator`). Within a step it becomes a space. Empty, as `turns` needs it: each turn is one step.",
     )
     last_step_only: bool = Field(
         default=False,
@@ -94,6 +98,30 @@ def trl_rows(where: str, row: Row) -> list[Labelled]:
         if label not in (True, False) or not isinstance(label, bool | int):
             raise ValueError(f"{where}: field 'labels[{number}]' is {shown(label)}; true or false was expected")
     return [(_prompt(where, row), texts, [int(label) for label in labels])]
+
+
+def turn_rows(where: str, row: Row) -> list[Labelled]:
+    """Read a conversation with a label for each turn of the assistant. What follows the last one is left out.
+
+    Raises: ValueError naming `where`, field and what was expected.
+    """
+    messages = tool_messages(where, present(where, row, "messages"), "messages")
+    labels, steps, read = list_field(where, row, "labels"), list[Messages](), 0
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            steps, read = [*steps, messages[read : place + 1]], place + 1
+    if not steps or len(labels) != len(steps):
+        raise ValueError(
+            f"{where}: field 'labels' has {len(labels)} entries for {len(steps)} turns of the assistant in 'messages';"
+            " one per turn, and at least one, was expected"
+        )
+    for number, label in enumerate(labels):
+        if label is not None and not isinstance(label, bool) and label not in LABELS:
+            raise ValueError(f"{where}: field 'labels[{number}]' is {shown(label)}; true, false or null was expected")
+    prompt, steps[0] = steps[0][:-1], steps[0][-1:]
+    if not prompt:
+        raise ValueError(f"{where}: field 'messages[0].role' is 'assistant'; the user's message was expected before it")
+    return [(prompt, steps, [UNLABELLED if label is None else int(label) for label in labels])]
 
 
 def _prompt(where: str, row: Row) -> Messages:
@@ -167,6 +195,7 @@ def _followed(where: str, step: Row, rated: Sequence[tuple[str, int]]) -> tuple[
 FORMATS: Mapping[str, tuple[tuple[str, ...], Callable[[str, Row], list[Labelled]]]] = {
     "trl": (("prompt", "completions", "labels"), trl_rows),
     "prm800k": (("question", "label"), prm800k_rows),
+    "turns": (("messages", "labels"), turn_rows),
 }
 
 
@@ -184,13 +213,22 @@ def read_step_labels(
 
     def read(where: str, row: Row) -> list[Labelled]:
         name = data.format if data.format != "auto" else _recognised(where, row)
+        if (name == "turns") != (not data.separator):
+            labelled, wanted = ("turns", 'separator = ""') if name == "turns" else ("steps", "a text between steps")
+            raise ValueError(
+                f"{where}: {labelled} are labelled, and reward.step_labels.separator is {data.separator!r};"
+                f" {wanted} was expected"
+            )
         return FORMATS[name][1](where, row)
 
     for where, responses in read_valid(data, read, invalid):
         unusual[BROKEN] += not responses
         for prompt, texts, labels in responses:
             # At use, a separator ends a step, so none may be inside of one.
-            steps = [" ".join(filter(None, map(str.strip, text.split(data.separator)))) for text in texts]
+            steps = [
+                " ".join(filter(None, map(str.strip, text.split(data.separator)))) if isinstance(text, str) else text
+                for text in texts
+            ]
             if data.last_step_only:
                 labels = [UNLABELLED] * (len(labels) - 1) + labels[-1:]
             if set(labels).isdisjoint(LABELS):
@@ -230,10 +268,12 @@ def step_parts(
         rows += len(chunk)
         if not kept:
             continue
-        answers = [(where, _messages(prompt), data.separator.join(steps)) for where, (prompt, steps, _) in kept]
+        whole = [(where, _conversation(prompt, steps, data.separator)) for where, (prompt, steps, _) in kept]
         fitted = [
             _fit(tokenizer, data, where, of, labels, max_tokens, on_overlong)
-            for (where, (_, _, labels)), of in zip(kept, encode_answers(tokenizer, answers), strict=True)
+            for (where, (_, _, labels)), of in zip(
+                kept, encode_rows(tokenizer.encode_conversations, whole), strict=True
+            )
         ]
         texts = [_problem(prompt, heldout_share, seed) for _, (prompt, _, _) in kept]
         held = [(step, text) for step, text in zip(fitted, texts, strict=True) if step.fate != SKIPPED]
@@ -250,8 +290,15 @@ def step_parts(
     yield from unusual_rows(sources)
 
 
+def _conversation(prompt: Messages, steps: Sequence[str | Messages], separator: str) -> Messages:
+    """Returns the whole conversation: the prompt, and the response that the steps make up or the turns themselves."""
+    texts = [step for step in steps if isinstance(step, str)]
+    turns = [message for step in steps if not isinstance(step, str) for message in step]
+    return [*prompt, *turns, *([{"role": "assistant", "content": separator.join(texts)}] if texts else [])]
+
+
 def _messages(prompt: Messages) -> list[Message]:
-    return [Message(turn["role"], turn["content"]) for turn in prompt]
+    return [Message.of(turn) for turn in prompt]
 
 
 def _problem(prompt: Messages, share: float, seed: int) -> bytes:
@@ -273,11 +320,12 @@ def _fit(
     tokenizer: Tokenizer,
     data: StepLabelsConfig,
     where: str,
-    encoded: Encoded,
+    whole: tuple[Sequence[int], Sequence[bool]],
     labels: Sequence[int],
     max_tokens: int,
     on_overlong: OnOverlong,
 ) -> _Fitted:
+    encoded = scored_part(*whole)
     found, fate = encoded, FITS
     if len(encoded.tokens) > max_tokens:
         if on_overlong == "refuse":
@@ -286,7 +334,11 @@ def _fit(
                 ' (reward.on_overlong = "skip" or "truncate" accepts longer ones)'
             )
         found, fate = encoded.cut(max_tokens, keeps_end=False), TRUNCATED
-    steps = StepTokens.of(tokenizer, encoded.tokens, encoded.response_tokens, data.separator)
+    if data.separator:
+        steps = StepTokens.of(tokenizer, encoded.tokens, encoded.response_tokens, data.separator)
+    else:
+        ends = [place for place, (own, after) in enumerate(pairwise([*whole[1], False])) if own and not after]
+        steps = StepTokens(encoded.tokens, ends, ends)
     if len(steps.all_ends) != len(labels):
         raise ValueError(
             f"{where}: {len(labels)} steps are labelled, but with the separator {data.separator!r} the chat template's"

@@ -1,7 +1,7 @@
 """Rewards of steps: where a response's steps end, what their scores add up to, and what each step is paid.
 
-A step is a piece of a response's text up to a separator; blank pieces are no steps. With a form F and the scores s_1,
-.., s_K, the response's score is F(s_1, .., s_K), and step k is paid
+A step is a piece of a response's text up to a separator; blank pieces are no steps. Without a separator, a whole turn
+is one step. With a form F and the scores s_1, .., s_K, the response's score is F(s_1, .., s_K), and step k is paid
 
     r_k = F(s_1, .., s_k) - F(s_1, .., s_k-1),   F() = 0,
 
@@ -65,8 +65,11 @@ def split_text(text: str, separator: str) -> list[str]:
 
 def step_ends(tokenizer: Tokenizer, response: Sequence[int], separator: str) -> list[int]:
     """Returns the place of each step's last token, in order: the token that completes the separator after it, or for
-    the last step the response's last token. A token that completes several steps occurs several times.
+    the last step the response's last token. A token that completes several steps occurs several times. Without a
+    separator, the response is one step.
     """
+    if not separator:
+        return [len(response) - 1]
     ends = list[int]()
     for place, token in enumerate(response):
         spelled = tokenizer.spelled(token)

@@ -231,5 +231,5 @@ def _shown_first(act: Judgment, first: int, second: int) -> Side:
 
 
 def _prompt_id(prompt: Sequence[Message]) -> str:
-    turns = [[message.role, message.content] for message in prompt]
+    turns = [message.fields for message in prompt]
     return f"prompt-{hashlib.sha256(json.dumps(turns).encode()).hexdigest()[:16]}"

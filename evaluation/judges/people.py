@@ -102,7 +102,7 @@ class PeopleJudge:
         asked = [[message["role"], message["content"]] for message in prompt.messages]
         return Task(
             task_id=f"compare/{json_hash(self.batch, prompt.prompt_id, asked, texts, wrote)[:24]}",
-            prompt=tuple(Message(role, content) for role, content in asked),
+            prompt=tuple(Message.of(message) for message in prompt.messages),
             responses=tuple(texts),
             sources=tuple(", ".join(policies) for policies in wrote),
             details={"prompt_id": prompt.prompt_id, "category": prompt.kind, "policies": wrote},

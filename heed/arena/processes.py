@@ -171,7 +171,7 @@ class PolicyProcess:
         self._thread.start()
 
     def start(self, key: str, messages: Sequence[Message], seed: int, side: int, to: Listener) -> None:
-        turns = [{"role": message.role, "content": message.content} for message in messages]
+        turns = [message.turn for message in messages]
         try:
             with self._lock:
                 self._listeners[key] = (side, to)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from heed.arena.policies import ArenaPolicy, ArenaSampling, LocalSpeaker, Messages
-from preferences.records import Task
+from preferences.records import Message, Task
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ def replay_task(task: Task, moved: Mapping[str, str]) -> list[ReplayedAnswer]:
     for name in moved:
         if name not in names:
             raise ValueError(f"--policy {name}=...: one of {' and '.join(names)} was expected")
-    asked = [(one.role, one.content) for one in task.prompt]
+    asked = [one.fields for one in task.prompt]
     contexts = task.details.get("contexts", [asked, asked])
     answers = task.details.get("answers", task.responses)
     return [
-        _replay(record, [{"role": role, "content": content} for role, content in context], answer, moved)
+        _replay(record, [Message(*fields).turn for fields in context], answer, moved)
         for record, context, answer in zip(records, contexts, answers, strict=True)
     ]
 

@@ -134,6 +134,6 @@ def read_prompts(source: str) -> "list[ArenaPrompt]":
     if not source:
         return []
     return [
-        ArenaPrompt(prompt.prompt_id, tuple(Message(turn["role"], turn["content"]) for turn in prompt.messages))
+        ArenaPrompt(prompt.prompt_id, tuple(Message.of(turn) for turn in prompt.messages))
         for prompt in read_compared_prompts(DataConfig(source=source))
     ]

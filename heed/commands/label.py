@@ -560,7 +560,7 @@ def _task_of(messages: Sequence[Mapping[str, str]], responses: Mapping[str, str]
         details["policies"] = list(names.values())
     return Task(
         task_id=hashlib.sha256(content.encode("utf-8", "replace")).hexdigest()[:16],
-        prompt=tuple(Message(turn["role"], turn["content"]) for turn in messages),
+        prompt=tuple(Message.of(turn) for turn in messages),
         responses=tuple(names),
         sources=tuple(", ".join(sources) for sources in names.values()),
         details=details,

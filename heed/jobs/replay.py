@@ -129,8 +129,7 @@ def _rankings_link(source: RankingsConfig, learned_from: str, prompt: Messages) 
     """
     rankings = read_rankings(source)
     by_labeler = Counter(ranking.labeler for ranking in rankings)
-    turns = [(message["role"], message["content"]) for message in prompt]
-    same = sum([(message.role, message.content) for message in ranking.prompt] == turns for ranking in rankings)
+    same = sum([message.turn for message in ranking.prompt] == list(prompt) for ranking in rankings)
     people = ", ".join(f"{name} {number:,}" for name, number in sorted(by_labeler.items()))
     sha256 = path_hash(source.source)
     changed = "" if sha256 == learned_from else "; it has changed since the reward model learned from it"

@@ -202,7 +202,7 @@ def _add_tasks(run: StageRun, config: RoundConfig, prompts: Sequence[Prompt], ea
     if tasks:
         with LabelStore(store_of(run.run_folder, config)) as store:
             store.add_tasks(tasks, batch=batch, num_labelers=quotas)
-    ids = {tuple(Message(**message) for message in prompt.messages): prompt.prompt_id for prompt in chosen}
+    ids = {tuple(Message.of(message) for message in prompt.messages): prompt.prompt_id for prompt in chosen}
     added = tuple(
         AddedTask(task.task_id, ids[task.prompt], quota, 1 / (task.details["propensity"] * task.details["num_sets"]))
         for task, quota in zip(tasks, quotas, strict=True)
@@ -241,7 +241,7 @@ def _candidates(
     return [
         PromptCandidates(
             prompt.prompt_id,
-            tuple(Message(**message) for message in prompt.messages),
+            tuple(Message.of(message) for message in prompt.messages),
             tuple(
                 Candidate(text, source, score)
                 for (text, source), score in zip(sampled[prompt.prompt_id], own, strict=True)

@@ -278,7 +278,7 @@ def _answered(prompts: Sequence[Prompt], texts: NDArray[np.str_], features: Floa
     return [
         Answered(
             prompt.prompt_id,
-            tuple(Message(**message) for message in prompt.messages),
+            tuple(Message.of(message) for message in prompt.messages),
             tuple(map(str, own_texts)),
             features_CD,
             gold_C,

@@ -1,6 +1,7 @@
-"""Exports of what labelers said beyond ranks: by one criterion, ratings by all criteria, and edits.
+"""Exports of what labelers said beyond ranks: by one criterion, ratings by all criteria, labels of turns, and edits.
 
 criteria   one row per response and labeler, with a field per criterion, as HelpSteer2 has them (arXiv 2406.08673)
+turns      one row per response and labeler: the conversation with a label for each turn, for a reward model of steps
 edits      a labeler's better version of a response, preferred over the original, as TRL's preferences
 
 `by_criterion` makes any other format one of a single criterion.
@@ -13,9 +14,10 @@ from typing import Any
 from preferences.formats.merging import final_judgments
 from preferences.formats.parts import Format, Report, as_turns, is_sound_prompt
 from preferences.rankings import SAYS, criteria_in, judgment_by
-from preferences.records import Judgment, Message, StoredTask
+from preferences.records import Judgment, Message, StoredTask, assistant_turns
 
 WHOLE = ("heed", "criteria", "edits", "prompts")  # formats to which the ranks do not matter, or that hold everything
+TURNS = "turns"
 OWN_FIELDS = ("task_id", "prompt", "response", "source", "labeler")
 
 
@@ -39,6 +41,9 @@ def by_criterion(
     for task_id, labeler in sorted(unrated):
         where = f"task {task_id!r}, labeler {labeler!r}"
         report.add("no such criterion", where, f"the answer has no ratings by {criterion!r}", "left out")
+    if form.name == TURNS:
+        others = [one for one in judgments if (one.task_id, one.labeler) not in unrated]
+        return list(stored), [replace(one, annotations=one.annotations.by(criterion)) for one in others]
     tasks = [replace(one, task=replace(one.task, objective=criterion)) for one in stored]
     kept = [one for one in judgments if (one.task_id, one.labeler) not in unrated]
     return tasks, [judgment_by(one, criterion) for one in kept]
@@ -72,10 +77,47 @@ def write_criteria(
             }
 
 
+def write_turns(
+    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
+) -> Iterator[dict[str, Any]]:
+    """Writes {"messages", "labels"}: each response with its conversation, and whether each of the assistant's turns is
+    right.
+
+    An earlier turn's label is in the row of the first response alone (elsewhere null), so that it counts once.
+
+    Raises: ValueError if turns were rated by several criteria; `by_criterion` chooses one.
+    """
+    final = list(final_judgments([one.task for one in stored], judgments, report, keeps=("criteria", "turns")))
+    names = sorted({one.name for _, judgment in final for one in judgment.annotations.turns})
+    names = names or [*criteria_in(judgment for _, judgment in final)]  # no conversation has earlier turns
+    if len(names) > 1:
+        raise ValueError(f"there are ratings by {', '.join(names)}; one of them was expected (--criterion)")
+    for task, judgment in final:
+        where, said = f"task {task.task_id!r}, labeler {judgment.labeler!r}", judgment.annotations
+        rated = said.turn_ratings_by(names[0]) if names else {}
+        of_responses = said.ratings_by(names[0]) if names else ()
+        if not rated and not of_responses:
+            report.add("no ratings of turns", where, "the answer rates no turn", "left out")
+        elif others := {*rated.values(), *of_responses} - {0, 1}:
+            found = f"{names[0]!r} has {max(others):g}, and a label is yes (1) or no (0)"
+            report.add("no yes or no", where, found, "left out")
+        elif is_sound_prompt(where, task.prompt, report):
+            earlier = [rated.get(turn) for turn in assistant_turns(task.prompt)]
+            for index, response in enumerate(task.responses):
+                given = [
+                    *(earlier if index == 0 else [None] * len(earlier)),
+                    of_responses[index] if of_responses else None,
+                ]
+                if any(label is not None for label in given):
+                    messages = [*as_turns(task.prompt), {"role": "assistant", "content": response}]
+                    labels = [None if label is None else bool(label) for label in given]
+                    yield {"task_id": task.task_id, "messages": messages, "labels": labels, "labeler": judgment.labeler}
+
+
 def _marked(prompt: Sequence[Message]) -> str:
     """Returns a conversation as HelpSteer2 writes it: the first turn, then each further one under a mark."""
     first, *later = prompt
-    return first.content + "".join(f"\n<extra_id_1>{turn.role.capitalize()}\n{turn.content}" for turn in later)
+    return first.text + "".join(f"\n<extra_id_1>{turn.role.capitalize()}\n{turn.text}" for turn in later)
 
 
 def write_edits(

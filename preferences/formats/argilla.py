@@ -27,6 +27,7 @@ from preferences.formats.labeling_tools import (
     rated_place,
     response_names,
     shown_in,
+    turns_as_text,
     verdict_ranks,
     vote_of,
 )
@@ -36,7 +37,6 @@ from preferences.formats.parts import (
     Report,
     Row,
     Vote,
-    as_turns,
     content_id,
     is_sound_prompt,
     plain,
@@ -286,7 +286,10 @@ class _Layout:
         }
         return {
             "id": task.task_id,
-            "fields": {"prompt": as_turns(task.prompt), **dict(zip(self.names, task.responses, strict=True))},
+            "fields": {
+                "prompt": turns_as_text(f"task {task.task_id!r}", task.prompt, report),
+                **dict(zip(self.names, task.responses, strict=True)),
+            },
             "metadata": metadata | ({"warning": task.warning} if task.warning else {}),
             "suggestions": {},
             "responses": responses,

@@ -146,11 +146,21 @@ def _write_list(file: IO[str], rows: list[dict[str, Any]]) -> int:
     return len(rows)
 
 
+def _as_columns(value: Any) -> Any:
+    """Replaces a call's arguments and the tools' schemas by their JSON text: each row's have other fields, and a column
+    has a single type.
+    """
+    if isinstance(value, Mapping):
+        texts = {name for name in ("arguments", "tools") if isinstance(value.get(name), Mapping | list)}
+        return {name: json.dumps(item) if name in texts else _as_columns(item) for name, item in value.items()}
+    return [_as_columns(item) for item in value] if isinstance(value, list) else value
+
+
 def _write_table(path: Path, rows: list[dict[str, Any]], *, is_folder: bool) -> int:
     import datasets  # takes seconds, so import it only if needed
 
     datasets.disable_progress_bars()  # the command has a line of its own
-    table = datasets.Dataset.from_list(rows)
+    table = datasets.Dataset.from_list([_as_columns(row) for row in rows])
     if is_folder:
         table.save_to_disk(str(path))
     else:

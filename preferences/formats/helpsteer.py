@@ -21,6 +21,7 @@ from preferences.formats.parts import (
     as_note,
     as_turns,
     content_id,
+    is_text,
     judged_pair,
     ranks_of,
     rest,
@@ -85,6 +86,8 @@ def _vote(labeler: str, score: int, note: str) -> Vote:
 def write_3(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[dict[str, Any]]:
     """Writes one row per pair and labeler. A preference without mirrored ratings gets the strength 1."""
     for pair in all_pairs(stored, judgments, report):
+        if not is_text(pair.where, pair.task.prompt, report):
+            continue
         score = _strength(pair.ranking.ratings, pair.is_tie)
         low = min(pair.first, pair.second)
         signed = score if low != pair.first else -score

@@ -64,7 +64,9 @@ def write(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: R
     """Writes one row per untied pair. Leaves out what a transcript cannot represent."""
     for pair in untied_pairs(stored, judgments, report):
         turns = [*pair.task.prompt, Message("assistant", pair.better), Message("assistant", pair.worse)]
-        strange = next((turn for turn in turns if turn.role not in NAMES or SPEAKER.search(turn.content)), None)
+        strange = next(
+            (turn for turn in turns if turn.role not in NAMES or turn.more or SPEAKER.search(turn.content)), None
+        )
         if strange is not None:
             found = f"{strange.role}: {strange.content[:40]!r}"
             report.add("not a transcript", pair.where, f"{found} cannot be part of a transcript", "left out")

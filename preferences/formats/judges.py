@@ -35,6 +35,7 @@ from preferences.formats.parts import (
     as_turns,
     content_id,
     in_hash_order,
+    is_text,
     judged_pair,
     ranks_of,
     rest,
@@ -184,6 +185,8 @@ def write_arena(
 ) -> Iterator[dict[str, Any]]:
     """Writes one battle per pair and labeler. A tie with the mark "bad" on both is "tie (bothbad)"."""
     for pair in all_pairs(stored, judgments, report):
+        if not is_text(pair.where, pair.task.prompt, report):
+            continue
         first, second = sorted((pair.first, pair.second))
         replies = [[{"role": "assistant", "content": pair.task.responses[place]}] for place in (first, second)]
         prompt = as_turns(pair.task.prompt)

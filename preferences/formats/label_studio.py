@@ -29,6 +29,7 @@ from preferences.formats.labeling_tools import (
     rated_place,
     response_names,
     shown_in,
+    turns_as_text,
     verdict_ranks,
     vote_of,
 )
@@ -39,7 +40,6 @@ from preferences.formats.parts import (
     Report,
     Row,
     Vote,
-    as_turns,
     content_id,
     is_sound_prompt,
     rest,
@@ -265,7 +265,7 @@ def write(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: R
         task = one.task
         yield {
             "id": number,
-            "data": layout.data(task),
+            "data": layout.data(task, report),
             "meta": {
                 "heed": {"sources": list(task.sources), "objective": task.objective, "details": dict(task.details)}
             },
@@ -292,7 +292,7 @@ class _Layout:
         self.has_stars = all(rating in range(MOST_STARS + 1) for rating in ratings)
         self.most = max([7, *ratings])
 
-    def data(self, task: Task) -> dict[str, Any]:
+    def data(self, task: Task, report: Report) -> dict[str, Any]:
         names = response_names(len(task.responses))
         texts = zip(names, task.responses, strict=True)
         shown = (
@@ -301,7 +301,8 @@ class _Layout:
             else {"responses": [{"id": name, "title": _title(name), "body": text} for name, text in texts]}
         )
         warning = {"warning": task.warning} if self.has_warnings else {}
-        return {"task_id": task.task_id, **warning, "prompt": as_turns(task.prompt), **shown}
+        turns = turns_as_text(f"task {task.task_id!r}", task.prompt, report)
+        return {"task_id": task.task_id, **warning, "prompt": turns, **shown}
 
     def annotation(self, judgment: Judgment, report: Report) -> dict[str, Any]:
         made: list[tuple[str, str, str, dict[str, Any]]] = []

@@ -287,6 +287,15 @@ def held_judgments(
             yield one, final.get(one.task.task_id, []) + skips.get(one.task.task_id, [])
 
 
+def turns_as_text(where: str, prompt: Sequence[Message], report: Report) -> list[dict[str, str]]:
+    """Returns the turns with their calls of tools as text, which is all that these tools show. Reports such turns."""
+    found = next((turn for turn, message in enumerate(prompt) if message.more or message.role == "tool"), None)
+    if found is not None:
+        done = "written as text"
+        report.add("tool calls", where, f"turn {found + 1} of the prompt calls, names or answers a tool", done)
+    return [{"role": message.role, "content": message.text} for message in prompt]
+
+
 def response_names(num: int) -> list[str]:
     return [f"response_{number}" for number in range(1, num + 1)]
 

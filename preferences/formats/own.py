@@ -14,9 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from files.fields import (
-    any_messages,
     any_text,
-    checked_messages,
     kind_of,
     list_field,
     names,
@@ -30,7 +28,7 @@ from files.fields import (
     whole_field,
 )
 from files.strict_json import parse_json
-from preferences.annotations import Annotations, CriterionRatings, Span, require_annotations
+from preferences.annotations import Annotations, CriterionRatings, Span, TurnRating, require_annotations
 from preferences.formats.merging import final_judgments, final_rankings
 from preferences.formats.parts import (
     CONSENSUS,
@@ -39,10 +37,10 @@ from preferences.formats.parts import (
     Report,
     Row,
     Vote,
-    as_messages,
     as_turns,
     is_sound_prompt,
     plain,
+    prompt_field,
 )
 from preferences.rankings import why_excluded
 from preferences.records import (
@@ -58,6 +56,7 @@ from preferences.records import (
     Ranking,
     StoredTask,
     Task,
+    assistant_turns,
     dense_ranks,
     require_moment,
 )
@@ -80,7 +79,7 @@ def read_heed(where: str, row: Row, _report: Report, objective: str) -> Iterator
     num_responses = len(responses)
     task = Task(
         task_id=text_field(where, row, "task_id"),
-        prompt=as_messages(any_messages(where, present(where, row, "prompt"), "prompt")),
+        prompt=prompt_field(where, row),
         responses=responses,
         sources=_texts(where, {"sources": (UNKNOWN,) * num_responses, **row}, "sources", num_responses, num_responses),
         objective=objective or any_text(where, {"objective": OVERALL, **row}, "objective"),
@@ -139,11 +138,19 @@ def _judgment_row(judgment: Judgment) -> dict[str, Any]:
 
 
 def _annotations(where: str, row: Row, task: Task) -> Annotations:
-    """Reads a judgment's `criteria`, `spans` and `edits`, as far as it has them."""
-    given = {name: row[name] for name in ("criteria", "spans", "edits") if row.get(name) is not None}
+    """Reads a judgment's `criteria`, `turns`, `spans` and `edits`, as far as it has them."""
+    given = {name: row[name] for name in ("criteria", "turns", "spans", "edits") if row.get(name) is not None}
     criteria = tuple(
         CriterionRatings(text_field(where, one, "name"), numbers_field(where, one, "ratings"))
         for one in objects_field(where, {"criteria": (), **given}, "criteria")
+    )
+    turns = tuple(
+        TurnRating(
+            whole_field(where, one, "turn", 0, len(task.prompt) - 1),
+            text_field(where, one, "name"),
+            number_field(where, one, "rating"),
+        )
+        for one in objects_field(where, {"turns": (), **given}, "turns")
     )
     spans = tuple(
         Span(
@@ -155,8 +162,8 @@ def _annotations(where: str, row: Row, task: Task) -> Annotations:
         for span in objects_field(where, {"spans": (), **given}, "spans")
     )
     edits = _texts(where, given, "edits", 0, MAX_RESPONSES) if "edits" in given else ()
-    found = Annotations(criteria, spans, edits)
-    require_annotations(where, found, len(task.responses), task.responses)
+    found = Annotations(criteria, spans, edits, turns)
+    require_annotations(where, found, len(task.responses), task.responses, turns=assistant_turns(task.prompt))
     return found
 
 
@@ -206,7 +213,7 @@ def _details(where: str, row: Row) -> dict[str, Any]:
 
 def read_rankings(where: str, row: Row, _report: Report, objective: str) -> Iterator[JudgedTask]:
     """Reads {"task_id", "prompt", "responses", "ranks", "labeler"}, and "objective", "ratings", "flags" if present."""
-    prompt = checked_messages(where, present(where, row, "prompt"), "prompt", ends_with="user")
+    prompt = prompt_field(where, row, is_asked=True)
     responses = _texts(where, row, "responses", MIN_RESPONSES, MAX_RESPONSES)
     ranks = _ranks(where, row, "ranks", len(responses))
     ratings = numbers_field(where, row, "ratings") if row.get("ratings") is not None else ()
@@ -216,7 +223,7 @@ def read_rankings(where: str, row: Row, _report: Report, objective: str) -> Iter
             raise ValueError(f"{where}: field {name!r} has {len(entries)} entries for {len(responses)} responses")
     task = Task(
         task_id=text_field(where, row, "task_id"),
-        prompt=as_messages(prompt),
+        prompt=prompt,
         responses=responses,
         sources=(UNKNOWN,) * len(responses),
         objective=objective or (text_field(where, row, "objective") if row.get("objective") is not None else OVERALL),

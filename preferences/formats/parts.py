@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from files.conversations import tool_messages
+from files.fields import present, text_field
 from files.hashes import json_hash
 from preferences.records import Flags, Judgment, Kind, Message, StoredTask, Task
 
+ASKS = ("user", "tool")  # whose turn a response follows
 UNKNOWN = "unknown"  # the labeler or the source, if the data does not say
 CONSENSUS = "consensus"  # the labeler, if the data has only several labelers' aggregate
 
@@ -132,7 +135,7 @@ def has_fields(*names: str, reason: str, text: str = "") -> Callable[[Row], str]
 
 def content_id(name: str, prompt: Sequence[Message], responses: Sequence[str], sources: Sequence[str]) -> str:
     """Returns an id for a task whose data has none: the format's name and a hash of what was judged."""
-    turns = [[message.role, message.content] for message in prompt]
+    turns = [message.fields for message in prompt]
     return f"{name}/{json_hash(turns, list(responses), list(sources))[:20]}"
 
 
@@ -177,31 +180,59 @@ def user(text: str) -> tuple[Message, ...]:
     return (Message("user", text),)
 
 
-def as_messages(turns: Sequence[Mapping[str, str]]) -> tuple[Message, ...]:
-    return tuple(Message(turn["role"], turn["content"]) for turn in turns)
+def as_messages(turns: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+    return tuple(Message.of(turn) for turn in turns)
 
 
-def as_turns(prompt: Sequence[Message]) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in prompt]
+def as_turns(prompt: Sequence[Message]) -> list[dict[str, Any]]:
+    return [message.turn for message in prompt]
+
+
+def prompt_field(where: str, row: Row, *, is_asked: bool = False) -> tuple[Message, ...]:
+    """Returns a row's `prompt`, a list of messages, which may call tools. With `is_asked` no text may be empty, and the
+    last turn must be the user's or a tool's.
+
+    Raises: ValueError naming the field.
+    """
+    turns = tool_messages(where, present(where, row, "prompt"), "prompt")
+    for number, turn in enumerate(turns if is_asked else ()):
+        if turn["role"] != "tool" and "tool_calls" not in turn:
+            text_field(f"{where}: prompt[{number}]", turn, "content")
+    if is_asked and turns[-1]["role"] not in ASKS:
+        field = f"prompt[{len(turns) - 1}].role"
+        raise ValueError(f"{where}: field {field!r} is {turns[-1]['role']!r}; the last turn must be the user's")
+    return as_messages(turns)
 
 
 def is_sound_prompt(where: str, prompt: Sequence[Message], report: Report) -> bool:
     """Returns whether responses to this prompt can be trained on. Reports anything unusual about it."""
-    if not prompt or prompt[-1].role != "user":
+    if not prompt or prompt[-1].role not in ASKS:
         last = prompt[-1].role if prompt else "nobody"
         report.add("no user's turn", where, f"the prompt ends with {last}'s turn", "left out")
         return False
-    empty = [turn for turn, message in enumerate(prompt) if not message.content.strip()]
+    empty = [
+        turn
+        for turn, message in enumerate(prompt)
+        if not message.text.strip() and message.role != "tool"  # a tool may return nothing
+    ]
     if empty:
         report.add("empty turn", where, f"turn {empty[0] + 1} of the prompt is empty", "left out")
         return False
     for turn, (first, second) in enumerate(pairwise(prompt), start=1):
-        if first.role == second.role:
+        if first.role == second.role != "tool":  # several calls have several results
             report.add(
                 "same speaker twice", where, f"turns {turn} and {turn + 1} are both {first.role}'s", "kept as is"
             )
             break
     return True
+
+
+def is_text(where: str, prompt: Sequence[Message], report: Report) -> bool:
+    """Returns whether a format of plain turns can hold a prompt. Reports one in which a tool is called."""
+    found = next((turn for turn, message in enumerate(prompt) if message.more or message.role == "tool"), None)
+    if found is not None:
+        report.add("tool calls", where, f"turn {found + 1} of the prompt calls, names or answers a tool", "left out")
+    return found is None
 
 
 VERDICTS: dict[tuple[int, ...], str] = {(1, 2): "the first", (2, 1): "the second", (1, 1): "neither"}

@@ -109,6 +109,7 @@ _ALL = (
     Format("trl", "TRL's preferences, conversational or texts", trl.recognise, trl.read, trl.write),
     Format("trl_text", "TRL's preferences, written as texts", _never, trl.read, trl.write_text),
     Format("criteria", "ratings by criterion, as in HelpSteer2", _never, None, annotated.write_criteria),
+    Format(annotated.TURNS, "labels of each turn, for a reward model of steps", _never, None, annotated.write_turns),
     Format("edits", "labelers' versions, preferred over the originals", _never, None, annotated.write_edits),
     Format("demonstrations", "the best responses, for SFT", _never, None, own.write_demonstrations),
     Format("prompts", "the prompts, for PPO", _never, None, own.write_prompts),

@@ -8,7 +8,7 @@ in TRL's extract_prompt. `ultrafeedback_binarized` adds `prompt_id`, `score_chos
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from files.conversations import implicit_prompt
+from files.conversations import implicit_prompt, tool_messages
 from files.fields import (
     any_messages,
     any_text,
@@ -115,12 +115,12 @@ def _sides(where: str, row: Row, report: Report) -> Sides | None:
         return _of_texts(where, row, any_text(where, row, "chosen"), any_text(where, row, "rejected"), report)
     chosen, rejected = text_or_messages(where, row, "chosen"), text_or_messages(where, row, "rejected")
     turns = [
-        as_messages(any_messages(where, side, name)) for name, side in (("chosen", chosen), ("rejected", rejected))
+        as_messages(tool_messages(where, side, name)) for name, side in (("chosen", chosen), ("rejected", rejected))
     ]
     given = row.get("prompt")
     prompt: tuple[Message, ...] = ()
     if isinstance(given, list) and given:
-        prompt = as_messages(any_messages(where, given, "prompt"))
+        prompt = as_messages(tool_messages(where, given, "prompt"))
     elif given is not None and given != []:
         is_alone = len(turns[0]) == len(turns[1]) == 1
         prompt = user(text_field(where, row, "prompt")) if is_alone else ()
@@ -135,6 +135,9 @@ def _sides(where: str, row: Row, report: Report) -> Sides | None:
     for name, side in zip(("chosen", "rejected"), turns, strict=True):
         if side[-1].role != "assistant":
             report.add("no reply", where, f"{name} ends with {side[-1].role}'s turn", "left out")
+            return None
+        if side[-1].more:
+            report.add("reply that calls a tool", where, f"{name} ends with a call, which no text holds", "left out")
             return None
     return turns[0][:-1], turns[0][-1].content, turns[1][-1].content
 

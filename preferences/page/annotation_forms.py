@@ -1,4 +1,5 @@
-"""Criteria, marked passages and edits in a task's form: reading them, and filling in those of a stored answer.
+"""Criteria, ratings of earlier turns, marked passages and edits in a task's form: reading them, and filling in those of
+a stored answer.
 
 A passage is given by quoting it, which works by hand, by the keyboard and without JavaScript. Browsers copy the text
 that they show, without Markdown's punctuation and with other white space, so letters and digits alone are compared.
@@ -9,18 +10,19 @@ from collections.abc import Iterator, Sequence
 from unicodedata import category
 from urllib.parse import quote_plus
 
-from preferences.annotations import MAX_EDIT_CHARACTERS, MAX_SPANS, Annotations, CriterionRatings, Span
+from preferences.annotations import MAX_EDIT_CHARACTERS, MAX_SPANS, Annotations, CriterionRatings, Span, TurnRating
 from preferences.page.config import LabelingConfig
 from preferences.page.fields import LETTERS, Fields, read_each
 from preferences.page.security import MAX_BODY_BYTES
+from preferences.records import ShownTask, assistant_turns
 
 NUM_BLANK_SPANS = 2  # rows for passages below those that are filled in
 _EDGE = re.compile(r"^\s+|\s+$")
 
 
-def read_annotations(fields: Fields, responses: Sequence[str], config: LabelingConfig, wrong: list[str]) -> Annotations:
+def read_annotations(fields: Fields, shown: ShownTask, config: LabelingConfig, wrong: list[str]) -> Annotations:
     """Returns what the form says, in the order shown, and adds a sentence to `wrong` for each mistake."""
-    criteria = []
+    responses, criteria = shown.responses, []
     for number, criterion in enumerate(config.criteria):
         allowed = list(criterion.choices)
         low, high = min(allowed), max(allowed)
@@ -32,7 +34,25 @@ def read_annotations(fields: Fields, responses: Sequence[str], config: LabelingC
         for span in (_spans(fields, place, response, config.span_labels, wrong) if config.span_labels else ())
     )
     edits = _edits(fields, responses, wrong) if config.asks_edits else ()
-    return Annotations(tuple(criteria), tuple(dict.fromkeys(spans)), edits)
+    turns = tuple(_turns(fields, assistant_turns(shown.prompt), config, wrong))
+    return Annotations(tuple(criteria), tuple(dict.fromkeys(spans)), edits, turns)
+
+
+def _turns(fields: Fields, turns: Sequence[int], config: LabelingConfig, wrong: list[str]) -> Iterator[TurnRating]:
+    """Yields the ratings of the assistant's turns, in the fields turn_CRITERION_TURN. All of them are expected."""
+    for number, criterion in enumerate(config.criteria):
+        if not criterion.each_turn:
+            continue
+        given = {turn: fields.number(f"turn_{number}_{turn}") for turn in turns}
+        missing = [str(turn + 1) for turn, rating in given.items() if rating is None]
+        if missing:
+            named = f"Turn {missing[0]} has" if len(missing) == 1 else f"Turns {', '.join(missing)} have"
+            wrong.append(f"{named} no {criterion.name}.")
+        for turn, rating in given.items():
+            if rating is not None and rating not in criterion.choices:
+                expected = f"{min(criterion.choices)} to {max(criterion.choices)}"
+                wrong.append(f"The {criterion.name} of turn {turn + 1} is {rating}; it must be {expected}.")
+            yield TurnRating(turn, criterion.name, rating or 0)
 
 
 def _edits(fields: Fields, responses: Sequence[str], wrong: list[str]) -> tuple[str, ...]:
@@ -127,6 +147,8 @@ def annotation_fields(found: Annotations, responses: Sequence[str], config: Labe
     for number, criterion in enumerate(config.criteria):
         for place, rating in enumerate(found.ratings_by(criterion.name)):
             values[f"criterion_{number}_{place}"] = f"{rating:.0f}"
+        for turn, rating in found.turn_ratings_by(criterion.name).items():
+            values[f"turn_{number}_{turn}"] = f"{rating:.0f}"
     for place, edit in enumerate(found.edits):
         values[f"edit_{place}"] = edit or responses[place]
     used = [0] * len(responses)

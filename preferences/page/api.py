@@ -1,6 +1,6 @@
 """The HTTP API: everything that the pages do, for programs. `/api/openapi.json` describes it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
@@ -9,8 +9,17 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from files.conversations import tool_messages
 from preferences.accounts import Account, Accounts
-from preferences.annotations import MAX_EDIT_CHARACTERS, MAX_SPANS, Annotations, CriterionRatings, Span
+from preferences.annotations import (
+    MAX_EDIT_CHARACTERS,
+    MAX_SPANS,
+    MAX_TURN_RATINGS,
+    Annotations,
+    CriterionRatings,
+    Span,
+    TurnRating,
+)
 from preferences.formats.registry import FORMATS
 from preferences.page.config import LabelCriterion, LabelingConfig
 from preferences.page.forms import MAX_NOTE_CHARACTERS, MAX_RATING, MIN_RATING
@@ -26,7 +35,7 @@ from preferences.page.security import (
 from preferences.page.service import LabelingService, LeadView, PresentedTask, TaskForm, exported_what
 from preferences.questions import MAX_QUESTION_CHARACTERS, ThreadState
 from preferences.rankings import why_excluded
-from preferences.records import MAX_RESPONSES, MIN_RESPONSES, OVERALL, Answer, Message, Task
+from preferences.records import MAX_RESPONSES, MIN_RESPONSES, OVERALL, Answer, Message, Task, assistant_turns
 
 CLIENT = "api"
 MAX_INTEGER = 2**53  # every JSON reader handles integers up to this
@@ -91,8 +100,14 @@ class Form(Body):
 
 
 class MessageBody(Body):
-    role: Literal["system", "user", "assistant"]
-    content: Text
+    """A message, as in OpenAI's API. The content may be null next to calls."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Text | None = None
+    tool_calls: list[dict[str, Any]] = []
+    tool_call_id: Text = ""
+    name: Text = ""
+    tools: list[dict[str, Any]] = []  # in the first message: the JSON schemas of the tools
 
 
 class TaskBody(BaseModel):
@@ -104,7 +119,7 @@ class TaskBody(BaseModel):
 
     form: Form
     warning: str
-    prompt: list[MessageBody]
+    prompt: list[dict[str, Any]]  # messages as in new tasks, without the fields that they do not have
     responses: list[str]
     asks_ratings: bool
     flags: list[str]
@@ -135,8 +150,9 @@ class SpanBody(Body):
 class AnswerBody(Body):
     """An answer. Lists are in the order shown; rank 1 is the best, equal ranks are ties.
 
-    `criteria` has one rating per response by each criterion of the task (for yes or no, 1 or 0). `edits` has a better
-    version of each response, or "" for none.
+    `criteria` has one rating per response by each criterion of the task (for yes or no, 1 or 0), and `turns` one rating
+    per turn of the assistant in the prompt, in order, by each criterion with `each_turn`. `edits` has a better version
+    of each response, or "" for none.
     """
 
     form: Form
@@ -145,6 +161,7 @@ class AnswerBody(Body):
     flags: Annotated[list[Annotated[list[Text], Field(max_length=MAX_FLAGS)]], Field(max_length=MAX_RESPONSES)] = []
     note: Note = ""
     criteria: dict[Text, Annotated[list[Number], Field(min_length=MIN_RESPONSES, max_length=MAX_RESPONSES)]] = {}
+    turns: dict[Text, Annotated[list[Number], Field(max_length=MAX_TURN_RATINGS)]] = {}
     spans: Annotated[list[SpanBody], Field(max_length=MAX_SPANS * MAX_RESPONSES)] = []
     edits: Annotated[list[Edit], Field(max_length=MAX_RESPONSES)] = []
 
@@ -359,7 +376,11 @@ class Api:
         if any(len(flags) != len(set(flags)) for flags in body.flags):
             raise _invalid("flags", "each flag at most once per response expected")
         flags = tuple(tuple(marked) for marked in body.flags)
-        annotations = _annotations(body, config)
+        turns: tuple[int, ...] = ()
+        if config.turn_criteria:
+            lease = self.service.shown_again(account, token, body.form.task_form()).lease
+            turns = assistant_turns(lease.shown.prompt)
+        annotations = _annotations(body, config, turns)
         answer = Answer(tuple(body.ranks), 0, tuple(body.ratings), flags, body.note, annotations)
         self.service.answer(account, token, form, answer, CLIENT)
 
@@ -427,7 +448,7 @@ class Api:
         tasks = [
             Task(
                 task.task_id,
-                tuple(Message(message.role, message.content) for message in task.prompt),
+                _prompt(task),
                 tuple(task.responses),
                 tuple(task.sources),
                 task.objective,
@@ -488,7 +509,7 @@ class Api:
         return TaskBody(
             form=Form(**asdict(presented.form)),
             warning=shown.warning,
-            prompt=[MessageBody.model_validate(asdict(message)) for message in shown.prompt],
+            prompt=[message.turn for message in shown.prompt],
             responses=list(shown.responses),
             asks_ratings=config.asks_ratings,
             flags=list(config.flags),
@@ -499,14 +520,24 @@ class Api:
         )
 
 
-def _annotations(body: AnswerBody, config: LabelingConfig) -> Annotations:
-    """Returns an answer's annotations. Raises: RequestValidationError for what the configuration does not ask for."""
+def _prompt(task: NewTask) -> tuple[Message, ...]:
+    """Returns a new task's prompt. Raises: ValueError naming task and field of a malformed message."""
+    given = [message.model_dump(exclude_defaults=True) for message in task.prompt]
+    return tuple(Message.of(turn) for turn in tool_messages(f"task {task.task_id!r}", given, "prompt"))
+
+
+def _annotations(body: AnswerBody, config: LabelingConfig, turns: Sequence[int]) -> Annotations:
+    """Returns an answer's annotations. `turns` are the places of the assistant's turns in the task's prompt.
+
+    Raises: RequestValidationError for what the configuration does not ask for; ValueError for another number of turns.
+    """
     asked = {criterion.name: criterion for criterion in config.criteria}
     if body.criteria.keys() != asked.keys():
         raise _invalid("criteria", f"ratings by {', '.join(asked) or 'no criteria'} expected")
     for name, ratings in body.criteria.items():
         if not all(rating in asked[name].choices for rating in ratings):
             raise _invalid("criteria", f"{name}: only {', '.join(map(str, asked[name].choices))} expected")
+    rated = _turn_ratings(body.turns, config, turns)
     for span in body.spans:
         if span.label not in config.span_labels:
             raise _invalid("spans", f"{span.label!r} is not a label of a passage")
@@ -516,6 +547,25 @@ def _annotations(body: AnswerBody, config: LabelingConfig) -> Annotations:
         tuple(CriterionRatings(name, tuple(ratings)) for name, ratings in body.criteria.items()),
         tuple(Span(span.response, span.start, span.end, span.label) for span in body.spans),
         tuple(body.edits) if any(body.edits) else (),
+        rated,
+    )
+
+
+def _turn_ratings(
+    given: Mapping[str, Sequence[int]], config: LabelingConfig, turns: Sequence[int]
+) -> tuple[TurnRating, ...]:
+    asked = {criterion.name: criterion for criterion in config.turn_criteria}
+    if not given.keys() <= asked.keys():
+        raise _invalid("turns", f"ratings by {', '.join(asked) or 'no criteria'} expected")
+    for name, ratings in given.items():
+        if not all(rating in asked[name].choices for rating in ratings):
+            raise _invalid("turns", f"{name}: only {', '.join(map(str, asked[name].choices))} expected")
+        if len(ratings) != len(turns):
+            raise ValueError(f"turns: {name} has {len(ratings)} ratings; {len(turns)} were expected")
+    return tuple(
+        TurnRating(turn, name, rating)
+        for name, ratings in given.items()
+        for turn, rating in zip(turns, ratings, strict=True)
     )
 
 
@@ -537,6 +587,12 @@ def describe_answers(schema: dict[str, Any], config: LabelingConfig) -> None:
     criteria |= {"additionalProperties": False, "required": [one.name for one in config.criteria]}
     criteria["properties"] = {
         one.name: {**shape, "items": {"type": "integer", "enum": list(one.choices)}} for one in config.criteria
+    }
+    turns = answer["properties"]["turns"]
+    shape = next(iter(turns.pop("patternProperties").values()))
+    turns |= {"additionalProperties": False}
+    turns["properties"] = {
+        one.name: {**shape, "items": {"type": "integer", "enum": list(one.choices)}} for one in config.turn_criteria
     }
     if config.criteria:
         answer["required"].append("criteria")

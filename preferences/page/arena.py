@@ -362,7 +362,7 @@ class Arena:
         if not conversation.is_shared(turn):
             contexts = [conversation.context(turn, policy) for policy in (0, 1)]
             prompt, responses = _dialogues(contexts, done.responses)
-            details["contexts"] = [[[one.role, one.content] for one in context] for context in contexts]
+            details["contexts"] = [[one.fields for one in context] for context in contexts]
             details["answers"] = list(done.responses)
         details["sampled"] = [dict(record) for record in done.records]
         return Task(_task_id(conversation.handle, turn, number), prompt, responses, sources, details=details)

@@ -61,13 +61,21 @@ class LabelClient:
         task = self._call("POST", "/lease")
         if "waiting" in task:
             return str(task["waiting"])
-        prompt = tuple(Message(**message) for message in task["prompt"])
+        prompt = tuple(Message.of(message) for message in task["prompt"])
         result = self.labeler.judge(ShownTask(task["form"]["task"], prompt, tuple(task["responses"]), task["warning"]))
         if isinstance(result, Answer):
             body = {"ranks": result.ranks, "ratings": result.ratings, "flags": result.flags, "note": result.note}
             said = result.annotations
             criteria = {one.name: one.ratings for one in said.criteria}
-            more = {"criteria": criteria, "spans": [asdict(span) for span in said.spans], "edits": said.edits}
+            turns: dict[str, list[float]] = {}
+            for one in sorted(said.turns, key=lambda one: one.turn):
+                turns.setdefault(one.name, []).append(one.rating)
+            more = {
+                "criteria": criteria,
+                "turns": turns,
+                "spans": [asdict(span) for span in said.spans],
+                "edits": said.edits,
+            }
             self._call("POST", "/answers", {"form": task["form"], **body, **more})
         else:
             self._call("POST", "/skips", {"form": task["form"], "reason": result.reason})

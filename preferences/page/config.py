@@ -76,6 +76,10 @@ class LabelCriterion(BaseModel):
         default="scale", description="A scale from 1 to `highest`, or yes (1) and no (0)."
     )
     highest: int = Field(default=7, ge=2, le=9, description="The best rating of a scale.")
+    each_turn: bool = Field(
+        default=False,
+        description="Whether labelers also rate each earlier turn of the assistant in the conversation by it.",
+    )
 
     @property
     def choices(self) -> dict[int, str]:
@@ -84,7 +88,7 @@ class LabelCriterion(BaseModel):
 
     @property
     def legend(self) -> str:
-        """What the page asks about a response."""
+        """What the page asks about a response or a turn."""
         ends = "" if self.kind == "yes_no" else f" (1 to {self.highest})"
         return f"{self.name.capitalize()}{ends}{f': {self.question}' if self.question else ''}"
 
@@ -254,9 +258,16 @@ class LabelForm(BaseModel):
     )
 
     @property
+    def turn_criteria(self) -> tuple[LabelCriterion, ...]:
+        """The criteria that each turn of the assistant is rated by."""
+        return tuple(one for one in self.criteria if one.each_turn)
+
+    @property
     def version(self) -> str:
         """The instructions' version. Another text, or anything else to judge, makes another version."""
-        more: dict[str, Any] = {"criteria": [one.model_dump() for one in self.criteria]} if self.criteria else {}
+        # without `each_turn`, a criterion is as it was before there was this field, so nobody reads it again
+        asked = [one.model_dump(exclude=None if one.each_turn else {"each_turn"}) for one in self.criteria]
+        more: dict[str, Any] = {"criteria": asked} if asked else {}
         more |= {"span_labels": self.span_labels} if self.span_labels else {}
         more |= {"asks_edits": True} if self.asks_edits else {}
         more |= {"quiz": [one.model_dump() for one in self.quiz]} if self.quiz else {}

@@ -4,9 +4,9 @@ Parsing returns sentences for the page about what is missing. What a labeler was
 but not a server that is killed. A form that reaches another server is returned without its task's texts.
 """
 
+import re
 import sys
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sqlalchemy.exc import InterfaceError, InternalError, OperationalError, TimeoutError
@@ -19,7 +19,7 @@ from preferences.page.cache import ByteCache
 from preferences.page.config import LabelingConfig
 from preferences.page.fields import LETTERS, Fields, read_each
 from preferences.page.service import PresentedTask, TaskForm
-from preferences.records import Answer, Judgment
+from preferences.records import Answer, Judgment, ShownTask
 
 MIN_RATING, MAX_RATING = 1, 7
 MAX_NOTE_CHARACTERS = 4_000
@@ -28,6 +28,7 @@ STORE_AWAY = (OperationalError, InterfaceError, InternalError, TimeoutError)
 MAX_REMEMBERED_BYTES = 64 * 2**20  # memory for the most recently shown tasks
 TASK_BYTES = 10_000  # memory that a task takes in addition to its texts
 RETRY_SECONDS = 10
+_TURN = re.compile(r"turn_\d{1,2}_\d{1,6}")  # the field of a turn's rating: criterion and turn
 
 
 # ---- reading a form ----
@@ -40,13 +41,13 @@ def task_form(fields: Fields) -> TaskForm:
     )
 
 
-def read_answer(fields: Fields, responses: Sequence[str], config: LabelingConfig) -> tuple[Answer | None, list[str]]:
-    """Returns the answer to these responses, in the order shown, or None and a sentence for each mistake."""
+def read_answer(fields: Fields, shown: ShownTask, config: LabelingConfig) -> tuple[Answer | None, list[str]]:
+    """Returns the answer to a task, in the order shown, or None and a sentence for each mistake."""
     wrong: list[str] = []
-    num, limits = len(responses), (MIN_RATING, MAX_RATING)
+    num, limits = len(shown.responses), (MIN_RATING, MAX_RATING)
     ranks = read_each(fields, "rank", num, 1, num, wrong, noun="rank")
     ratings = read_each(fields, "rating", num, *limits, wrong, noun="rating") if config.asks_ratings else []
-    annotations = read_annotations(fields, responses, config, wrong)
+    annotations = read_annotations(fields, shown, config, wrong)
     flags = [tuple(fields.ticked.get(f"flags_{place}", ())) for place in range(num)]
     unknown = sorted({flag for marked in flags for flag in marked} - set(config.flags))
     if unknown:
@@ -123,7 +124,10 @@ class UnsavedForms:
 
     def _keep(self, key: tuple[str, str, int], known: KnownTask) -> KnownTask:
         shown, fields = known.presented.lease.shown, known.unsaved or Fields({})
-        texts = [message.content for message in shown.prompt] + [*shown.responses, *fields.values.values()]
+        texts = [text for message in shown.prompt for text in message.fields] + [
+            *shown.responses,
+            *fields.values.values(),
+        ]
         self._shown.put(key, known, TASK_BYTES + sum(map(sys.getsizeof, texts)))
         return known
 
@@ -143,6 +147,8 @@ def as_text(fields: Fields) -> str:
                 lines.append(f"Passage of {letter} ({fields.text(f'span_label_{place}_{number}')}): {quote}")
         if edit := fields.text(f"edit_{place}").strip():
             lines.append(f"Your version of {letter}: {edit}")
+    rated = [(name.split("_"), value) for name, value in fields.values.items() if _TURN.fullmatch(name) and value]
+    lines += [f"Turn {int(turn) + 1}, criterion {int(of) + 1}: {value}" for (_, of, turn), value in rated]
     for name, label in (("note", "Note"), ("question", "Question"), ("reason", "Reason to skip")):
         if fields.text(name).strip():
             lines.append(f"{label}: {fields.text(name)}")

@@ -16,7 +16,7 @@ from preferences.accounts import Account
 from preferences.leases import LeaseLostError
 from preferences.page import forms
 from preferences.page.annotation_forms import is_same_text, max_edit, num_span_rows
-from preferences.page.config import DECLINES
+from preferences.page.config import DECLINES, LabelingConfig
 from preferences.page.fields import Fields
 from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, UnsavedForms, as_text, reason_of
 from preferences.page.search_pages import in_queue, next_in_queue
@@ -30,10 +30,12 @@ from preferences.page.security import (
 from preferences.page.service import MAX_LEFT, LabelingService, PresentedTask, RefusedError
 from preferences.page.site import Posted, SignInNeededError, Site, fields_of, redirect
 from preferences.questions import MAX_QUESTION_CHARACTERS, Thread
+from preferences.records import ShownTask
 
 LOG = logging.getLogger(__name__)
 CLIENT = "page"
 MAX_TURNS_OPEN, TURNS_OPEN = 6, 4  # a conversation of more turns is folded, except for its last ones
+LONG_RESULT = 600  # characters; a tool's result that is longer is folded
 EMPTY = Fields({})
 QUEUE = "queue"  # the field that says from which adjudication queue a lead opened the task
 
@@ -266,8 +268,8 @@ class TaskPages:
             num_span_rows=num_span_rows,
             is_same_text=is_same_text,
             max_edit=max_edit(presented.lease.shown.responses),
-            max_turns_open=MAX_TURNS_OPEN,
-            turns_open=TURNS_OPEN,
+            num_folded=_num_folded(presented.lease.shown, self.config),
+            long_result=LONG_RESULT,
             threads=[] if is_away else self._threads(account, presented),
             max_question=MAX_QUESTION_CHARACTERS,
             events=events,
@@ -304,7 +306,7 @@ class TaskPages:
         presented = self.service.shown_again(account, token, form)
         if account.role == "labeler" and presented.lease.is_hidden:
             return self._warning_page(account, token, presented, 422)
-        answer, wrong = forms.read_answer(fields, presented.lease.shown.responses, presented.config)
+        answer, wrong = forms.read_answer(fields, presented.lease.shown, presented.config)
         if answer is None:
             return self._task_page(account, token, presented, fields, wrong)
         self.service.answer(account, token, form, answer, CLIENT)
@@ -399,6 +401,12 @@ class TaskPages:
         handle = fields.text("task")
         self.service.undo(account, handle, revision, CLIENT)
         return redirect("/answers" if account.role == "lead" else _path_of(handle))
+
+
+def _num_folded(shown: ShownTask, config: LabelingConfig) -> int:
+    """Returns how many of the first turns are folded: none if each turn is rated."""
+    num_turns = len(shown.prompt)
+    return num_turns - TURNS_OPEN if num_turns > MAX_TURNS_OPEN and not config.turn_criteria else 0
 
 
 def _path_of(handle: str) -> str:

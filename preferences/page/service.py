@@ -28,7 +28,7 @@ from preferences.page.config import LabelingConfig, Screening
 from preferences.page.quality_reports import QualityReports
 from preferences.progress import PaceLog
 from preferences.rankings import criteria_in, current_judgments
-from preferences.records import KINDS, MAX_MILLISECONDS, Answer, Judgment
+from preferences.records import KINDS, MAX_MILLISECONDS, Answer, Judgment, assistant_turns
 from preferences.results import BatchCounts, PastEvent
 from preferences.statistics.panel import Panel
 from preferences.statistics.quality import gold_accuracy, screen
@@ -249,9 +249,11 @@ class LabelingService:
         The time of an answer that replaces an earlier one includes the earlier one's, because statistics read it as
         the time that the labeler needed for the task.
 
-        Raises: RefusedError for a form that was not made for this session, and what `LabelStore.submit` raises.
+        Raises: RefusedError for a form that was not made for this session, ValueError if some turns are not rated or
+        none should be, and what `LabelStore.submit` raises.
         """
         lease, milliseconds = self._sealed_lease(account, session, form)
+        self._require_turns(lease, answer)
         earlier = self.earlier_answer(lease) if account.role == "labeler" and lease.revision else None
         total = min(milliseconds + (earlier.milliseconds if earlier is not None else 0), MAX_MILLISECONDS)
         timed, version = replace(answer, milliseconds=total), self._config_of(lease).version
@@ -260,6 +262,13 @@ class LabelingService:
                 self.store.adjudicate(lease, timed, client=client, instructions_version=version, act="adjudicated")
             else:
                 self.store.submit(lease, timed, client=client, instructions_version=version)
+
+    def _require_turns(self, lease: Lease, answer: Answer) -> None:
+        turns, given = assistant_turns(lease.shown.prompt), [(one.name, one.turn) for one in answer.annotations.turns]
+        if sorted(given) != sorted((one.name, turn) for one in self.config.turn_criteria for turn in turns):
+            names = ", ".join(one.name for one in self.config.turn_criteria)
+            expected = f"one per turn of the assistant (it has {len(turns)}) by {names}" if names else "none"
+            raise ValueError(f"turns: {len(given)} ratings of earlier turns were given; {expected} was expected")
 
     def skip(self, account: Account, session: str, form: TaskForm, reason: str, client: str) -> None:
         """Leaves a task to other labelers. Raises what `answer` raises."""

@@ -1,6 +1,7 @@
 """What all pages share: templates, who is signed in, and forms that only their own session can send."""
 
 import hmac
+import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -8,6 +9,7 @@ from urllib.parse import quote
 from fastapi import Depends, HTTPException, Request, Response
 from fastapi.responses import RedirectResponse, StreamingResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
 from starlette.datastructures import FormData
 
 from preferences.accounts import Account, Accounts
@@ -19,12 +21,13 @@ from preferences.page.forms import STORE_AWAY
 from preferences.page.security import is_storable
 from preferences.page.service import RefusedError, seal
 from preferences.page.shown import show
-from preferences.page.text import task_title
+from preferences.page.text import arguments_of, as_written, called_tool, task_title
 from preferences.records import as_moment
 
 COOKIE = "heed_session"
 HTTPS_COOKIE = f"__Host-{COOKIE}"  # browsers accept this prefix only on a Secure cookie, from this very host
 CHECKBOXES = "flags_"  # prefix of fields that may occur several times
+MAX_FIELDS = 5_000  # of a form: ratings of every turn, and passages of every response
 SENT_CHARACTERS = 2**18  # characters of a download to send at a time
 ONLY_LEADS = "this page is for leads"
 
@@ -41,13 +44,17 @@ TEMPLATES.filters["shown"] = show
 TEMPLATES.filters["counted"] = lambda number, noun: f"{number:,} {noun}" + ("" if number == 1 else "s")
 TEMPLATES.filters["number"] = "{:,}".format
 TEMPLATES.filters["task_title"] = lambda shown: task_title(*shown)
+TEMPLATES.filters["as_written"] = lambda text: Markup(as_written(text))
+TEMPLATES.filters["readable"] = lambda value: json.dumps(value, indent=2, ensure_ascii=False)
+TEMPLATES.filters["arguments"] = arguments_of
+TEMPLATES.filters["called_at"] = called_tool
 TEMPLATES.filters["moment"] = as_moment
 TEMPLATES.filters["quoted"] = lambda text: quote(text, safe="")
 
 
 async def _posted(request: Request) -> FormData:
     """Reads a form's fields, without files. Raises: HTTPException for text that no database can store."""
-    posted = await request.form(max_files=0)
+    posted = await request.form(max_files=0, max_fields=MAX_FIELDS)
     for name, value in posted.multi_items():
         if not is_storable(name) or not isinstance(value, str) or not is_storable(value):
             raise HTTPException(400, "A field of the form contains a character that cannot be stored.")

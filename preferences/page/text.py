@@ -5,12 +5,14 @@ with the source, character by character. A text that would lose anything else is
 characters that a reader may miss (backslashes, spacing), a note says so.
 """
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape, unescape
 from html.parser import HTMLParser
 from itertools import pairwise
+from typing import Any
 
 import nh3
 from markdown_it import MarkdownIt
@@ -57,6 +59,27 @@ def task_title(prompt: Sequence[Message], warning: str) -> str:
     """
     words = f"Content warning: {warning}" if warning else " ".join(prompt[-1].content[:1_000].split())
     return words if len(words) <= MAX_TITLE_CHARACTERS else words[:MAX_TITLE_CHARACTERS].rsplit(" ", 1)[0] + " …"
+
+
+def arguments_of(call: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns the arguments of a call of a tool: names and values, as JSON except for texts of several lines."""
+    given: Mapping[str, Any] = call["function"]["arguments"]
+    return [
+        (name, value if isinstance(value, str) and "\n" in value else json.dumps(value, indent=2, ensure_ascii=False))
+        for name, value in given.items()
+    ]
+
+
+def called_tool(prompt: Sequence[Message], place: int) -> str:
+    """Returns the name of the tool whose result is the message at `place`; "" if it is not known."""
+    result, first = prompt[place].turn, place
+    while prompt[first].role == "tool" and first:
+        first -= 1
+    calls = prompt[first].turn.get("tool_calls", ())
+    wanted, number = result.get("tool_call_id"), place - first - 1
+    by_id = next((call for call in calls if wanted and call.get("id") == wanted), None)
+    call = by_id or (calls[number] if number < len(calls) else None)
+    return str(result.get("name") or (call["function"]["name"] if call is not None else ""))
 
 
 def render(text: str) -> RenderedText:

@@ -242,7 +242,7 @@ class Ratings:
 
 def num_words(task: Task) -> int:
     """Counts the space-separated words of prompt and responses: for scripts without spaces too few, never too many."""
-    return len(" ".join((*(message.content for message in task.prompt), *task.responses)).split())
+    return len(" ".join((*(message.text for message in task.prompt), *task.responses)).split())
 
 
 def words_per_minute(panel: Panel) -> tuple[Floats, Floats]:

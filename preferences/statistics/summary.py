@@ -24,7 +24,7 @@ from preferences.statistics.agreement import (
     reliability_in,
     share_of_tasks,
 )
-from preferences.statistics.criteria import CriterionReport, criterion_reports
+from preferences.statistics.criteria import CriterionReport, TurnReport, criterion_reports, turn_reports
 from preferences.statistics.estimates import Share
 from preferences.statistics.panel import Panel, count_pairs, pair_signs
 from preferences.statistics.quality import (  # fmt: skip
@@ -98,6 +98,7 @@ class LabelReport:
     alpha: Alpha
     rating_alpha: Alpha
     criteria: tuple[CriterionReport, ...]  # sorted by name
+    turns: tuple[TurnReport, ...]  # of the assistant's earlier turns, by criterion, sorted by name
     shown_first: Share
     ranks_by_position: tuple[PositionRanks, ...]
     labelers: tuple[LabelerReport, ...]
@@ -141,6 +142,7 @@ def summary(
         alpha=ranking_alpha(count_pairs(ordinary, pair_signs(ordinary.ranks_JK)), panel.prompt_T, responses_T),
         rating_alpha=rating_alpha(ordinary),
         criteria=criterion_reports(tasks, current.answers),
+        turns=turn_reports(tasks, current.answers),
         shown_first=first,
         ranks_by_position=ranks_by_position(panel),
         labelers=_labelers(panel, ordinary, counts, current.skips, first_by_labeler, pace_by_labeler),

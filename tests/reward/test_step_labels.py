@@ -219,3 +219,55 @@ def test_tokenizing_continues_where_it_was_cut_off(
     assert whole.num_rows == rest.num_rows + 2
     kept = len(rest.arrays["targets"])
     assert whole.arrays["targets"][-kept:].tolist() == rest.arrays["targets"].tolist()
+
+
+# ---- labels of turns ----
+
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "map"}}}
+TURNS: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": "Where is the fox?"},
+        {"role": "assistant", "content": "I look.\nNow.", "tool_calls": [CALL]},
+        {"role": "tool", "content": "in the den"},
+        {"role": "assistant", "content": "In the den.\nSurely."},
+        {"role": "user", "content": "And the cat?"},
+        {"role": "assistant", "content": "On the roof."},
+    ],
+    "labels": [None, True, False],
+}
+
+
+def test_the_labels_of_turns_are_where_the_turns_end(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "turns.jsonl"
+    path.write_text(json.dumps(TURNS) + "\n")
+    data = StepLabelsConfig(source=str(path), separator="")
+    found = in_folder(tokenizer, data, tmp_path / "tokens", 512)
+    assert found.labels(0) == (UNLABELLED, RIGHT, WRONG)
+    tokens, is_response = tokenizer.encode_conversation(TURNS["messages"])
+    steps = found.steps(0)
+    assert list(steps.tokens) == tokens[: steps.ends[-1] + 1]
+    texts = [tokenizer.decode(steps.tokens[: end + 1]) for end in steps.ends]
+    assert [is_response[end : end + 2] for end in steps.ends[:-1]] == [[True, False]] * 2
+    assert "In the den.\nSurely." in texts[1]
+    assert "And the cat?" not in texts[1]
+    assert "look" in texts[0]
+    assert "in the den" not in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "separator", "message"),
+    [
+        ({"labels": [True]}, "", "'labels' has 1 entries for 3 turns of the assistant"),
+        ({"labels": [True, 2, None]}, "", r"'labels\[1\]' is 2; true, false or null"),
+        ({"messages": [], "labels": []}, "", "'messages'"),
+        ({"messages": [{"role": "assistant", "content": "Hi."}], "labels": [True]}, "", r"messages\[0\].role"),
+        ({"messages": [{"role": "tool", "content": "1"}], "labels": []}, "", "'tool' without a call before it"),
+        ({}, "\n", r"turns are labelled, and reward.step_labels.separator is '\\n'; separator = \"\" was expected"),
+        ({"messages": None, **TRL}, "", "steps are labelled, and reward.step_labels.separator is ''"),
+    ],
+)
+def test_wrong_labels_of_turns_are_named(tmp_path: Path, change: dict[str, Any], separator: str, message: str) -> None:
+    path = tmp_path / "turns.jsonl"
+    path.write_text(json.dumps(TURNS | change) + "\n")
+    with pytest.raises(ValueError, match=rf"turns.jsonl: line 1: .*{message}"):
+        list(read_step_labels(StepLabelsConfig(source=str(path), separator=separator)))

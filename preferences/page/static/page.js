@@ -30,7 +30,9 @@ function keepDraft() {
     const texts = Object.fromEntries(said().filter((one) => !isTicked(one)).map((one) => [one.name, one.value]));
     sessionStorage.setItem(key, JSON.stringify({ ticked, texts: { ...texts, ...but } }));
   };
-  form.addEventListener("input", () => keep({}));
+  document.addEventListener("input", (event) => { // ratings of turns belong to the form, but are not inside it
+    if (event.target.form === form) keep({});
+  });
   form.addEventListener("submit", (event) => { // a question is sent alone, and the same task comes again
     if (event.submitter?.hasAttribute("formaction")) keep({ question: "" });
   });
@@ -122,8 +124,10 @@ function offerCopy() {
   const responses = [...form.querySelectorAll(".response")];
   const switched = document.getElementById("keys-on");
   const said = document.getElementById("said");
-  const lines = responses.map((response) => [...response.querySelectorAll("[data-rating]")]);
-  const current = responses.map(() => 0); // each response's line of ratings that Shift and a digit fill in
+  const turns = [...document.querySelectorAll(".message.rated")];
+  const places = [...responses, ...turns]; // what can be chosen and rated
+  const lines = places.map((place) => [...place.querySelectorAll("[data-rating]")]);
+  const current = places.map(() => 0); // each place's line of ratings that Shift and a digit fill in
   let chosen = 0;
   offerPassages(said);
 
@@ -133,10 +137,17 @@ function offerCopy() {
 
   function choose(place) {
     chosen = place;
-    responses.forEach((response, index) => response.classList.toggle("chosen", index === place));
-    responses[place].scrollIntoView({ block: "nearest" });
-    responses[place].focus({ preventScroll: true });
+    places.forEach((one, index) => one.classList.toggle("chosen", index === place));
+    places[place].scrollIntoView({ block: "nearest" });
+    places[place].focus({ preventScroll: true });
     showLine();
+  }
+
+  function chooseTurn(step) {
+    if (!turns.length) return;
+    const from = chosen < numResponses ? (step > 0 ? -1 : turns.length) : chosen - numResponses;
+    choose(numResponses + Math.min(Math.max(from + step, 0), turns.length - 1));
+    said.textContent = places[chosen].querySelector("h3").textContent;
   }
 
   function showLine() {
@@ -150,7 +161,8 @@ function offerCopy() {
     if (!box) return;
     check(box);
     current[chosen] = (current[chosen] + 1) % lines[chosen].length;
-    showLine();
+    if (chosen >= numResponses && current[chosen] === 0 && chosen + 1 < places.length) choose(chosen + 1); // the next turn
+    else showLine();
   }
 
   function give(name, value) {
@@ -183,16 +195,18 @@ function offerCopy() {
     } else if (letter >= 0 && letter < numResponses) {
       choose(letter);
     } else if (event.key.toUpperCase() === "M") {
-      const box = responses[chosen].querySelector("details.marks");
+      const box = responses[chosen]?.querySelector("details.marks");
       if (box) { box.open = true; box.querySelector("input")?.focus(); }
     } else if (event.key.toUpperCase() === "K" && lines[chosen].length > 1) {
       current[chosen] = (current[chosen] + 1) % lines[chosen].length;
       showLine();
       said.textContent = lines[chosen][current[chosen]].dataset.rating;
+    } else if (event.key.toUpperCase() === "J" || event.key.toUpperCase() === "U") {
+      chooseTurn(event.key.toUpperCase() === "J" ? 1 : -1);
     } else if (event.key.toUpperCase() === "P" && form.querySelector("details.passages")) {
       said.textContent = quoteSelection();
     } else if (event.key.toUpperCase() === "W") {
-      const box = responses[chosen].querySelector("details.edit");
+      const box = responses[chosen]?.querySelector("details.edit");
       if (box) { box.open = true; box.querySelector("textarea").focus(); }
     } else if (event.key.toUpperCase() === "X") {
       const texts = [...document.querySelectorAll("details.exact")];
