@@ -22,10 +22,11 @@ from typing import Any, Protocol
 from preferences.accounts import Account
 from preferences.arena_records import OWN, Conversation, Conversations
 from preferences.assignment import REQUIRES
+from preferences.database import STORE_AWAY, reason_of
 from preferences.keys import BusyError
 from preferences.leases import canonical, display_order
 from preferences.page.config import LabelingConfig
-from preferences.page.forms import MAX_NOTE_CHARACTERS, STORE_AWAY, reason_of
+from preferences.page.forms import MAX_NOTE_CHARACTERS
 from preferences.page.lockstep import Glance, LockstepTurn
 from preferences.page.service import RefusedError
 from preferences.recording import Import

@@ -13,12 +13,13 @@ from fastapi.responses import HTMLResponse
 from starlette.datastructures import FormData
 
 from preferences.accounts import Account
+from preferences.database import STORE_AWAY, reason_of
 from preferences.leases import LeaseLostError
 from preferences.page import forms
 from preferences.page.annotation_forms import is_same_text, max_edit, num_span_rows
 from preferences.page.config import DECLINES
 from preferences.page.fields import Fields
-from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, UnsavedForms, as_text, reason_of
+from preferences.page.forms import RETRY_SECONDS, UnsavedForms, as_text
 from preferences.page.search_pages import in_queue, next_in_queue
 from preferences.page.security import (
     MAX_SIGN_IN_BYTES,

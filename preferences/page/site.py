@@ -11,10 +11,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from starlette.datastructures import FormData
 
 from preferences.accounts import Account, Accounts
+from preferences.database import STORE_AWAY
 from preferences.leases import display_order
 from preferences.page.config import LabelingConfig
 from preferences.page.fields import LETTERS, Fields
-from preferences.page.forms import STORE_AWAY
 from preferences.page.security import is_storable
 from preferences.page.service import RefusedError, seal
 from preferences.page.shown import show
