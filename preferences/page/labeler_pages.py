@@ -172,7 +172,10 @@ class TaskPages:
 
     def home(self, request: Request) -> Response:
         account, _ = self.site.signed_in(request)
-        return redirect("/arena" if self.site.has_arena else "/lead" if account.role == "lead" else "/task")
+        is_screened = account.role == "labeler" and account.state == "new" and self.config.screening is not None
+        if self.site.has_arena and not is_screened:
+            return redirect("/arena")
+        return redirect("/lead" if account.role == "lead" else "/task")
 
     # ---- a task ----
 

@@ -108,21 +108,13 @@ class LabelingService:
             if not screened(self.store, account.name, self.config.screening):
                 return self._why_not_screened(account, self.config.screening.batch)
             self.accounts.admit_screened(account.name)
-        if self._has_met_quota(account):
+        if has_met_quota(self.store, self.config, account, self._clock()):
             return "daily quota"
         for batch in self.batches():
             lease = self._lease(account, batch)
             if lease is not None:
                 return self._presented(lease, session)
         return self._why_nothing(account, self.batches())
-
-    def _has_met_quota(self, account: Account) -> bool:
-        quota = account.daily_quota or self.config.daily_quota
-        if not quota:
-            return False
-        with self.store.reading() as connection:
-            who = known_pseudonym(connection, account.name)
-            return assignment.num_answered_today(connection, who, self._clock()) >= quota
 
     def _why_nothing(self, account: Account, batches: Sequence[str]) -> Waiting:
         with self.store.reading() as connection:
@@ -279,6 +271,37 @@ def _without_id(account: Account, lease: Lease) -> Iterator[None]:
         if account.role == "lead":
             raise
         raise ValueError(str(error).replace(repr(lease.task_id), "at hand")) from error
+
+
+def has_met_quota(store: LabelStore, config: LabelingConfig, account: Account, now: float) -> bool:
+    """Whether a labeler has given as many answers since midnight, UTC, as they may per day."""
+    quota = account.daily_quota or config.daily_quota
+    if not quota:
+        return False
+    with store.reading() as connection:
+        who = known_pseudonym(connection, account.name)
+        return assignment.num_answered_today(connection, who, now) >= quota
+
+
+def why_no_answer(
+    store: LabelStore, config: LabelingConfig, account: Account, batch: str, now: float
+) -> Waiting | Literal[""]:
+    """Returns why somebody may not add an answer to a batch that has no task for it yet, as the arena does; "" if they
+    may. The rules are those for tasks, and leads are exempt.
+    """
+    if account.role == "lead":
+        return ""
+    if account.read_version != config.version:
+        return "instructions"
+    if account.state == "new" and config.screening is not None:
+        return "screening"
+    with store.reading() as connection:
+        settings = assignment.settings_of(connection, batch)
+    if settings.is_closed:
+        return "batches closed"
+    if not set(settings.requires) <= set(account.tags):
+        return "no fitting task"
+    return "daily quota" if has_met_quota(store, config, account, now) else ""
 
 
 def screened(store: LabelStore, labeler: str, screening: Screening) -> bool:
