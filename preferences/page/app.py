@@ -63,7 +63,7 @@ def make_app(
 ) -> FastAPI:
     """Returns the server as an ASGI application. `clock` returns seconds since the epoch, as the store's clock does.
 
-    With an `arena`, its pages are there too, and people start on them.
+    With an `arena`, its pages are there too, and are the first that people see.
     """
     app = FastAPI(
         title="Heed labels",
