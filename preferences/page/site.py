@@ -59,7 +59,7 @@ class SignInNeededError(Exception):
 
 
 class Site:
-    """Renders pages and checks who asks for them. With `has_arena`, the arena is people's first page (`arena_pages`)."""
+    """Renders pages and checks who asks for them. `has_arena`: the arena is the first page (`arena_pages`)."""
 
     def __init__(
         self,

@@ -196,8 +196,8 @@ def test_an_alarm_goes_back_to_the_initial_policy(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.usefixtures("workers", "cheap_hashes")
 def test_people_ring_the_alarm_of_the_shipped_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shipped job's settings at the debug job's size. A labeler who prefers the initial policy answers on a real label
-    server after each iteration.
+    """The shipped job's settings at the debug job's size. A labeler who prefers the initial policy answers all tasks on
+    a real label server after each iteration.
     """
     debug, alarm = tomllib.loads(DEBUG.read_text()), tomllib.loads((DEBUG.parent / "alarm.toml").read_text())
     shipped = tomllib.loads((DEBUG.parent / "alarm-people.toml").read_text())["ppo"]["alarm"]
