@@ -56,7 +56,7 @@ CAUTION = (1.0, 8.0, 64.0, math.inf)  # the same for the initial checks, as mult
 MOST_AT_STAKE = 0.75  # of what a gambler has
 CHECKS_PER_CALL = 16
 ACTIONS = {
-    "warn": "Training goes on.",
+    "warn": "Training continues.",
     "stop": "Training ends.",
     "roll_back": "Training ends, and the result is a policy from before the fall.",
 }

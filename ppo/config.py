@@ -215,7 +215,7 @@ class AlarmConfig(Config):
 
     source: SpotChecker = Field(
         description="Who checks: a table of one of the kinds that score texts, as for `reward`, but not the same one;"
-        " or of kind `people`, who compare responses on the label page while PPO goes on."
+        " or of kind `people`, who compare responses on the label page while PPO continues."
     )
     lowest: FiniteFloat = Field(default=0.0, description="The lowest score that `source` can give.")
     highest: FiniteFloat = Field(default=1.0, description="The highest score that `source` can give.")
@@ -442,7 +442,7 @@ class PPOConfig(Config):
         if self.local_judges and self.memory != "fast":
             yield (
                 f"memory {self.memory!r} moves frozen models away from the device, but the judge"
-                f' {self.local_judges[0].model} stays on it; "fast" was expected (or a judge behind an endpoint)'
+                f' {self.local_judges[0].model} stays on it; "fast" was expected (or a judge that an endpoint serves)'
             )
         if self.shared_body and self.external_reward is not None:
             yield (

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import DatabaseError, OperationalError
+from sqlalchemy.exc import DatabaseError, InterfaceError, InternalError, OperationalError, TimeoutError
 
 from files.atomic import on_network
 
@@ -19,14 +19,32 @@ _MIGRATING = 7_243_001  # key of the migration's advisory lock; any number that 
 OLDEST_REVISION = "0009"  # earlier ones, and tables without a revision, belonged to unreleased versions
 
 
+class StoreClosedError(ValueError):
+    """The store cannot be opened: its database is locked, unreachable or refuses. Trying again later may succeed."""
+
+    def __init__(self, message: str, orig: BaseException | None) -> None:
+        """`orig` is the database's own error, as in SQLAlchemy's errors."""
+        super().__init__(message)
+        self.orig = orig
+
+
+# The disk is full, or the database is locked, unreachable or refuses: trying again later may succeed.
+STORE_AWAY = (OperationalError, InterfaceError, InternalError, TimeoutError, StoreClosedError)
+
+
+def reason_of(error: Exception) -> str:
+    """Returns the database's message in one line. SQLAlchemy's would include the statement, and so people's texts."""
+    return " ".join(str(getattr(error, "orig", None) or error).split())
+
+
 def open_engines(url_or_path: str | Path) -> tuple[Engine, Engine]:
     """Opens the database, and creates or updates its tables. Returns (reader, writer) engines over one pool.
 
     On SQLite the writer's transactions start with BEGIN IMMEDIATE, because a deferred transaction that switches from
     reading to writing may fail with SQLITE_BUSY immediately, whatever the busy_timeout.
 
-    Raises: ValueError for an unsupported database, one that cannot be opened, and one that a newer or an unreleased
-    version of Heed has written.
+    Raises: StoreClosedError for a database that is locked or unreachable; ValueError for an unsupported one, and for
+    one that a newer or an unreleased version of Heed has written.
     """
     url = _database_url(url_or_path)
     if url.get_backend_name() == "postgresql":
@@ -53,7 +71,10 @@ def _open(engine: Engine) -> None:
         if type(error) not in (DatabaseError, OperationalError):
             raise  # our own mistake, not the database's or its address's
         reason = str(error.orig).strip().partition("\n")[0]
-        raise ValueError(f"label store {engine.url.render_as_string()} cannot be opened: {reason}") from error
+        message = f"label store {engine.url.render_as_string()} cannot be opened: {reason}"
+        if type(error) is OperationalError:
+            raise StoreClosedError(message, error.orig) from error
+        raise ValueError(message) from error
 
 
 def require_store(url_or_path: str | Path, hint: str = "") -> None:

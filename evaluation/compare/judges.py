@@ -253,11 +253,12 @@ def people_judge(
 
 
 def without_password(store_url: str) -> str:
-    """Returns a URL with its password as "***"; a file's path stays unchanged."""
+    """Returns a URL with its password as "***"; a file's path, and a URL without a password, stay unchanged."""
     try:
-        return make_url(store_url).render_as_string(hide_password=True)
+        url = make_url(store_url)
     except ArgumentError:  # a file's path
         return store_url
+    return store_url if url.password is None else url.render_as_string(hide_password=True)
 
 
 def _gold(name: str, spec: str, judging: Judging, prompts: Sequence[Prompt]) -> Judge:

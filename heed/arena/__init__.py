@@ -1,1 +1,1 @@
-"""Live policies for the arena: processes that sample, and sampling an answer again."""
+"""Live policies for the arena, in processes of their own."""

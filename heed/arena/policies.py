@@ -195,7 +195,7 @@ def tokens_hash(tokens: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class RemoteSpeaker:
-    """A model behind an OpenAI-compatible endpoint, which streams (or, if it cannot, sends whole answers)."""
+    """A model that an OpenAI-compatible endpoint serves. The endpoint streams, or sends whole answers if it cannot."""
 
     policy: ArenaPolicy
     sampling: ArenaSampling
@@ -281,7 +281,7 @@ class RemoteSpeaker:
 
 @dataclass
 class _Said:
-    """What an endpoint said about an answer: whether it ended by itself (None = unknown), and which model wrote it."""
+    """What an endpoint said about an answer: whether the model ended it (None = unknown), and which model wrote it."""
 
     finished: bool | None = None
     model: str = ""

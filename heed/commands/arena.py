@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from heed.commands.label import LabelToml, PublicUrl, Store, labeling_config
-from heed.commands.options import Temperature, TopK, TopP, refuse_run_folder
+from heed.commands.options import Host, Port, Temperature, TopK, TopP, TrustedHost, TrustedProxy, refuse_run_folder
 from stages.progress import console
 
 if TYPE_CHECKING:
@@ -46,18 +46,11 @@ def arena(
     top_p: TopP = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")] = 512,
     seed: Annotated[int, typer.Option(min=0, help="Seed from which each answer's own is derived.")] = 0,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. For users on other machines, put a TLS proxy in front.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65_535)] = 8100,
+    host: Host = "127.0.0.1",
+    port: Port = 8100,
     public_url: PublicUrl = "",
-    trusted_proxy: Annotated[
-        list[str] | None,
-        typer.Option(help="Address or network of a proxy whose X-Forwarded headers are trusted; may repeat."),
-    ] = None,
-    trusted_host: Annotated[
-        list[str] | None, typer.Option(help="Another host name that the server accepts; may repeat.")
-    ] = None,
+    trusted_proxy: TrustedProxy = None,
+    trusted_host: TrustedHost = None,
 ) -> None:
     """Let people talk to two policies side by side, blinded, and say which answers better. Verdicts are labels.
 

@@ -17,7 +17,7 @@ import typer
 from files.fields import any_text
 from files.fields import names as field_names
 from heed.commands.label_usability import usability_app
-from heed.commands.options import Weights, length_that_fits, read_weights
+from heed.commands.options import Host, Port, TrustedHost, TrustedProxy, Weights, length_that_fits, read_weights
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Message, Task
 from stages.progress import console
 
@@ -276,18 +276,11 @@ def label_outputs(
 def serve_labels(
     store: Store,
     config: LabelToml = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. For users on other machines, put a TLS proxy in front.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65_535)] = 8100,
+    host: Host = "127.0.0.1",
+    port: Port = 8100,
     public_url: PublicUrl = "",
-    trusted_proxy: Annotated[
-        list[str] | None,
-        typer.Option(help="Address or network of a proxy whose X-Forwarded headers are trusted; may repeat."),
-    ] = None,
-    trusted_host: Annotated[
-        list[str] | None, typer.Option(help="Another host name that the server accepts; may repeat.")
-    ] = None,
+    trusted_proxy: TrustedProxy = None,
+    trusted_host: TrustedHost = None,
     new: Annotated[bool, typer.Option("--new", help="Create the store if it does not exist.")] = False,
 ) -> None:
     """Serve the labeling pages and their API. If there is no lead yet, print a one-time link for one."""

@@ -46,6 +46,13 @@ TopP = Annotated[
         min=0.0, max=1.0, help="Sample from the fewest tokens whose probabilities sum to this (nucleus sampling)."
     ),
 ]
+Host = Annotated[str, typer.Option(help="Address to listen on. For users on other machines, put a TLS proxy in front.")]
+Port = Annotated[int, typer.Option(min=1, max=65_535)]
+TrustedProxy = Annotated[
+    list[str] | None,
+    typer.Option(help="Address or network of a proxy whose X-Forwarded headers are trusted; may repeat."),
+]
+TrustedHost = Annotated[list[str] | None, typer.Option(help="Another host name that the server accepts; may repeat.")]
 RunsFolder = Annotated[Path, typer.Option("--runs", help="Folder that holds run folders.")]
 
 

@@ -2,18 +2,21 @@
 (docs/samplers.md), or both answers of a task of the arena (docs/arena.md).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
+from heed.arena.policies import ArenaPolicy, ArenaSampling, LocalSpeaker, Messages
 from stages.progress import console, results_console
 
 if TYPE_CHECKING:
     from ppo.replay import Replayed
+    from preferences.records import Task
 
 COLUMNS = ("logprob", "kl", "teacher", "reward", "value", "advantage", "ratio", "ratio_after", "weight")
 
@@ -57,7 +60,6 @@ def replay(
 
 def _replay_task(store: str, task: str, policies: Sequence[str]) -> None:
     from evaluation.inputs import named_specs
-    from heed.arena.replay import replay_task
     from preferences.database import require_store
     from preferences.store import LabelStore
 
@@ -80,6 +82,71 @@ def _replay_task(store: str, task: str, policies: Sequence[str]) -> None:
             out.print(Text(f"  {difference}"))
     if not any(answer.is_same for answer in answers) or any(not (a.why_not or a.is_same) for a in answers):
         raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class ReplayedAnswer:
+    """An answer, sampled again: `text` and `tokens_sha256` next to the recorded ones; or why it was not."""
+
+    policy: str
+    recorded: str
+    recorded_sha256: str
+    text: str = ""
+    tokens_sha256: str = ""
+    why_not: str = ""
+    differences: Sequence[str] = ()  # of this machine from the recorded one
+
+    @property
+    def is_same(self) -> bool:
+        return self.text == self.recorded and self.tokens_sha256 == self.recorded_sha256
+
+
+def replay_task(task: "Task", moved: Mapping[str, str]) -> list[ReplayedAnswer]:
+    """Samples both answers of a task of the arena again. `moved` says where a policy's model is now, by name.
+
+    Raises: ValueError for a task that the arena did not make, an unknown name, and a model with other files.
+    """
+    records = task.details.get("sampled")
+    if task.details.get("from") != "arena" or not isinstance(records, list):
+        raise ValueError(f"task {task.task_id!r} does not come from the arena, so its answers cannot be sampled again")
+    names = [str(record["name"]) for record in records]
+    for name in moved:
+        if name not in names:
+            raise ValueError(f"--policy {name}=...: one of {' and '.join(names)} was expected")
+    from preferences.records import Message
+
+    asked = [one.fields for one in task.prompt]
+    contexts = task.details.get("contexts", [asked, asked])
+    answers = task.details.get("answers", task.responses)
+    return [
+        _replay(record, [Message(*fields).turn for fields in context], answer, moved)
+        for record, context, answer in zip(records, contexts, answers, strict=True)
+    ]
+
+
+def _replay(record: Mapping[str, Any], messages: Messages, answer: str, moved: Mapping[str, str]) -> ReplayedAnswer:
+    name = str(record["name"])
+    if record["kind"] == "endpoint":
+        why = f"{record['spec']} is an endpoint: it gives no digest of its weights, and may ignore seeds"
+        return ReplayedAnswer(name, answer, "", why_not=why)
+    policy = ArenaPolicy(name, "model", moved.get(name, record["spec"]), record["sha256"])
+    sampling = ArenaSampling(*(record[field] for field in ("temperature", "top_k", "top_p", "max_new_tokens", "seed")))
+    speaker = LocalSpeaker.load(policy, sampling, record["threads"])
+    answering = speaker.answer(messages, record["seed"])
+    while True:
+        try:
+            next(answering)
+        except StopIteration as ended:
+            written = ended.value
+            break
+    differences = [
+        f"{field}: {record[field]} was recorded, this is {written.record[field]}"
+        for field in ("device", "dtype", "threads", "versions")
+        if record[field] != written.record[field]
+    ]
+    return ReplayedAnswer(
+        name, answer, record["tokens_sha256"], written.text, written.record["tokens_sha256"], differences=differences
+    )
 
 
 def _replay_response(run: Path, stage: str, iteration: int, response: int) -> None:

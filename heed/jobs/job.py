@@ -137,12 +137,12 @@ class JobConfig(Config):
     def has_world(self) -> bool:
         return self.world is not None
 
-    @property
+    @cached_property
     def stages(self) -> tuple[AnyStage, ...]:
         """The stages that this job has, in order."""
         return tuple(stage for stage in self.registry if self.part(stage.name) is not None)
 
-    @property
+    @cached_property
     def stage_names(self) -> tuple[str, ...]:
         return tuple(stage.name for stage in self.stages)
 
@@ -174,10 +174,12 @@ class JobConfig(Config):
         if POLICIES in needed:
             needed = needed - {POLICIES} | {other.name for other in self.stages if other.policy_from}
         sources = {source.partition(":")[0] for source in sources_in(section.model_dump()) if ":" in source}
-        needed |= sources & set(self.registry.names)
+        needed |= {source for source in sources if source in self.registry}
         if stage.preparation is not None:
             needed.add(stage.preparation.name)
-        return tuple(other for other in (*self.registry.preparations, *self.registry.names) if other in needed)
+        prepared = [other for other in self.registry.preparations if other in needed]
+        stages = [other for other in needed if other in self.registry]
+        return (*prepared, *sorted(stages, key=self.registry.places.__getitem__))
 
     def substitute(self, name: str, parent: str) -> str:
         """Returns the model that a stage's section names instead of a parent's; "" if it names none."""
@@ -193,9 +195,10 @@ class JobConfig(Config):
     def _check_parents(self, stage: AnyStage) -> None:
         """Check that a stage starts from exactly one place: an earlier stage, or a model named in its section."""
         declared = {parent.stage: parent for parent in stage.parents}
-        before = (*self.registry.preparations, *self.stage_names[: self.stage_names.index(stage.name)])
+        places = self.registry.places
         for name in self.parents(stage.name):
-            if name not in before:
+            is_earlier = name in places and places[name] < places[stage.name] and self.part(name) is not None
+            if not is_earlier and name not in self.registry.preparations:
                 fields = [f"{stage.name}.{field}" for field in declared[name].substitutes] if name in declared else []
                 late = ", which runs after it" if name in self.stage_names else ""
                 raise ValueError(f"{stage.name} needs {name}{late}: {' or '.join([f'[{name}]', *fields])} was expected")
@@ -303,12 +306,20 @@ class JobConfig(Config):
         """Returns the shape of the policy when a stage starts, if the job knows it: earlier stages may change its last
         blocks.
         """
-        shape = self.model
-        for other in self.stages[: self.stages.index(stage)]:
-            section = self.section_of(other)
+        return self._shapes_before[stage.name]
+
+    @cached_property
+    def _shapes_before(self) -> dict[str, ModelConfig | None]:
+        shape, found = self.model, dict[str, ModelConfig | None]()
+        for stage in self.stages:
+            found[stage.name] = shape
+            section = self.section_of(stage)
             if shape is not None and isinstance(section, LayersConfig) and section.leaves_policy:
-                shape = section.reshaped(shape)
-        return shape
+                try:
+                    shape = section.reshaped(shape)
+                except ValueError as error:
+                    raise ValueError(f"{stage.name}.{error}") from None
+        return found
 
     def _trained_shape(self, stage: AnyStage) -> ModelConfig | None:
         """Returns the shape of the model that a stage trains; None if the job does not know it."""
@@ -318,6 +329,7 @@ class JobConfig(Config):
 
     def _check_layers(self) -> None:
         """Check that blocks are left in every model. A stage checks models of other shapes when it opens them."""
+        _ = self._shapes_before  # names the stage that leaves no blocks in the policy
         for stage in self.stages:
             try:
                 self._trained_shape(stage)

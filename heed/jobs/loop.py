@@ -13,12 +13,13 @@ from rich.markup import escape
 from files.atomic import write_json
 from files.records import as_json, read_record
 from heed.jobs.job import JobConfig
-from heed.jobs.pipeline import run_job, run_stages
+from heed.jobs.pipeline import opened_run, run_stages
 from heed.jobs.report import write_run_report
 from heed.loop.collect import LabelsWaitError, RoundResults
 from heed.loop.config import GAIN, LoopConfig, name_of_round
 from heed.loop.gain import GainResults
 from heed.loop.report import STATE, LoopState
+from preferences.database import STORE_AWAY, reason_of
 from stages.progress import console
 from stages.reports.text import count_of, number
 
@@ -37,18 +38,23 @@ def run_loop(load: Callable[[int], JobConfig], runs: Path, *, waits: bool = True
         raise ValueError(f"job {job.name!r} has no [loop]; a table [loop] with labels and rounds was expected")
     if job.rounds != job.loop.rounds:
         raise ValueError(f"rounds is {job.rounds}; only loop.rounds was expected in a job with [loop]")
-    loop, folder = job.loop, runs / job.name
+    with opened_run(job, runs) as folder:  # also while the loop waits, so that no second command disturbs it
+        _run_rounds(load, job.loop, folder, waits=waits)
+    return folder
+
+
+def _run_rounds(load: Callable[[int], JobConfig], loop: LoopConfig, folder: Path, *, waits: bool) -> None:
     for round_number in range(1, loop.rounds + 1):
         job = load(round_number)
         _say_round(loop, job, round_number)
-        if not _run_round(job, runs, round_number, waits=waits):
-            return folder
+        if not _run_round(job, folder, round_number, waits=waits):
+            return
         stopped = why_stopped(folder, loop, round_number)
         if stopped:
             break
-    _write_state(folder, LoopState(round_number, 0, stopped))
+    _write_state(folder, LoopState(round_number, stopped=stopped))
     console.print(f"the loop has stopped: {stopped}", markup=False)
-    return run_job(job, runs)
+    run_stages(job, folder)
 
 
 def why_stopped(folder: Path, loop: LoopConfig, round_number: int) -> str:
@@ -75,12 +81,10 @@ def _say_round(loop: LoopConfig, job: JobConfig, round_number: int) -> None:
     console.print(f"round {round_number} of {loop.rounds}: up to {labels} labels, chosen by {rule}{why}", markup=False)
 
 
-def _run_round(job: JobConfig, runs: Path, round_number: int, *, waits: bool) -> bool:
+def _run_round(job: JobConfig, folder: Path, round_number: int, *, waits: bool) -> bool:
     """Run a round, and wait for people's labels where it needs them. Returns whether it has finished."""
-    folder = runs / job.name
-    folder.mkdir(parents=True, exist_ok=True)
     _write_state(folder, LoopState(round_number))
-    while (waiting := run_stages(job, runs, last=name_of_round(GAIN, round_number))) is not None:
+    while (waiting := run_stages(job, folder, last=name_of_round(GAIN, round_number))) is not None:
         # A stage of the job's own may wait for something that only a person can see.
         if not isinstance(waiting, LabelsWaitError) or not _wait(folder, round_number, waiting, waits=waits):
             return False
@@ -96,24 +100,42 @@ def _run_round(job: JobConfig, runs: Path, round_number: int, *, waits: bool) ->
 
 
 def _wait(folder: Path, round_number: int, waiting: LabelsWaitError, *, waits: bool) -> bool:
-    """Show how many labels are missing until none is. Returns whether none is; False at once without `waits`."""
-    missing, shown = waiting.count_missing(), -1
+    """Show how many labels are missing until none is, also through times when their store cannot be used. Returns
+    whether none is; False at once without `waits`.
+    """
+    shown = LoopState(round_number)
     try:
-        while missing:
-            if missing != shown:
-                _write_state(folder, LoopState(round_number, missing))
+        while (state := _state_of(waiting, round_number, shown)) != LoopState(round_number):
+            if state != shown:
+                _write_state(folder, state)
                 write_run_report(folder)
-                console.print(f"waiting for {count_of(missing, 'label')}", markup=False)
-                shown = missing
+                console.print(_in_words(state, shown), markup=False)
+                shown = state
             if not waits:
-                console.print("the same command continues once they have come", markup=False)
+                console.print("the same command continues later", markup=False)
                 return False
             time.sleep(POLL_SECONDS)
-            missing = waiting.count_missing()
     except KeyboardInterrupt:
         console.print(f"{escape(folder.name)}: stopped while waiting for labels; the same command continues")
         raise
+    if shown.store_away:
+        console.print("the label store is back")
     return True
+
+
+def _state_of(waiting: LabelsWaitError, round_number: int, shown: LoopState) -> LoopState:
+    """Returns what a round waits for now. While the store is away, the first reason stays: later ones only vary it."""
+    try:
+        return LoopState(round_number, waiting.count_missing())
+    except STORE_AWAY as error:
+        return shown if shown.store_away else LoopState(round_number, shown.waits_for, store_away=reason_of(error))
+
+
+def _in_words(state: LoopState, before: LoopState) -> str:
+    if state.store_away:
+        return f"the label store cannot be used ({state.store_away}); the loop continues once it can"
+    back = "the label store is back; " if before.store_away else ""
+    return f"{back}waiting for {count_of(state.waits_for, 'label')}"
 
 
 def _write_state(folder: Path, state: LoopState) -> None:

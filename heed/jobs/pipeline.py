@@ -58,39 +58,49 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
     A stage that waits for people ends the run, and a later run continues it.
     Raises: ValueError for mistakes that the user can fix, if possible before any training.
     """
-    run_stages(job, runs, first=first, only=only)
-    return runs / job.name
+    with opened_run(job, runs) as folder:
+        run_stages(job, folder, first=first, only=only)
+    return folder
 
 
-def run_stages(
-    job: JobConfig, runs: Path, *, first: str = "", only: str = "", last: str = ""
-) -> StageWaitsError | None:
-    """Like `run_job`, but no stage after `last` runs. Returns what a stage waits for; None if all have finished."""
-    folder, waits = runs / job.name, None
+@contextmanager
+def opened_run(job: JobConfig, runs: Path) -> Iterator[Path]:
+    """Yields the job's run folder, and keeps other commands out of it meanwhile.
+
+    Raises: ValueError if a data file is missing, the folder cannot be made, or another process works in it.
+    """
+    folder = runs / job.name
     refuse_missing(job)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--runs {runs}: {folder} cannot be created: {error.strerror}") from None
-    started = time.monotonic()
+    with missing_in_one_line(folder), lock(folder):
+        yield folder
+
+
+def run_stages(
+    job: JobConfig, folder: Path, *, first: str = "", only: str = "", last: str = ""
+) -> StageWaitsError | None:
+    """Like `run_job` in an opened folder, but no stage after `last` runs. Returns what a stage waits for; None if all
+    have finished.
+    """
+    started, waits = time.monotonic(), None
     try:
         _work(job, folder, first, only, last)
     except StageWaitsError as waiting:
         console.print(str(waiting), markup=False)
         waits = waiting
-    with missing_in_one_line(folder):
-        report = write_run_report(folder)
+    report = write_run_report(folder)
     console.print(escape(report["verdict"]))
     console.print(f"report: {folder / 'report.html'}  ({time.monotonic() - started:.0f} s)")
     return waits
 
 
 def _work(job: JobConfig, folder: Path, first: str, only: str, last: str) -> None:
-    """Prepare the run's folder, its workers and data; run the stages."""
+    """Prepare the run's workers and data; run the stages."""
     with ExitStack() as closing:
         closing.enter_context(speaking_through(print_notice))
-        closing.enter_context(missing_in_one_line(folder))
-        closing.enter_context(lock(folder))
         _say_what_will_run(job, folder, only)
         workers = Workers(job.world_sizes, folder, job.cluster, job.extra_ranks, hub_models(job))
         status = closing.enter_context(StatusFile(folder, workers.num_ranks))

@@ -108,10 +108,10 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
         world_rows=lambda source: _world_rows(job, source),
         stage_size=lambda source: _stage_size(job, source, sizes),
     )
-    plans = []
+    plans, models = [], _models(job)
     for stage in job.stages:
         # Of a run, a plan reads only the data and, if an earlier run has made one, the vocabulary.
-        has_models = all(map(is_on_this_machine, _models(job, stage.name)))
+        has_models = all(map(is_on_this_machine, models[stage.name]))
         run = _PlannedRun(stage.name, job, RUNS / job.name, _NoWorkers(), None) if has_models else None
         shape = job.shape_before(stage) or model
         times = Times(shape, layout, setting.hardware, setting.share_of_peak)
@@ -133,11 +133,13 @@ def _only_shape(job: JobConfig) -> ModelConfig | None:
         raise ValueError(f"{first.name}.init_from: {error}") from None
 
 
-def _models(job: JobConfig, stage_name: str) -> set[str]:
-    """Returns the models named in the sections of a stage and of the stages that it reads."""
-    stage = job.stage(stage_name)
-    named = {name for _, name in stage.models_in(job.section_of(stage))}
-    return named.union(*(_models(job, parent) for parent in job.parents(stage_name) if parent in job.stage_names))
+def _models(job: JobConfig) -> dict[str, set[str]]:
+    """Returns, for each stage, the models named in its section and in those of the stages that it reads."""
+    found = dict[str, set[str]]()
+    for stage in job.stages:  # parents first
+        named = {name for _, name in stage.models_in(job.section_of(stage))}
+        found[stage.name] = named.union(*(found.get(parent, ()) for parent in job.parents(stage.name)))
+    return found
 
 
 class _PlannedRun(StageRun):

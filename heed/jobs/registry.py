@@ -9,6 +9,7 @@ reads `collect`.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from classify.stage import STAGE as CLASSIFY
@@ -46,16 +47,21 @@ class Registry:
         return iter(self.stages)
 
     def __getitem__(self, name: str) -> AnyStage:
-        return next(stage for stage in self.stages if stage.name == name)
+        return self.stages[self.places[name]]
 
     def __contains__(self, name: str) -> bool:
-        return name in self.names
+        return name in self.places
+
+    @cached_property
+    def places(self) -> Mapping[str, int]:
+        """The place of each stage, from 0. A loop of many rounds has thousands of stages, which are looked up often."""
+        return {stage.name: place for place, stage in enumerate(self.stages)}
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(stage.name for stage in self.stages)
+        return tuple(self.places)
 
-    @property
+    @cached_property
     def preparations(self) -> tuple[str, ...]:
         """Names of the preparations' folders, which are made before any stage runs."""
         return tuple(stage.preparation.name for stage in self.stages if stage.preparation is not None)

@@ -7,7 +7,8 @@ whichever round asked for them, and its reward model is trained on those.
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -20,7 +21,7 @@ from files.hashes import derive_seed
 from files.records import as_json, read_record
 from heed.loop.config import RoundConfig, name_of_round
 from ppo.stage import STAGE as PPO
-from preferences.database import require_locks
+from preferences.database import STORE_AWAY, reason_of, require_locks
 from preferences.records import Message, Ranking, Task
 from preferences.results import Coverage
 from preferences.scripted import answer_all
@@ -89,17 +90,35 @@ class RoundResults:
 
 
 class LabelsWaitError(StageWaitsError):
-    """A round waits for people's labels; `count_missing` counts those that it still needs before it continues."""
+    """A round waits for people's labels; `count_missing` counts those that it still needs before it continues. It
+    raises one of `STORE_AWAY` while the store cannot be used.
+    """
 
     def __init__(self, message: str, count_missing: Callable[[], int]) -> None:
         super().__init__(message)
         self.count_missing = count_missing
 
 
+@contextmanager
+def waiting_for_store(stage: str, store: str) -> Iterator[None]:
+    """Raise LabelsWaitError, which ends no run, if the label store of a round's people cannot be used in the block."""
+    try:
+        yield
+    except STORE_AWAY as error:
+        message = f"{stage} waits for the label store {store}: {reason_of(error)}"
+        raise LabelsWaitError(message, partial(_require_store, store)) from error
+
+
+def _require_store(store: str) -> int:
+    """Returns 0: no label is missing once the store can be opened. Raises: one of `STORE_AWAY` until then."""
+    with LabelStore(store):
+        return 0
+
+
 def run_round(run: StageRun, config: RoundConfig) -> None:
     """Add the round's tasks, get labels, and write the rankings of all labels so far.
 
-    Raises: LabelsWaitError while people have not given enough labels.
+    Raises: LabelsWaitError while people have not given enough labels, or their store cannot be used.
     """
     tokenizer = run.tokenizer_of("sft")
     fitting = fitting_prompts(run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong)
@@ -107,7 +126,7 @@ def run_round(run: StageRun, config: RoundConfig) -> None:
     if not (run.folder / TASKS).is_file():
         _add_tasks(run, config, fitting.prompts, earlier)
     rounds = [*earlier, read_record(run.folder / TASKS, AddedTasks)]
-    with LabelStore(store_of(run.run_folder, config)) as store:
+    with _opened_store(run, config) as store:
         if not config.store:
             _let_world_label(run, store, config, rounds[-1])
         else:
@@ -118,6 +137,18 @@ def run_round(run: StageRun, config: RoundConfig) -> None:
         raise ValueError(f"{run.name}: the store has no label to learn from; answers that are not skips were expected")
     write_rankings(run.folder / "rankings.jsonl", rankings)
     run.write_results(_results(run, config, rounds, rankings, num_open, fitting.overlong or None, fitting.sources))
+
+
+@contextmanager
+def _opened_store(run: StageRun, config: RoundConfig) -> Iterator[LabelStore]:
+    """Opens the label store. Raises: LabelsWaitError if it is people's and cannot be used now."""
+    path = store_of(run.run_folder, config)
+    if not config.store:
+        with LabelStore(path) as store:
+            yield store
+        return
+    with waiting_for_store(run.name, path), LabelStore(path) as store:
+        yield store
 
 
 def store_of(run_folder: Path, config: RoundConfig) -> str:
@@ -200,7 +231,7 @@ def _add_tasks(run: StageRun, config: RoundConfig, prompts: Sequence[Prompt], ea
         )
     quotas = config.quotas(len(tasks))
     if tasks:
-        with LabelStore(store_of(run.run_folder, config)) as store:
+        with _opened_store(run, config) as store:
             store.add_tasks(tasks, batch=batch, num_labelers=quotas)
     ids = {tuple(Message.of(message) for message in prompt.messages): prompt.prompt_id for prompt in chosen}
     added = tuple(
@@ -349,8 +380,10 @@ def _gold_accuracy(rankings: Sequence[Ranking], world: World | None) -> Share | 
 def preflight(run: StageRun, config: RoundConfig) -> None:
     """Check that there are enough prompts, that each leaves room for its responses, and that labels can be stored."""
     if config.store:
-        with LabelStore(config.store):
-            pass
+        # Before the first tasks are sent, the address may be wrong. Later, a store that is away comes back.
+        has_begun = config.round > 1 or (run.folder / TASKS).is_file()
+        with waiting_for_store(run.name, config.store) if has_begun else nullcontext():
+            _require_store(config.store)
     else:
         require_locks(run.run_folder)
     tokenizer = run.tokenizer_of("sft")

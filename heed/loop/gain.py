@@ -23,7 +23,7 @@ from evaluation.verdicts import Response, Verdict
 from files.atomic import write_jsonl
 from files.hashes import derive_seed
 from files.records import as_json, read_record, record_of
-from heed.loop.collect import LabelsWaitError, RoundResults
+from heed.loop.collect import LabelsWaitError, RoundResults, waiting_for_store
 from heed.loop.config import GAIN, name_of_round
 from ppo.stage import STAGE as PPO
 from preferences.statistics.estimates import Floats, Interval, Ints
@@ -137,18 +137,24 @@ def _judge(
     pairs = pairs_of(prompts, responses)
     run.enter("judging")
     if isinstance(judge, PeopleJudge):
-        count_missing = partial(_num_unjudged, judge, pairs, config.judged_share)
-        if count_missing():
-            raise LabelsWaitError(
-                f"{run.name} waits for people, who compare the policies: tasks of batch {judge.batch!r} in"
-                f" {judge.spec.removeprefix('people:')} need {judge.num_labelers} judgments each",
-                count_missing,
-            )
-        verdicts = judge.judge(pairs, lambda done, total: run.show(done, total, "judged"))
+        with waiting_for_store(run.name, judge.store_url):
+            verdicts = _judge_by_people(run, judge, pairs, config.judged_share)
         return [one for one in verdicts if not one.failure], "people", "share of comparisons won, minus one half"
     verdicts = judge.judge(pairs, lambda done, total: run.show(done, total, "judged"))
     refuse_too_many_failures(verdicts, MAX_FAILED_SHARE)
     return [one for one in verdicts if not one.failure], judge.name, f"score by {judge.name}"
+
+
+def _judge_by_people(run: StageRun, judge: PeopleJudge, pairs: Sequence[Pair], judged_share: float) -> list[Verdict]:
+    """Returns people's verdicts. Raises: LabelsWaitError while too few tasks are judged."""
+    count_missing = partial(_num_unjudged, judge, pairs, judged_share)
+    if count_missing():
+        raise LabelsWaitError(
+            f"{run.name} waits for people, who compare the policies: tasks of batch {judge.batch!r} in"
+            f" {judge.spec.removeprefix('people:')} need {judge.num_labelers} judgments each",
+            count_missing,
+        )
+    return judge.judge(pairs, lambda done, total: run.show(done, total, "judged"))
 
 
 def _num_unjudged(judge: PeopleJudge, pairs: Sequence[Pair], judged_share: float) -> int:

@@ -40,11 +40,14 @@ STAGES = ("collect", "reward", "rejection", "dpo", "ppo", GAIN)  # of a round, i
 
 @dataclass(frozen=True)
 class LoopState:
-    """The contents of loop.json: the round that runs, labels that it waits for, and why the loop stopped, if it has."""
+    """The contents of loop.json: the round that runs, labels that it waits for, why their store cannot be used at the
+    moment, and why the loop stopped; 0 and "" for what does not hold.
+    """
 
     round: int
     waits_for: int = 0
     stopped: str = ""
+    store_away: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,8 @@ def _now(state: LoopState | None) -> str:
         return ""
     if state.stopped:
         return f"The loop has stopped: {state.stopped}"
+    if state.store_away:
+        return f"Round {state.round} waits for the label store: {state.store_away}"
     if state.waits_for:
         return f"Round {state.round} waits for {count_of(state.waits_for, 'label')} now."
     return f"Round {state.round} is running."

@@ -18,13 +18,14 @@ from starlette.staticfiles import StaticFiles
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from preferences.accounts import AccountClosedError, Accounts
+from preferences.database import STORE_AWAY, reason_of
 from preferences.keys import BusyError
 from preferences.leases import LeaseLostError
 from preferences.page.api import Api, describe_answers
 from preferences.page.arena import Arena
 from preferences.page.arena_pages import ArenaPages
 from preferences.page.config import LabelingConfig
-from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, reason_of
+from preferences.page.forms import RETRY_SECONDS
 from preferences.page.instruction_pages import InstructionPages
 from preferences.page.labeler_pages import TOO_LATE, SignInPages, TaskPages
 from preferences.page.lead_api import LeadApi
@@ -63,7 +64,7 @@ def make_app(
 ) -> FastAPI:
     """Returns the server as an ASGI application. `clock` returns seconds since the epoch, as the store's clock does.
 
-    With an `arena`, its pages are there too, and people start on them.
+    With an `arena`, its pages are there too, and are the first that people see.
     """
     app = FastAPI(
         title="Heed labels",

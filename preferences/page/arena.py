@@ -22,12 +22,13 @@ from typing import Any, Protocol
 from preferences.accounts import Account
 from preferences.arena_records import OWN, Conversation, Conversations
 from preferences.assignment import REQUIRES
+from preferences.database import STORE_AWAY, reason_of
 from preferences.keys import BusyError
 from preferences.leases import canonical, display_order
 from preferences.page.config import LabelingConfig
-from preferences.page.forms import MAX_NOTE_CHARACTERS, STORE_AWAY, reason_of
+from preferences.page.forms import MAX_NOTE_CHARACTERS
 from preferences.page.lockstep import Glance, LockstepTurn
-from preferences.page.service import RefusedError
+from preferences.page.service import RefusedError, why_no_answer
 from preferences.recording import Import
 from preferences.records import MAX_MILLISECONDS, Judgment, Message, Task
 from preferences.store import LabelStore
@@ -45,6 +46,20 @@ STORED_SECONDS = 60.0  # how long a stored turn that nobody looks at stays in me
 NO_ANSWER = "One of the two answers could not be sampled. Your question is stored: sample the turn again."
 TOO_LONG = "This conversation is longer than the policies can read. Begin a new one."
 RUNNING = "A turn of yours is still being written. Wait for it, or stop it; then send this one."
+
+WHY_CLOSED = {  # to labelers, who may give no verdict now
+    "instructions": "Read the instructions first, and send this again afterwards.",
+    "screening": "Before you talk to the models, judge the first tasks, on the page Label.",
+    "daily quota": (
+        "You have given as many answers as you may give per day. You can continue after midnight (UTC), and change the"
+        " verdicts that you have given at any time. If you need more today, ask the labeling lead."
+    ),
+    "batches closed": "The labeling lead has closed the arena. You can still change the verdicts that you have given.",
+    "no fitting task": (
+        "The arena is for people with other languages or skills than those on your account. If something is missing"
+        " there, ask the labeling lead."
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -138,6 +153,20 @@ class Arena:
         self._is_closed.set()
         self._sweeper.join()
 
+    def why_closed(self, account: Account) -> str:
+        """Says why this person can ask nothing and give no new verdict, by the same rules as for tasks; "" if they can.
+
+        Verdicts can be changed all the same, as other answers can.
+        """
+        why = why_no_answer(self.store, self.config, account, self._batch, self._clock())
+        return WHY_CLOSED[why] if why else ""
+
+    def _require_open(self, account: Account) -> None:
+        """Raises: RefusedError if this person can ask nothing and give no new verdict."""
+        closed = self.why_closed(account)
+        if closed:
+            raise RefusedError(closed)
+
     # ---- turns ----
 
     def begin(self, account: Account, question: str) -> str:
@@ -216,7 +245,11 @@ class Arena:
 
     @contextmanager
     def _one_at_a_time(self, account: Account) -> Iterator[None]:
-        """Lets a person begin a turn if none of theirs is being written. Raises: ValueError, BusyError."""
+        """Lets a person begin a turn if none of theirs is being written.
+
+        Raises: ValueError, BusyError; RefusedError as `_require_open`.
+        """
+        self._require_open(account)
         with self._lock:
             own = [live for live in self._live.values() if live.person == account.name]
             if account.name in self._beginning or any(not live.is_written and not live.failure for live in own):
@@ -302,7 +335,7 @@ class Arena:
         """Stores a verdict on a turn. On return it is on disk. Repeating a call changes nothing.
 
         Raises: ValueError for an unknown choice or mark, a note that is too long, an unfinished turn, and if the
-        verdict was changed elsewhere.
+        verdict was changed elsewhere; RefusedError for a new verdict of somebody who may give none now.
         """
         choice = CHOICES.get(given.choice)
         if choice is None:
@@ -314,6 +347,8 @@ class Arena:
             raise ValueError(f"“{unknown[0]}” is not one of the marks that you can give.")
         if not 0 <= turn < len(conversation.turns) or not conversation.turns[turn].is_finished:
             raise ValueError("This turn is unfinished, so it cannot be judged yet.")
+        if not self.given(account, conversation, turn).choice:
+            self._require_open(account)
         task, now = self._task(account.name, conversation, turn), self._clock()
         order = conversation.policy_of
         marks = [(*own, *marked) for own, marked in zip(choice.marks, given.marks, strict=True)]

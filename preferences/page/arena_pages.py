@@ -16,10 +16,11 @@ from starlette.datastructures import FormData
 
 from preferences.accounts import Account
 from preferences.arena_records import OWN, Conversation
+from preferences.database import STORE_AWAY, reason_of
 from preferences.keys import BusyError
-from preferences.page.arena import CHOICES, MAX_QUESTION_CHARACTERS, Arena, Given
+from preferences.page.arena import CHOICES, MAX_QUESTION_CHARACTERS, WHY_CLOSED, Arena, Given
 from preferences.page.fields import Fields
-from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, reason_of
+from preferences.page.forms import RETRY_SECONDS
 from preferences.page.security import HEADERS
 from preferences.page.service import RefusedError
 from preferences.page.site import Posted, SignInNeededError, Site, fields_of, redirect
@@ -94,6 +95,7 @@ class ArenaPages:
             account,
             token,
             422 if wrong else 200,
+            closed=self.arena.why_closed(account),
             conversations=latest,
             has_prompts=any(prompt.prompt_id not in seen for prompt in self.arena.prompts),
             fields=fields,
@@ -127,6 +129,7 @@ class ArenaPages:
             account,
             token,
             422 if wrong else 200,
+            closed=arena.why_closed(account),
             conversation=conversation,
             sides=[self._sides(conversation, number) for number in range(len(turns))],
             given=given,
@@ -160,6 +163,8 @@ class ArenaPages:
                     handle = self.arena.begin_with_prompt(account)
                 else:
                     handle = self.arena.begin(account, fields.text("question"))
+            except RefusedError:
+                raise
             except (ValueError, BusyError) as error:
                 return self._home_page(account, token, fields, _sentence(error))
             return redirect(_path_of(handle))
@@ -204,6 +209,8 @@ class ArenaPages:
             try:
                 given = Given(fields.text("choice"), (marks[0], marks[1]), note, revision)
                 self.arena.judge(account, conversation, turn, given)
+            except RefusedError:
+                raise
             except ValueError as error:
                 return self._page(account, token, handle, fields, _without_ids(error), turn)
             return redirect(f"{_path_of(handle)}#verdict-{turn + 1}")
@@ -215,7 +222,7 @@ class ArenaPages:
         try:
             account, token, fields = self.site.form(request, posted)
             if self._unread(account) is not None:
-                raise RefusedError("read the instructions first, and send this again afterwards")
+                raise RefusedError(WHY_CLOSED["instructions"])
             return save(account, token, fields)
         except SignInNeededError:
             return self._typed_page(request, posted, 401, "Your session has ended", SESSION_OVER)

@@ -9,8 +9,6 @@ import sys
 import threading
 from dataclasses import dataclass, replace
 
-from sqlalchemy.exc import InterfaceError, InternalError, OperationalError, TimeoutError
-
 from preferences.accounts import Account
 from preferences.annotations import MAX_CRITERIA, MAX_SPANS
 from preferences.leases import Lease
@@ -23,8 +21,6 @@ from preferences.records import Answer, Judgment, ShownTask
 
 MIN_RATING, MAX_RATING = 1, 7
 MAX_NOTE_CHARACTERS = 4_000
-# The disk is full, or the database is unreachable or refuses: trying again later may succeed.
-STORE_AWAY = (OperationalError, InterfaceError, InternalError, TimeoutError)
 MAX_REMEMBERED_BYTES = 64 * 2**20  # memory for the most recently shown tasks
 TASK_BYTES = 10_000  # memory that a task takes in addition to its texts
 RETRY_SECONDS = 10
@@ -153,8 +149,3 @@ def as_text(fields: Fields) -> str:
         if fields.text(name).strip():
             lines.append(f"{label}: {fields.text(name)}")
     return "\n".join(lines)
-
-
-def reason_of(error: Exception) -> str:
-    """Returns the database's message in one line. SQLAlchemy's would include the statement, and so people's texts."""
-    return " ".join(str(getattr(error, "orig", None) or error).split())

@@ -13,12 +13,13 @@ from fastapi.responses import HTMLResponse
 from starlette.datastructures import FormData
 
 from preferences.accounts import Account
+from preferences.database import STORE_AWAY, reason_of
 from preferences.leases import LeaseLostError
 from preferences.page import forms
 from preferences.page.annotation_forms import is_same_text, max_edit, num_span_rows
 from preferences.page.config import DECLINES, LabelingConfig
 from preferences.page.fields import Fields
-from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, UnsavedForms, as_text, reason_of
+from preferences.page.forms import RETRY_SECONDS, UnsavedForms, as_text
 from preferences.page.search_pages import in_queue, next_in_queue
 from preferences.page.security import (
     MAX_SIGN_IN_BYTES,
@@ -173,7 +174,10 @@ class TaskPages:
 
     def home(self, request: Request) -> Response:
         account, _ = self.site.signed_in(request)
-        return redirect("/arena" if self.site.has_arena else "/lead" if account.role == "lead" else "/task")
+        is_screened = account.role == "labeler" and account.state == "new" and self.config.screening is not None
+        if self.site.has_arena and not is_screened:
+            return redirect("/arena")
+        return redirect("/lead" if account.role == "lead" else "/task")
 
     # ---- a task ----
 
@@ -268,7 +272,7 @@ class TaskPages:
             num_span_rows=num_span_rows,
             is_same_text=is_same_text,
             max_edit=max_edit(presented.lease.shown.responses),
-            num_folded=_num_folded(presented.lease.shown, self.config),
+            num_folded=_num_folded(presented.lease.shown, presented.config),
             long_result=LONG_RESULT,
             threads=[] if is_away else self._threads(account, presented),
             max_question=MAX_QUESTION_CHARACTERS,

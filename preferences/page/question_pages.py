@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 
 from preferences.accounts import Account
-from preferences.page.forms import STORE_AWAY
+from preferences.database import STORE_AWAY
 from preferences.page.service import RefusedError
 from preferences.page.site import Posted, Site, redirect
 from preferences.questions import MAX_QUESTION_CHARACTERS, Thread, ThreadState

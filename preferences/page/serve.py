@@ -56,7 +56,7 @@ def serve(
                 server = _reached_at(config.server, host, listener.getsockname()[1])
                 if created:
                     announce(created)
-                announce(f"labeling page: {server.public_url}")
+                announce(f"{'labeling page' if arena is None else 'arena'}: {server.public_url}")
                 if warning := config.warning(store.batches()):
                     announce(f"warning: {warning}")
                 first = accounts.invite_first_lead()

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from markupsafe import Markup
-
 from preferences import assignment, usability
 from preferences.accounts import Account, Accounts
 from preferences.formats.annotated import by_criterion
@@ -113,7 +111,7 @@ class LabelingService:
             return self.next_task(replace(account, state="admitted"), session)
         if stage is not None and not stage.num_left:
             return "questionnaire"
-        if self._has_met_quota(account):
+        if has_met_quota(self.store, self.config, account, self._clock()):
             return "daily quota"
         if stage is not None:
             lease = self._lease(account, stage.condition.batch)
@@ -150,14 +148,6 @@ class LabelingService:
         """Stores the answers to the questionnaire that is due. Raises: as `usability.store_answer`."""
         with self.store.writing() as connection:
             usability.store_answer(connection, account.name, answer, self._clock())
-
-    def _has_met_quota(self, account: Account) -> bool:
-        quota = account.daily_quota or self.config.daily_quota
-        if not quota:
-            return False
-        with self.store.reading() as connection:
-            who = known_pseudonym(connection, account.name)
-            return assignment.num_answered_today(connection, who, self._clock()) >= quota
 
     def _why_nothing(self, account: Account, batches: Sequence[str]) -> Waiting:
         with self.store.reading() as connection:
@@ -331,6 +321,37 @@ def _without_id(account: Account, lease: Lease) -> Iterator[None]:
         if account.role == "lead":
             raise
         raise ValueError(str(error).replace(repr(lease.task_id), "at hand")) from error
+
+
+def has_met_quota(store: LabelStore, config: LabelingConfig, account: Account, now: float) -> bool:
+    """Whether a labeler has given as many answers since midnight, UTC, as they may per day."""
+    quota = account.daily_quota or config.daily_quota
+    if not quota:
+        return False
+    with store.reading() as connection:
+        who = known_pseudonym(connection, account.name)
+        return assignment.num_answered_today(connection, who, now) >= quota
+
+
+def why_no_answer(
+    store: LabelStore, config: LabelingConfig, account: Account, batch: str, now: float
+) -> Waiting | Literal[""]:
+    """Returns why somebody may not add an answer to a batch that has no task for it yet, as the arena does; "" if they
+    may. The rules are those for tasks, and leads are exempt.
+    """
+    if account.role == "lead":
+        return ""
+    if account.read_version != config.version:
+        return "instructions"
+    if account.state == "new" and config.screening is not None:
+        return "screening"
+    with store.reading() as connection:
+        settings = assignment.settings_of(connection, batch)
+    if settings.is_closed:
+        return "batches closed"
+    if not set(settings.requires) <= set(account.tags):
+        return "no fitting task"
+    return "daily quota" if has_met_quota(store, config, account, now) else ""
 
 
 def screened(store: LabelStore, labeler: str, screening: Screening) -> bool:

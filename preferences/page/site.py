@@ -14,10 +14,10 @@ from starlette.datastructures import FormData
 
 from preferences.accounts import Account, Accounts
 from preferences.adjudication import MAX_COUNTED
+from preferences.database import STORE_AWAY
 from preferences.leases import display_order
 from preferences.page.config import LabelingConfig
 from preferences.page.fields import LETTERS, Fields
-from preferences.page.forms import STORE_AWAY
 from preferences.page.security import is_storable
 from preferences.page.service import RefusedError, seal
 from preferences.page.shown import show
@@ -69,7 +69,7 @@ class SignInNeededError(Exception):
 
 
 class Site:
-    """Renders pages and checks who asks for them. `has_arena`: people start in the arena (`arena_pages`)."""
+    """Renders pages and checks who asks for them. `has_arena`: the arena is the first page (`arena_pages`)."""
 
     def __init__(
         self,

@@ -21,9 +21,9 @@ import pytest
 from files.hashes import derive_seed
 from heed.arena.policies import ArenaPolicy, ArenaSampling, arena_policy, open_speaker
 from heed.arena.processes import PolicyProcesses
-from heed.arena.replay import replay_task
 from heed.cli import main
 from heed.commands.arena import arena_config, read_prompts, two_policies
+from heed.commands.replay import replay_task
 from preferences.accounts import Account
 from preferences.arena_records import Conversation
 from preferences.page import lockstep

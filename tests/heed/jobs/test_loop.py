@@ -1,11 +1,14 @@
 """`heed loop`: what each round reads, when it stops, people who answer while it runs, and a loop that is killed."""
 
+import cProfile
 import json
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from itertools import pairwise
 from math import isnan, nan
 from pathlib import Path
@@ -13,13 +16,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 import uvicorn
 
+from benchmarks.postgres_server import PostgresServer
 from cluster.connection import connect, disconnect
 from evaluation.compare.config import CompareConfig
 from evaluation.judges.scorers import ScoreJudge
 from evaluation.verdicts import Verdict
-from files.atomic import write_json
+from files.atomic import lock, write_json
 from files.records import as_json, read_record
 from heed import cli
 from heed.chaos.campaign import run_chaos
@@ -31,7 +36,17 @@ from heed.jobs.loop import run_loop, why_stopped
 from heed.jobs.plan import Setting, make_plan
 from heed.jobs.report import write_run_report
 from heed.jobs.run import Run
-from heed.loop.collect import TASKS, AddedTask, AddedTasks, RoundResults, effective_number, missing_labels
+from heed.loop.collect import (
+    TASKS,
+    AddedTask,
+    AddedTasks,
+    LabelsWaitError,
+    RoundResults,
+    effective_number,
+    missing_labels,
+    preflight,
+    waiting_for_store,
+)
 from heed.loop.config import LoopConfig, RoundConfig
 from heed.loop.gain import GainResults, gain_of, round_judge
 from heed.loop.report import LoopState, read_state
@@ -40,7 +55,7 @@ from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from ppo.stage import was_measured
-from preferences import organizing
+from preferences import database, organizing
 from preferences.accounts import Accounts
 from preferences.page.app import make_app
 from preferences.page.client import LabelClient, answer_in_turns
@@ -508,15 +523,21 @@ def answer(store: str, num: int) -> None:
             opened.submit(lease, Answer((1, 2), milliseconds=1000), client="test", instructions_version="1")
 
 
+def add_tasks(run_folder: Path, store: str, num: int) -> None:
+    """Add tasks as the first round of a loop would."""
+    (run_folder / "collect").mkdir()
+    tasks = [Task(f"t{n}", (Message("user", f"Say {n}."),), ("a", "b"), ("x", "y")) for n in range(num)]
+    added = AddedTasks("tiny", tuple(AddedTask(one.task_id, one.task_id, 1, 1.0) for one in tasks), num, ("sft",))
+    write_json(run_folder / "collect" / TASKS, as_json(added))
+    with LabelStore(store) as opened:
+        opened.add_tasks(tasks, batch="tiny", num_labelers=1)
+
+
 def test_a_round_waits_for_no_archived_task_and_for_no_store_without_its_tasks(tmp_path: Path) -> None:
     store = str(tmp_path / "people.sqlite")
     config = load_job(job_file(tmp_path, 10, 1, f'store = "{store}"\nenough_share = 1.0')).part("collect")
-    (tmp_path / "collect").mkdir()
-    tasks = [Task(f"t{n}", (Message("user", f"Say {n}."),), ("a", "b"), ("x", "y")) for n in range(10)]
-    added = AddedTasks("tiny", tuple(AddedTask(one.task_id, one.task_id, 1, 1.0) for one in tasks), 10, ("sft",))
-    write_json(tmp_path / "collect" / TASKS, as_json(added))
+    add_tasks(tmp_path, store, 10)
     with LabelStore(store) as opened:
-        opened.add_tasks(tasks, batch="tiny", num_labelers=1)
         answer(store, 5)
         assert missing_labels(tmp_path, config) == 5
         with opened.writing() as connection:
@@ -526,6 +547,94 @@ def test_a_round_waits_for_no_archived_task_and_for_no_store_without_its_tasks(t
     other = config.model_copy(update={"store": str(tmp_path / "other.sqlite")})
     with pytest.raises(ValueError, match=r"other.sqlite lacks 10 tasks of batch 'tiny' that the loop has added"):
         missing_labels(tmp_path, other)
+
+
+def test_a_locked_store_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_MILLISECONDS", 50)
+    store = str(tmp_path / "people.sqlite")
+    LabelStore(store).close()
+    said = r"collect waits for the label store .*people.sqlite: database is locked"
+    with pytest.raises(LabelsWaitError, match=said) as waiting, locked(store), waiting_for_store("collect", store):
+        LabelStore(store)
+    assert waiting.value.count_missing() == 0  # it is open again
+
+
+@contextmanager
+def locked(store: str) -> Iterator[None]:
+    with closing(sqlite3.connect(store, isolation_level=None)) as connection:
+        connection.execute("BEGIN EXCLUSIVE")
+        yield
+
+
+def test_a_store_that_cannot_be_opened_at_the_start_is_a_mistake_and_later_is_waited_for(tmp_path: Path) -> None:
+    store = "postgresql://heed@/labels?host=/nowhere"
+    job = load_job(job_file(tmp_path, 12, 2, f'store = "{store}"'))
+    run = Run(job, tmp_path / "tiny", None, None).of("collect")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"label store postgresql\S+ cannot be opened: connection .* failed"):
+        preflight(run, job.part("collect"))
+    run.folder.mkdir(parents=True)
+    (run.folder / TASKS).touch()
+    with pytest.raises(LabelsWaitError, match=r"collect waits for the label store postgresql://.*: connection"):
+        preflight(run, job.part("collect"))
+
+
+def test_a_loop_waits_for_a_database_that_restarts_and_says_so_once(
+    tmp_path: Path,
+    postgres: PostgresServer,
+    postgres_tables: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(controller, "POLL_SECONDS", 0.05)
+    store = postgres.new_database(postgres_tables)
+    job = load_job(job_file(tmp_path, 6, 1, f'store = "{store}"\nenough_share = 1.0'))
+    (tmp_path / "job.toml").write_text(tomli_w.dumps(job.model_dump(mode="json", exclude_none=True)))
+    add_tasks(tmp_path, store, 6)
+
+    def restart() -> None:
+        page = tmp_path / "report.html"
+        while not page.is_file():
+            time.sleep(0.02)
+        postgres.stop()
+        try:
+            while "Round 1 waits for the label store: connection" not in page.read_text(encoding="utf-8"):
+                time.sleep(0.02)
+        finally:
+            postgres.start()
+        answer(store, 6)
+
+    restarting = threading.Thread(target=restart)
+    restarting.start()
+    waiting = LabelsWaitError("", partial(missing_labels, tmp_path, job.part("collect")))
+    assert controller._wait(tmp_path, 1, waiting, waits=True)
+    restarting.join()
+    said = capsys.readouterr().err
+    assert said.startswith("waiting for 6 labels\nthe label store cannot be used (connection")
+    assert said.count("cannot be used") == said.count("the label store is back") == 1
+
+
+def test_a_second_command_disturbs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    state = json.dumps(as_json(LoopState(3, 5)))
+    (tmp_path / "tiny" / "loop.json").write_text(state, encoding="utf-8")
+    with lock(tmp_path / "tiny"), pytest.raises(ValueError, match="is running this job here"):
+        run_loop(loader(job_file(tmp_path, 12, 2)), tmp_path)
+    assert (tmp_path / "tiny" / "loop.json").read_text(encoding="utf-8") == state
+
+
+@pytest.mark.parametrize("work", ["load_job", "make_plan"])
+def test_the_work_before_a_run_grows_with_the_rounds_and_not_with_their_square(work: str) -> None:
+    def num_calls(rounds: int) -> int:
+        profile = cProfile.Profile()
+        if work == "load_job":
+            profile.runcall(load_job, LOOP, [f"loop.rounds={rounds}"])
+        else:
+            job = load_job(LOOP, [f"loop.rounds={rounds}"])
+            profile.runcall(make_plan, job, Setting(GPUS["h100"], 0.4, 1000))
+        return sum(entry.callcount for entry in profile.getstats())
+
+    few, many = (8, 80) if work == "load_job" else (2, 12)
+    assert num_calls(many) < 1.3 * many / few * num_calls(few)
 
 
 # ---- kills ----

@@ -26,8 +26,13 @@ from lm.model import LanguageModel, ScalarModel
 from lm.source import load
 from lm.tokenizer import Tokenizer
 from lm.weights import WithNewHead, load_language_model, load_model, save_model
+from ppo.people import PeopleChecks
 from ppo.stage import was_measured
+from preferences.page.client import answer_in_turns
+from preferences.page.config import LabelingConfig
 from reward.sampling import SamplingSpec, sample_policy
+from tests.ppo.test_people import Person
+from tests.preferences.page.conftest import Running
 from training.data import DataConfig, read_prompts
 
 ROOT = Path(__file__).parents[3]
@@ -191,6 +196,40 @@ def test_an_alarm_goes_back_to_the_initial_policy(
     report = html.unescape((run / "report.html").read_text())
     assert "The result is the policy after iteration 0" in report
     assert "Evidence for the alarm" in report
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("workers", "cheap_hashes")
+def test_people_ring_the_alarm_of_the_shipped_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped job's settings at the debug job's size. A labeler who prefers the initial policy answers all tasks on
+    a real label server after each iteration.
+    """
+    debug, alarm = tomllib.loads(DEBUG.read_text()), tomllib.loads((DEBUG.parent / "alarm.toml").read_text())
+    shipped = tomllib.loads((DEBUG.parent / "alarm-people.toml").read_text())["ppo"]["alarm"]
+    assert shipped["source"] == {"kind": "people", "store": "labels.sqlite"}
+    store = str(tmp_path / "labels.sqlite")
+    left_out = {name.partition(".")[2] for name in alarm["without"]}
+    debug["ppo"] = {key: value for key, value in debug["ppo"].items() if key not in left_out} | alarm["ppo"]
+    debug["ppo"] |= {"num_iterations": 5, "alarm": {**shipped, "source": {"kind": "people", "store": store}}}
+    (tmp_path / "job.toml").write_text(tomli_w.dumps(debug))
+    with Running(store, LabelingConfig(asks_ratings=False)) as page:
+        page.join("ann")
+        client, add = page.client(Person("ann", page.store, "alarm")), PeopleChecks.add
+
+        def add_and_answer(self: PeopleChecks, *arguments: Any, **names: Any) -> dict[str, float]:
+            metrics = add(self, *arguments, **names)
+            answer_in_turns([client])
+            return metrics
+
+        monkeypatch.setattr(PeopleChecks, "add", add_and_answer)
+        with client:
+            run = run_job(load_job(tmp_path / "job.toml"), tmp_path)
+        assert page.store.progress("alarm").num_judgments > 0
+    results = json.loads((run / "ppo" / "results.json").read_text())["alarm"]
+    assert (results["result"], results["by_people"]) == (0, True)
+    report = html.unescape((run / "report.html").read_text())
+    assert "people prefer the initial policy" in report
+    assert "The result is the policy after iteration 0" in report
 
 
 @pytest.mark.parametrize("problem", ["tokenizer", "missing", "kind", "short", "narrow"])

@@ -13,6 +13,7 @@ from sqlalchemy.exc import OperationalError
 
 from preferences.accounts import Account
 from preferences.arena_records import Conversations
+from preferences.assignment import set_settings
 from preferences.formats.judges import BOTH_BAD as ARENA_FORMAT_BAD
 from preferences.formats.parts import Report
 from preferences.formats.registry import format_to_write
@@ -20,9 +21,9 @@ from preferences.page import arena as arena_module
 from preferences.page import arena_pages, lockstep
 from preferences.page.app import make_app
 from preferences.page.arena import BOTH_BAD, CHOICES, Arena, ArenaPrompt, ArenaSetup, Given
-from preferences.page.config import LabelingConfig, QuizQuestion
+from preferences.page.config import LabelingConfig, QuizQuestion, Screening
 from preferences.page.lockstep import LockstepTurn
-from preferences.records import Message
+from preferences.records import Answer, Message, Task
 from preferences.statistics.summary import summary
 from tests.preferences.page.arenas import SECRETS, ScriptedWriters
 
@@ -520,6 +521,98 @@ def test_who_has_read_the_instructions_comes_back_to_the_arena(
         assert "All of it is right." in page.text
         path = re.findall('href="([^"]+)">Start labeling', page.text)[0]
         assert ann.get(path).url.path == "/arena"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda world: world.accounts.set_assignment("ann", (), 1, by="eve"),
+            "as many answers as you may give per day",
+        ),
+        (lambda world: close(world, is_closed=True), "The labeling lead has closed the arena."),
+        (lambda world: close(world, requires='["spanish"]'), "for people with other languages or skills"),
+    ],
+)
+def test_who_gets_no_tasks_gives_no_verdicts_but_may_change_one(
+    world: Any, arena: Arena, person: Callable[[str], TestClient], change: Callable[[Any], None], said: str
+) -> None:
+    ann, path = person("ann"), ""
+    paths = [begin(ann, "One?"), ""]
+    finished(ann, arena, paths[0])
+    assert send(ann, f"{paths[0]}/verdict", turn=0, choice="a", revision=0).status_code == 200
+    paths[1] = begin(ann, "Two?")
+    finished(ann, arena, paths[1])
+    change(world)
+    for path in ("/arena", *paths):
+        page = ann.get(path).text
+        assert said in page
+        assert "Ask both" not in page
+    assert "Which answer is better?" not in page  # on a turn without a verdict
+    refused = (
+        ("/arena", {"question": "Three?"}),
+        (f"{paths[1]}/ask", {"turn": 1, "question": "Three?", "continues": "a"}),
+        (f"{paths[1]}/verdict", {"turn": 0, "choice": "b", "revision": 0, "note": "Three?"}),
+    )
+    for path, fields in refused:
+        page = send_from(ann, paths[0], path, **fields)
+        assert (page.status_code, said in page.text, "Three?" in page.text) == (403, True, True)  # to copy it
+    assert send(ann, f"{paths[0]}/verdict", turn=0, choice="b", revision=1).status_code == 200
+    answers = [(one.labeler, one.ranks) for one in world.store.rankings("arena")]
+    assert len(answers) == 1
+    assert [event.revision for event in world.store.judgments("arena")] == [0, 1]
+    eve = TestClient(make_app(world.store, world.accounts, CONFIG, clock=world.clock, arena=arena))
+    eve.post("/sign-in", data={"name": "eve", "key": world.keys["eve"]})
+    begin(eve)  # leads have no quota
+
+
+def close(world: Any, **values: Any) -> None:
+    with world.store.writing() as connection:
+        set_settings(connection, "arena", **values)
+
+
+def send_from(client: TestClient, form: str, path: str, **fields: Any) -> Any:
+    """Sends fields with the token of a form on another page, as from a window that was opened before."""
+    return client.post(path, data={"csrf": csrf(client.get(form).text), **fields})
+
+
+def test_a_quota_ends_at_midnight(
+    world: Any, arena: Arena, person: Callable[[str], TestClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena, "_clock", world.clock)
+    ann = person("ann")
+    world.accounts.set_assignment("ann", (), 1, by="eve")
+    first = begin(ann)
+    finished(ann, arena, first)
+    send(ann, f"{first}/verdict", turn=0, choice="a", revision=0)
+    assert "Ask both" not in ann.get("/arena").text
+    world.clock.now += 86_400
+    assert "Ask both" in person("ann").get("/arena").text
+
+
+def test_new_labelers_judge_the_gold_tasks_before_they_talk(world: Any, writers: ScriptedWriters) -> None:
+    config = CONFIG.model_copy(update={"screening": Screening(batch="gold", min_tasks=1, min_accuracy=0.5)})
+    gold = Task("g", (Message("user", "2 + 2?"),), ("4", "5"), ("x", "y"), gold_ranks=(1, 2))
+    world.store.add_tasks([gold], batch="gold", num_labelers=9)
+    with ArenaSetup(writers, "arena").opened(world.url, world.store, config) as opened:
+        ann = TestClient(make_app(world.store, world.accounts, config, clock=world.clock, arena=opened))
+        ann.post("/sign-in", data={"name": "ann", "key": world.keys["ann"]})
+        world.accounts.confirm_reading("ann", config.version)
+        page = ann.get("/")
+        assert page.url.path == "/task"
+        home = ann.get("/arena").text
+        assert "judge the first tasks, on the page Label" in home
+        assert "Ask both" not in home
+        assert send_from(ann, "/arena", "/arena", question="Why?").status_code == 403
+        opened_task = world.store.lease("ann", seconds=60, batch="gold")
+        world.store.submit(opened_task, right(opened_task), client="test", instructions_version=config.version)
+        ann.get("/task")  # admits them, after the last of the gold tasks
+        assert "Ask both" in ann.get("/arena").text
+        assert ann.get("/").url.path == "/arena"
+
+
+def right(lease: Any) -> Answer:
+    return Answer(tuple(1 if text == "4" else 2 for text in lease.shown.responses), milliseconds=1000)
 
 
 def test_the_list_of_prompts_ends_also_after_many_conversations(
