@@ -8,8 +8,9 @@ from fastapi.responses import HTMLResponse
 
 from preferences import usability
 from preferences.accounts import Account
+from preferences.database import STORE_AWAY, reason_of
 from preferences.page.fields import Fields
-from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, reason_of
+from preferences.page.forms import RETRY_SECONDS
 from preferences.page.service import LabelingService
 from preferences.page.site import Posted, Site, redirect
 from preferences.questionnaire import LOAD, LOAD_CHOICES, SUS, SUS_CHOICES
