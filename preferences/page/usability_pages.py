@@ -1,19 +1,25 @@
-"""The questionnaire that ends each condition of a usability study, and a lead's page of results."""
+"""The questionnaire that ends each condition of a usability study, a lead's page of results, and both as an API."""
 
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse
+from fastapi.security import HTTPAuthorizationCredentials
+from pydantic import Field
 
+from files.records import as_json
 from preferences import usability
-from preferences.accounts import Account
+from preferences.accounts import Account, Accounts
 from preferences.database import STORE_AWAY, reason_of
+from preferences.page.api import ERRORS, IS_WHOLE, STORABLE, Bearer, Body
 from preferences.page.fields import Fields
 from preferences.page.forms import RETRY_SECONDS
 from preferences.page.service import LabelingService
-from preferences.page.site import Posted, Site, redirect
-from preferences.questionnaire import LOAD, LOAD_CHOICES, SUS, SUS_CHOICES
+from preferences.page.site import ONLY_LEADS, Posted, Site, redirect
+from preferences.questionnaire import LOAD, LOAD_CHOICES, LOAD_STEP, MAX_LOAD, MAX_SUS, MIN_SUS, SUS, SUS_CHOICES
 from preferences.statistics.usability import read_report
 from preferences.statistics.usability_tables import conclusions, usability_tables
 from preferences.usability import MAX_COMMENT_CHARACTERS, NO_PREFERENCE, NOT_ASKED, QuestionnaireAnswer, Stage
@@ -34,14 +40,14 @@ class UsabilityPages:
 
     def questionnaire(self, request: Request) -> Response:
         account, token = self.site.signed_in(request)
-        stage = self._due(account, token)
+        stage = _due(self.service, account, token)
         return redirect("/task") if stage is None else self._page(account, token, stage)
 
     def answer(self, request: Request, posted: Posted) -> Response:
         """Stores the answers. A form that was sent before, or that is not due, leads to the next task."""
         account, token, fields = self.site.form(request, posted)
         try:
-            stage = self._due(account, token)
+            stage = _due(self.service, account, token)
             if stage is None or fields.text("condition") != str(stage.conditions[stage.place]):
                 return redirect("/task")
             answer, wrong = read_questionnaire(fields, account.name, stage)
@@ -83,12 +89,6 @@ class UsabilityPages:
             comments=[(study.conditions[one.condition].name, one.comment) for one in said if one.comment],
         )
 
-    def _due(self, account: Account, token: str) -> Stage | None:
-        """Returns the labeler's stage if its questionnaire is due."""
-        if account.role == "lead" or self.service.next_task(account, token) != "questionnaire":
-            return None
-        return self.service.stage(account)
-
     def _page(
         self,
         account: Account,
@@ -112,6 +112,13 @@ class UsabilityPages:
             fields=fields or Fields({}),
             wrong=wrong,
         )
+
+
+def _due(service: LabelingService, account: Account, token: str) -> Stage | None:
+    """Returns a labeler's stage if its questionnaire is due."""
+    if account.role == "lead" or service.next_task(account, token) != "questionnaire":
+        return None
+    return service.stage(account)
 
 
 def read_questionnaire(fields: Fields, labeler: str, stage: Stage) -> tuple[QuestionnaireAnswer | None, list[str]]:
@@ -141,3 +148,76 @@ def _read_all(fields: Fields, name: str, choices: Sequence[int], items: Sequence
     if missing:
         wrong.append(f"Not answered: {', '.join(missing)}.")
     return [value or 0 for value in found]
+
+
+# ---- the same as an API ----
+
+
+class QuestionnaireBody(Body):
+    """Answers to the questionnaire that is due.
+
+    `preferred` is -2 before the last form; then a condition, or -1 for no preference.
+    """
+
+    condition: Annotated[int, Field(ge=0, le=2**31 - 1), IS_WHOLE]
+    load: Annotated[
+        list[Annotated[int, Field(ge=0, le=MAX_LOAD, multiple_of=LOAD_STEP), IS_WHOLE]],
+        Field(min_length=len(LOAD), max_length=len(LOAD)),
+    ]
+    sus: Annotated[
+        list[Annotated[int, Field(ge=MIN_SUS, le=MAX_SUS), IS_WHOLE]], Field(min_length=len(SUS), max_length=len(SUS))
+    ]
+    preferred: Annotated[int, Field(ge=NOT_ASKED, le=2**31 - 1), IS_WHOLE] = NOT_ASKED
+    comment: Annotated[str, Field(max_length=MAX_COMMENT_CHARACTERS, pattern=STORABLE)] = ""
+
+
+class UsabilityApi:
+    """The routes of the API about usability studies."""
+
+    def __init__(self, service: LabelingService, accounts: Accounts) -> None:
+        self.service, self.accounts = service, accounts
+        self.router = APIRouter(prefix="/api", responses=ERRORS)
+        self.router.get("/usability", summary="The questionnaire of a usability study that is due")(self.questionnaire)
+        self.router.post("/usability", summary="Answer the questionnaire", status_code=204)(self.answer)
+        self.router.get("/usability/{study:path}", summary="Results of a usability study (leads)")(self.results)
+
+    def _signed_in(self, bearer: HTTPAuthorizationCredentials | None) -> tuple[Account, str]:
+        account = self.accounts.session(bearer.credentials) if bearer is not None else None
+        if bearer is None or account is None:
+            expected = "a session's token is expected: Authorization: Bearer …"
+            raise HTTPException(401, expected, {"WWW-Authenticate": "Bearer"})
+        return account, bearer.credentials
+
+    def questionnaire(self, bearer: Bearer) -> dict[str, Any]:
+        account, token = self._signed_in(bearer)
+        stage = _due(self.service, account, token)
+        if stage is None:
+            raise HTTPException(404, "no questionnaire is due")
+        names = {str(index): stage.study.conditions[index].name for index in stage.conditions}
+        return {
+            "condition": stage.conditions[stage.place],
+            "place": stage.place + 1,
+            "asks_which_is_preferred": names if stage.is_last else {},
+            "load": [asdict(scale) for scale in LOAD],
+            "sus": list(SUS),
+        }
+
+    def answer(self, body: QuestionnaireBody, bearer: Bearer) -> None:
+        account, token = self._signed_in(bearer)
+        said = body.model_dump() | {"load": tuple(body.load), "sus": tuple(body.sus)}
+        if account.role == "lead":
+            raise HTTPException(403, "labelers answer questionnaires")
+        stage = self.service.stage(account)
+        is_next = stage is not None and stage.conditions[stage.place] == body.condition
+        if is_next and _due(self.service, account, token) is None:
+            raise HTTPException(409, "no questionnaire about this form is due")
+        self.service.store_questionnaire(account, QuestionnaireAnswer(account.name, **said))
+
+    def results(self, study: str, bearer: Bearer) -> dict[str, Any]:
+        account, _ = self._signed_in(bearer)
+        if account.role != "lead":
+            raise HTTPException(403, ONLY_LEADS)
+        with self.service.store.reading() as connection:
+            if usability.find(connection, study) is None:
+                raise HTTPException(404, f"study {study!r} is not in the store")
+            return dict(as_json(read_report(connection, study)))

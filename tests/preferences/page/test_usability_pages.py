@@ -199,7 +199,25 @@ def test_by_the_api(world, study):
             assert client.post("/api/answers", json=body, headers=head).status_code == 422
             body["criteria"] = {"helpful": [1, 7]}
         assert client.post("/api/answers", json=body, headers=head).status_code == 204
+        assert client.get("/api/usability", headers=head).status_code in (200, 404)
     assert client.post("/api/lease", headers=head).json() == {"waiting": "questionnaire"}
+    asked = client.get("/api/usability", headers=head).json()
+    assert ([scale["name"] for scale in asked["load"]], asked["sus"]) == ([scale.name for scale in LOAD], list(SUS))
+    assert (asked["place"], asked["asks_which_is_preferred"]) == (1, {})
+    body = {"condition": asked["condition"], "load": [5, 10, 15, 20, 25, 30], "sus": [3] * 10, "comment": "ok"}
+    assert client.post("/api/usability", json=body | {"load": [1] * 6}, headers=head).status_code == 422
+    assert client.post("/api/usability", json=body | {"preferred": 1}, headers=head).status_code == 409
+    for _ in range(2):
+        assert client.post("/api/usability", json=body, headers=head).status_code == 204
+    next_one = body | {"condition": 1 - asked["condition"]}
+    assert client.post("/api/usability", json=next_one, headers=head).status_code == 409  # not due yet
+    assert client.get("/api/usability", headers=head).status_code == 404
+    assert client.get("/api/usability/criteria", headers=head).status_code == 403
+    lead = {"Authorization": f"Bearer {world.accounts.open_session('eve')}"}
+    found = client.get("/api/usability/criteria", headers=lead).json()
+    assert found["measures"][0]["by_condition"][asked["condition"]]["interval"]["mean"] == 17.5
+    assert client.get("/api/usability/none", headers=lead).status_code == 404
+    assert client.get("/api/usability").status_code == 401
 
 
 @pytest.mark.usefixtures("study")
