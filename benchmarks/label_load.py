@@ -124,7 +124,7 @@ async def label(
     async with httpx.AsyncClient(
         base_url=address,
         cookies={"heed_session": session},
-        timeout=60,
+        timeout=600,
         verify=False,
         limits=httpx.Limits(keepalive_expiry=2.0),  # the server closes idle connections after 5 s, maybe mid-request
     ) as client:
@@ -144,7 +144,7 @@ async def lead(address: str, session: str, num_tasks: int, took: dict[str, list[
     draw, started = random.Random(0), time.monotonic()
     day = time.strftime("%Y-%m-%d", time.gmtime(time.time() - 86_400))
     cookies = {"heed_session": session}
-    async with httpx.AsyncClient(base_url=address, cookies=cookies, timeout=60, verify=False) as client:
+    async with httpx.AsyncClient(base_url=address, cookies=cookies, timeout=600, verify=False) as client:
         while time.monotonic() - started < seconds:
             for name, path in LEAD_PAGES.items():
                 number = draw.randrange(num_tasks)
@@ -158,7 +158,7 @@ async def cpu_times(address: str, session: str, num_tasks: int, server: int) -> 
     draw, found = random.Random(1), {}
     day = time.strftime("%Y-%m-%d", time.gmtime(time.time() - 86_400))
     cookies = {"heed_session": session}
-    async with httpx.AsyncClient(base_url=address, cookies=cookies, timeout=60, verify=False) as client:
+    async with httpx.AsyncClient(base_url=address, cookies=cookies, timeout=600, verify=False) as client:
         for name, path in LEAD_PAGES.items():
             await client.get(path.format(number=0, day=day))
             used = cpu_seconds(server)

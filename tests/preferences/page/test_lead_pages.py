@@ -1,12 +1,15 @@
 """What leads organize on the pages and through the API: progress, overlap, closing, tags, quotas, queue, search."""
 
+import html
 import time
 
 import pytest
 from fastapi.testclient import TestClient
 
+from preferences.formats.registry import FORMATS
 from preferences.page.app import make_app
 from preferences.page.config import LabelingConfig
+from preferences.page.service import EXPORTS
 from preferences.records import Answer, Message, Task
 from tests.preferences.page.test_pages import form, ranks
 
@@ -50,6 +53,20 @@ def test_progress_says_what_is_left_and_who_worked(world, eve):
     assert "5 judgments left (no estimate yet: 1 answers in the last 14 days, 20 are needed)." in page
     assert "Hours and answers" in page
     assert '<th scope="row">ann</th><td class="number">0.0</td><td class="number">1</td>' in page
+
+
+def test_progress_links_every_listed_export_with_its_description(world, eve):
+    world.add(make_task("t1"))
+    say(world, "ann", (1, 2))
+    page = eve.get("/lead").text
+    for name in EXPORTS:
+        link = f"/lead/export?batch=main&amp;format={name}"
+        assert (
+            f'<li><a href="{link}">{name}</a>: {html.escape(FORMATS[name].description, quote=False)}</li>'
+            in page.replace("&#39;", "'")
+        )
+        assert eve.get(html.unescape(link)).status_code == 200
+    assert "The batch has nothing that this format holds." in eve.get("/lead/export?batch=main&format=edits").text
 
 
 def test_the_quality_page_knows_a_new_overlap(world, eve):
