@@ -1,18 +1,25 @@
 """`heed label usability` in this process: a study from its file to its report."""
 
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
+from heed.commands.label_usability import usability_app
 from preferences import usability
 from preferences.accounts import Accounts
+from preferences.page.config import LabelingConfig
+from preferences.page.study_config import StudyConfig
 from preferences.records import Answer, Message, Task
 from preferences.store import LabelStore
 from preferences.usability import NOT_ASKED, QuestionnaireAnswer
 
+DOCS = Path(__file__).parents[2] / "docs" / "usability.md"
 STORE = ("--store", "labels.sqlite")
 NAMES = ("ann", "bob", "cy", "dee")
 FILE = """\
@@ -137,3 +144,17 @@ def test_a_labeler_who_is_not_there_is_named_with_the_file(heed_label: Any) -> N
     code, _, err = heed_label("usability", "start", "study.toml", "--store", "none.sqlite")
     assert code == 2
     assert "none.sqlite" in err
+
+
+def test_the_file_and_the_commands_of_the_documentation(tmp_path: Path) -> None:
+    text = DOCS.read_text()
+    (file,) = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "study.toml").write_text(file)
+    study, forms = StudyConfig.load(tmp_path / "study.toml").study(LabelingConfig())
+    assert [len(form.criteria) for form in forms] == [0, 2]
+    command: Any = get_command(usability_app)
+    shown = re.findall(r"^heed label usability (\w+) (.*)$", text, re.MULTILINE)
+    assert {name for name, _ in shown} == set(command.commands)
+    for name, words in shown:
+        command.commands[name].make_context(name, shlex.split(words))
+        assert study.name in words or name == "start"
