@@ -50,12 +50,13 @@ def parse_json(where: str, text: str) -> Any:
     return value
 
 
-def refuse_unsound(value: Any, text: str) -> None:
-    """Checks a parsed value for deep nesting and lone surrogates. Most texts cannot contain either and are not walked.
+def refuse_unsound(value: Any, text: str = "") -> None:
+    """Checks a parsed value for deep nesting and lone surrogates. Most texts cannot contain either and are not walked;
+    without the text, the value is.
 
     Raises: NotPlainJSONError with the field.
     """
-    if text.count("[") + text.count("{") > MAX_NESTING or _SURROGATE_ESCAPE.search(text):
+    if not text or text.count("[") + text.count("{") > MAX_NESTING or _SURROGATE_ESCAPE.search(text):
         _walk(value)
 
 

@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from files.conversations import tool_messages
+from files.strict_json import refuse_unsound
 from preferences.accounts import Account, Accounts
 from preferences.annotations import (
     MAX_EDIT_CHARACTERS,
@@ -51,6 +52,20 @@ Rating = Annotated[float, Field(ge=MIN_RATING, le=MAX_RATING)]
 # characters except NUL and surrogates, because the patterns of some languages cannot name surrogates.
 STORABLE = "^[\u0001-\ud7ff\ue000-\U0010ffff]*$"
 Text = Annotated[str, Field(pattern=STORABLE)]
+STORABLE_TEXT = {"type": "string", "pattern": STORABLE}
+# A call of a tool, described with JSON text: a description of all objects with storable texts would be unreadable.
+FUNCTION = {
+    "type": "object",
+    "required": ["name", "arguments"],
+    "properties": {"name": STORABLE_TEXT, "arguments": STORABLE_TEXT},
+    "additionalProperties": False,
+}
+CALL = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {"id": STORABLE_TEXT, "type": {"const": "function"}, "function": FUNCTION},
+    "additionalProperties": False,
+}
 Name = Annotated[str, Field(min_length=1, max_length=512, pattern=STORABLE)]
 Note = Annotated[str, Field(max_length=MAX_NOTE_CHARACTERS, pattern=STORABLE)]
 Edit = Annotated[str, Field(max_length=MAX_EDIT_CHARACTERS, pattern=STORABLE)]
@@ -100,14 +115,16 @@ class Form(Body):
 
 
 class MessageBody(Body):
-    """A message, as in OpenAI's API. The content may be null next to calls."""
+    """A message, as in OpenAI's API. The content may be null next to calls. A call's `arguments` may also be an object,
+    and `tools`, the schemas of functions in the first message, a list.
+    """
 
     role: Literal["system", "user", "assistant", "tool"]
     content: Text | None = None
-    tool_calls: list[dict[str, Any]] = []
+    tool_calls: Annotated[list[dict[str, Any]], WithJsonSchema({"type": "array", "items": CALL})] = []
     tool_call_id: Text = ""
     name: Text = ""
-    tools: list[dict[str, Any]] = []  # in the first message: the JSON schemas of the tools
+    tools: Annotated[list[dict[str, Any]] | str, WithJsonSchema(STORABLE_TEXT)] = ""
 
 
 class TaskBody(BaseModel):
@@ -522,6 +539,7 @@ class Api:
 
 def _prompt(task: NewTask) -> tuple[Message, ...]:
     """Returns a new task's prompt. Raises: ValueError naming task and field of a malformed message."""
+    refuse_unsound([[message.tool_calls, message.tools] for message in task.prompt])
     given = [message.model_dump(exclude_defaults=True) for message in task.prompt]
     return tuple(Message.of(turn) for turn in tool_messages(f"task {task.task_id!r}", given, "prompt"))
 

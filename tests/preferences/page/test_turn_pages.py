@@ -122,6 +122,12 @@ def test_programs_rate_turns_and_add_conversations_with_tools(world, visit):
     wrong = {**task, "prompt": [TURNS[1], {"role": "tool", "content": "1"}]}
     refused = lead.post("/api/tasks", json={"batch": "main", "tasks": [wrong]}, headers=headers)
     assert (refused.status_code, "prompt[1].role" in refused.text) == (409, True), refused.text
+    nested = []
+    for _ in range(250):
+        nested = [nested]
+    deep = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": nested}}}]}
+    refused = lead.post("/api/tasks", json={"batch": "main", "tasks": [{**task, "prompt": [deep]}]}, headers=headers)
+    assert (refused.status_code, "nested more than 200 levels" in refused.text) == (409, True), refused.text
     added = lead.post("/api/tasks", json={"batch": "main", "tasks": [task]}, headers=headers)
     assert added.status_code == 204, added.text
     assert world.store.tasks("main")[0].task.prompt == PROMPT
