@@ -274,6 +274,10 @@ class RemoteSpeaker:
                         return
                     if line.startswith("data:") and line[5:].strip() != "[DONE]":
                         pieces.put(said.read(json.loads(line[5:])))
+                    elif line.startswith("data:"):
+                        said.is_over = True
+                if is_stream and not said.is_over:
+                    raise ValueError(f"{url}: the stream ended before the answer did")
             pieces.put(None)
         except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             pieces.put(ValueError(f"{type(error).__name__}: {error}"))
@@ -281,8 +285,11 @@ class RemoteSpeaker:
 
 @dataclass
 class _Said:
-    """What an endpoint said about an answer: whether the model ended it (None = unknown), and which model wrote it."""
+    """What an endpoint said about an answer: whether all of it has come (`is_over`), whether the model ended it itself
+    (`finished`; None = unknown), and which model wrote it.
+    """
 
+    is_over: bool = False
     finished: bool | None = None
     model: str = ""
 
@@ -293,6 +300,7 @@ class _Said:
         if not choices:
             return ""
         reason = choices[0].get("finish_reason")
+        self.is_over = self.is_over or bool(reason)
         self.finished = {"stop": True, "length": False}.get(reason, self.finished)
         part = choices[0].get("delta") or choices[0].get("message") or {}
         return str(part.get("content") or "")

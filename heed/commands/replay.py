@@ -139,14 +139,20 @@ def _replay(record: Mapping[str, Any], messages: Messages, answer: str, moved: M
         except StopIteration as ended:
             written = ended.value
             break
+    before, now = _machine(record), _machine(written.record)
     differences = [
-        f"{field}: {record[field]} was recorded, this is {written.record[field]}"
-        for field in ("device", "dtype", "threads", "versions")
-        if record[field] != written.record[field]
+        f"{field}: {before.get(field, 'nothing')} was recorded, this is {now.get(field, 'nothing')}"
+        for field in {**before, **now}
+        if before.get(field) != now.get(field)
     ]
     return ReplayedAnswer(
         name, answer, record["tokens_sha256"], written.text, written.record["tokens_sha256"], differences=differences
     )
+
+
+def _machine(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what an answer's bits depend on besides its inputs: device, dtype, threads, and versions by name."""
+    return {field: record[field] for field in ("device", "dtype", "threads")} | dict(record["versions"])
 
 
 def _replay_response(run: Path, stage: str, iteration: int, response: int) -> None:

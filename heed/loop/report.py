@@ -110,7 +110,7 @@ def answer_of(rounds: Sequence[RoundFiles], state: LoopState | None, config: Loo
     compared = [one.gain for one in rounds if one.gain is not None]
     num_labels = next((one.collected.num_labels for one in reversed(rounds) if one.collected is not None), 0)
     used = f"{number(num_labels)} of {count_of(config.labels, 'label')} used in {count_of(len(rounds), 'round')}."
-    now = _now(state)
+    now = _now(state, config.store)
     if not compared:
         return Answer("unclear", "The loop has not compared a policy yet.", (used, now) if now else (used,))
     last = compared[-1]
@@ -135,7 +135,7 @@ def _verb(gain: Interval) -> str:
     return "is worse than" if gain.high < 0 else "is not shown to differ from"
 
 
-def _now(state: LoopState | None) -> str:
+def _now(state: LoopState | None, store: str) -> str:
     if state is None:
         return ""
     if state.stopped:
@@ -143,7 +143,8 @@ def _now(state: LoopState | None) -> str:
     if state.store_away:
         return f"Round {state.round} waits for the label store: {state.store_away}"
     if state.waits_for:
-        return f"Round {state.round} waits for {count_of(state.waits_for, 'label')} now."
+        where = f" People give them where `heed label serve --store {store}` says." if store else ""
+        return f"Round {state.round} waits for {count_of(state.waits_for, 'label')} now.{where}"
     return f"Round {state.round} is running."
 
 
@@ -159,7 +160,7 @@ def loop_section(
             ("Rule", config.choose),
             ("Labelers", "people" if config.store else "the world's"),
             *((("Waiting for", count_of(state.waits_for, "label")),) if state is not None and state.waits_for else ()),
-            *((("Open tasks", number(num_open)),) if config.store else ()),
+            *((("Open tasks", number(num_open)),) if config.store and rounds else ()),
         ),
         in_a_row=True,
     )

@@ -148,11 +148,14 @@ class ArenaPages:
         return page
 
     def _sides(self, conversation: Conversation, number: int) -> dict[str, object]:
-        """Returns a turn's answers in the sides' order, and the side that it continues ("" = each its own)."""
+        """Returns a turn's answers in the sides' order, whether the limit of tokens cut them off, and the side that the
+        turn continues ("" = each its own).
+        """
         turn, order = conversation.turns[number], conversation.policy_of
         follows = "" if turn.follows == OWN else "AB"[order.index(int(turn.follows))]
         answers = [turn.responses[policy] for policy in order] if turn.is_finished else []
-        return {"answers": answers, "follows": follows}
+        is_cut = [turn.records[policy].get("finished") is False for policy in order] if turn.is_finished else []
+        return {"answers": answers, "is_cut": is_cut, "follows": follows}
 
     # ---- what people send ----
 

@@ -174,13 +174,15 @@ class Endpoint(BaseHTTPRequestHandler):
         if asked["model"] == "broken":
             return self.send_error(500)
         self.send_response(200)
-        streams = asked["model"] == "streams"
+        streams = asked["model"] in ("streams", "breaks-off")
         self.send_header("Content-Type", "text/event-stream" if streams else "application/json")
         self.end_headers()
         if streams:
             for part in ("Hello", ", fox", "."):
                 self.wfile.write(b"data: " + json.dumps({"choices": [{"delta": {"content": part}}]}).encode() + b"\n\n")
                 self.wfile.flush()
+            if asked["model"] == "breaks-off":
+                return None
             last = {"model": "m-1", "choices": [{"delta": {}, "finish_reason": "stop"}]}
             self.wfile.write(b"data: " + json.dumps(last).encode() + b"\n\ndata: [DONE]\n\n")
         else:
@@ -218,6 +220,11 @@ def test_an_endpoint_streams(endpoint: str) -> None:
     assert written.record["seed"] < 2**31
 
 
+def test_a_stream_that_breaks_off_is_no_answer(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="the stream ended before the answer did"):
+        said_by(arena_policy("remote", f"{endpoint}#breaks-off"))
+
+
 def test_an_endpoint_without_streams_gives_whole_answers(endpoint: str) -> None:
     texts, written = said_by(arena_policy("remote", f"{endpoint}#whole"))
     assert (texts, written.record["finished"]) == (["Hello, fox."], False)
@@ -232,7 +239,7 @@ def test_an_endpoint_that_fails_says_so(endpoint: str) -> None:
 
 
 def account(name: str) -> Account:
-    return Account(name, "labeler", "admitted", "")
+    return Account(name, "labeler", "admitted", arena_config(LabelingConfig()).version)
 
 
 @pytest.fixture
@@ -332,7 +339,8 @@ def test_ten_people_at_once(processes: PolicyProcesses, judge: Callable[..., str
     """All get both answers, in bits that do not depend on who else asks, and all verdicts are stored."""
     path = judge(processes, {})
     choices = dict(zip((f"p{number}" for number in range(10)), cycle(CHOICES), strict=False))
-    with LabelStore(path) as store, ArenaSetup(processes, "arena").opened(path, store, LabelingConfig()) as arena:
+    config = arena_config(LabelingConfig())
+    with LabelStore(path) as store, ArenaSetup(processes, "arena").opened(path, store, config) as arena:
 
         def talk(name: str) -> None:
             handle = arena.begin(account(name), f"{name}: where is the fox?")

@@ -1,6 +1,7 @@
 """`heed loop`: what each round reads, when it stops, people who answer while it runs, and a loop that is killed."""
 
 import cProfile
+import html
 import json
 import sqlite3
 import threading
@@ -609,6 +610,9 @@ def test_a_loop_waits_for_a_database_that_restarts_and_says_so_once(
     assert controller._wait(tmp_path, 1, waiting, waits=True)
     restarting.join()
     said = capsys.readouterr().err
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert f"where `heed label serve --store {store}` says" in html.unescape(page)
+    assert "Open tasks" not in page  # nobody has counted them yet
     assert said.startswith("waiting for 6 labels\nthe label store cannot be used (connection")
     assert said.count("cannot be used") == said.count("the label store is back") == 1
 

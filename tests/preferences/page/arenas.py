@@ -24,6 +24,7 @@ class Asked:
 
     def end(self, text: str) -> None:
         record = {"policy": self.policy, "name": SECRETS[self.policy], "kind": "endpoint", "spec": "https://x/v1#y"}
+        record |= {"finished": not text.endswith("…")}  # "…" stands for an answer that the limit of tokens cuts off
         self.to.ended(self.side, text, record)
 
 

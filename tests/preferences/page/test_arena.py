@@ -449,12 +449,22 @@ def test_wrong_verdicts_say_what_is_missing_and_keep_the_form(person: Any, arena
         page = send(ann, f"{path}/verdict", **(fields | wrong))
         assert page.status_code == 422
         assert sentence in page.text
+    assert '<details class="why">' in send(ann, f"{path}/verdict", turn=0, revision=0).text  # not opened for nothing
     page = send(ann, f"{path}/verdict", **fields)
+    assert '<details class="why" open>' in page.text
     assert "my &lt;reason&gt;" in page.text
     assert 'value="wrong" checked' in page.text
     assert not world.store.batches()
     page = send(ann, f"{path}/verdict", **fields, choice="a-much")
     assert "A is much better</strong>. Saved." in page.text
+
+
+def test_an_answer_that_was_cut_off_says_so(person: Any, arena: Arena, writers: ScriptedWriters) -> None:
+    writers.answers = ("A whole answer.", "An answer that…")
+    ann = person("ann")
+    page = finished(ann, arena, begin(ann))
+    assert page.count("Cut off here") == 1
+    assert page.index("An answer that…") < page.index("Cut off here") < page.index("An answer that…") + 600
 
 
 def test_a_store_that_is_away_loses_nothing(person: Any, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
