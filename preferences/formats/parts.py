@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from files.conversations import tool_messages
-from files.fields import present, text_field
+from files.fields import present, text_field, tools_field
 from files.hashes import json_hash
 from preferences.records import Flags, Judgment, Kind, Message, StoredTask, Task
 
@@ -189,12 +189,14 @@ def as_turns(prompt: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def prompt_field(where: str, row: Row, *, is_asked: bool = False) -> tuple[Message, ...]:
-    """Returns a row's `prompt`, a list of messages, which may call tools. With `is_asked` no text may be empty, and the
-    last turn must be the user's or a tool's.
+    """Returns a row's `prompt`, a list of messages, which may call tools; the first gets the row's `tools`. With
+    `is_asked` no text may be empty, and the last turn must be the user's or a tool's.
 
     Raises: ValueError naming the field.
     """
     turns = tool_messages(where, present(where, row, "prompt"), "prompt")
+    if tools := tools_field(where, row, "tools"):
+        turns[0]["tools"] = [*turns[0].get("tools", ()), *tools]
     for number, turn in enumerate(turns if is_asked else ()):
         if turn["role"] != "tool" and "tool_calls" not in turn:
             text_field(f"{where}: prompt[{number}]", turn, "content")

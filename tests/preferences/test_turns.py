@@ -13,7 +13,7 @@ from preferences.formats.exchange import export, store_found
 from preferences.formats.merging import collect_all
 from preferences.formats.parts import Report
 from preferences.formats.registry import format_to_read, format_to_write
-from preferences.records import Answer, Message, Task
+from preferences.records import Answer, Judgment, Message, StoredTask, Task
 from preferences.statistics.summary import summary
 from preferences.store import LabelStore
 
@@ -56,6 +56,13 @@ def rows_of(store, name, report=None, criterion=""):
     if criterion:
         stored, judgments = by_criterion(form, stored, judgments, criterion, report)
     return list(form.write(stored, judgments, report))
+
+
+def row_of(name):
+    """The row of Ann's answer, without a store."""
+    said = Judgment("t1", "ann", 0, "answer", (1, 2), (), (), "", (0, 1), "1", 10, "test", 1.0, SAID)
+    (row,) = format_to_write(name).write([StoredTask(TASK, "b", 1)], [said], Report())
+    return json.loads(json.dumps(row))
 
 
 # ---- ratings of turns ----
@@ -114,9 +121,8 @@ def test_malformed_ratings_are_refused_by_field(store, turns, message):
         ({"turn": 2, "rating": 1}, r"'name'"),
     ],
 )
-def test_malformed_rows_are_refused_by_field(store, rated, message):
-    answer(store, "ann")
-    (row,) = rows_of(store, "heed")
+def test_malformed_rows_are_refused_by_field(rated, message):
+    row = row_of("heed")
     row["judgments"][0]["turns"] = [rated]
     with pytest.raises(ValueError, match=r"file.jsonl:1.*" + message):
         collect_all(format_to_read("heed"), [("file.jsonl:1", row)])
@@ -182,13 +188,19 @@ def test_formats_of_plain_turns_leave_them_out_or_write_text(store):
     ],
 )
 @pytest.mark.parametrize("name", ["heed", "rankings"])
-def test_malformed_tools_are_refused_by_file_line_and_field(store, name, place, change, message):
-    answer(store, "ann")
-    (row,) = rows_of(store, name)
-    row = json.loads(json.dumps(row))
+def test_malformed_tools_are_refused_by_file_line_and_field(name, place, change, message):
+    row = row_of(name)
     row["prompt"][place] |= change
     with pytest.raises(ValueError, match=r"^file.jsonl:1: .*" + message):
         collect_all(format_to_read(name), [("file.jsonl:1", row)])
+
+
+@pytest.mark.parametrize("name", ["heed", "rankings"])
+def test_tools_may_stand_in_the_row(name):
+    row = row_of(name)
+    row["tools"] = json.dumps(row["prompt"][0].pop("tools"))
+    (found,) = collect_all(format_to_read(name), [("file.jsonl:1", row)]).found_tasks
+    assert found.task.prompt == PROMPT
 
 
 def test_a_program_cannot_store_malformed_tools(store):
