@@ -187,10 +187,13 @@ def _with_orders(study: Study, known: Sequence[Participant], names: Sequence[str
 
 def _require_people(connection: Connection, names: Sequence[str]) -> None:
     """Raises: ValueError for somebody who is no labeler of the store, or is in another running study."""
-    roles = {row.name: row.role for table in (invitations, accounts) for row in connection.execute(select(table))}
+    roles = {row.name: row.role for row in connection.execute(select(invitations))}
+    for row in connection.execute(select(accounts)):
+        roles[row.name] = "closed" if row.state == "closed" else row.role
     for name in names:
         if roles.get(name) != "labeler":
-            found = "is a lead" if name in roles else "has no account and no link"
+            why = {"lead": "is a lead", "closed": "has a closed account"}
+            found = why.get(roles.get(name, ""), "has no account and no link")
             raise ValueError(f"labelers: {name!r} {found}; somebody invited to label was expected (heed label invite)")
         other = _running_of(connection, known_pseudonym(connection, name))
         if other is not None:

@@ -84,6 +84,7 @@ class Session:
     place: int
     questionnaire: QuestionnaireAnswer | None
     answers: tuple[Judgment, ...]
+    num_practice: int
     num_skips: int
 
 
@@ -197,7 +198,8 @@ def sessions_of(
             answers = sorted(found.get(key3, []), key=lambda one: first_at[one.task_id, one.labeler])
             counted = tuple(answers[study.practice_tasks :])
             questionnaire = by_labeler.get((person.labeler, index))
-            sessions.append(Session(person.labeler, index, place, questionnaire, counted, skips[key3]))
+            num_practice = len(answers) - len(counted)
+            sessions.append(Session(person.labeler, index, place, questionnaire, counted, num_practice, skips[key3]))
     return sessions
 
 
@@ -211,7 +213,7 @@ def active_seconds(milliseconds: Sequence[int]) -> Floats:
     return np.minimum(seconds_J, MAX_TIMES_MEDIAN * np.median(seconds_J)) if len(seconds_J) else seconds_J
 
 
-def _values_of(session: Session, num_practice: int) -> dict[str, float]:
+def _values_of(session: Session) -> dict[str, float]:
     """Returns the values that need this session only."""
     said, values = session.questionnaire, dict[str, float]()
     if said is None:
@@ -224,7 +226,7 @@ def _values_of(session: Session, num_practice: int) -> dict[str, float]:
         num_pairs = sum(len(one.ranks) * (len(one.ranks) - 1) // 2 for one in timed)
         values["seconds"] = math.log(float(seconds_J.mean()))
         values["seconds_per_pair"] = math.log(float(seconds_J.sum()) / num_pairs) if num_pairs else math.nan
-    num_tasks = session.num_skips + len(session.answers) + num_practice
+    num_tasks = session.num_skips + session.num_practice + len(session.answers)
     values["skips"] = session.num_skips / num_tasks if num_tasks else math.nan
     return values
 
@@ -252,7 +254,7 @@ def _table(
     same_CLL, compared_CLL = np.zeros((2, num_conditions, num, num))
     for session in sessions:
         place_LC[row[session.labeler], session.condition] = session.place
-        for key, value in _values_of(session, study.practice_tasks).items():
+        for key, value in _values_of(session).items():
             value_LC[key][row[session.labeler], session.condition] = value
     for index, condition in enumerate(study.conditions):
         finished = [one for one in sessions if one.condition == index and one.questionnaire is not None]

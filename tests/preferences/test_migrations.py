@@ -83,6 +83,11 @@ CHANGES = {
         "DELETE FROM judgments",
     ),
     "questions": ("UPDATE questions SET text = '\"\"'", "UPDATE questions SET kind = 'reply'", "DELETE FROM questions"),
+    "usability_answers": (
+        "UPDATE usability_answers SET sus = '[]'",
+        "UPDATE usability_answers SET comment = '\"\"'",
+        "DELETE FROM usability_answers",
+    ),
     "labelers": ("UPDATE labelers SET name = 'bo'", "DELETE FROM labelers"),
     "people_acts": ("UPDATE people_acts SET act = 'closed'", "DELETE FROM people_acts"),
 }
@@ -93,6 +98,10 @@ REPLACEMENTS = {
         "REPLACE INTO labelers SELECT pseudonym, 'bo', is_erased FROM labelers",
         "REPLACE INTO labelers SELECT 'labeler-0', name, is_erased FROM labelers WHERE name = 'ann'",
         "REPLACE INTO questions SELECT message_id, task, labeler, author, 'reply', text, created_at FROM questions",
+        "REPLACE INTO usability_answers SELECT answer_id, study, 'bo', 1, load, sus, 0, comment, 0"
+        " FROM usability_answers",
+        "REPLACE INTO usability_answers SELECT 7 + answer_id, study, labeler, condition, '[]', sus, 0, comment, 0"
+        " FROM usability_answers",
         "REPLACE INTO people_acts SELECT act_id, 'bo', act, subject, created_at FROM people_acts",
         "INSERT OR REPLACE INTO tasks SELECT position, task_id, 'other', num_labelers, prompt, responses, sources,"
         " objective, gold_ranks, repeat_of, details, warning, handle FROM tasks",
@@ -123,6 +132,13 @@ def test_no_statement_changes_or_replaces_what_is_stored(empty_database):
         store.submit(lease, Answer((1, 2), 1), client="test", instructions_version="1")
         store.write_message("t", "ann", "ann", "question", "Which one?")
     reader, writer = open_engines(url)
+    study = {"name": "s", "conditions": [], "tasks_per_condition": 1, "practice_tasks": 0, "seed": 0}
+    said = {"study": "s", "labeler": "ann", "condition": 0, "load": [], "sus": [], "preferred": 0, "comment": "no"}
+    with writer.begin() as connection:
+        connection.execute(
+            metadata.tables["usability_studies"].insert().values(study | {"started_at": 1, "stopped_at": 0})
+        )
+        connection.execute(metadata.tables["usability_answers"].insert().values(said | {"created_at": 1}))
     before = contents(reader)
     dialect = "sqlite" if url.startswith("sqlite") else "postgresql"
     for statement in (*(one for some in CHANGES.values() for one in some), *REPLACEMENTS[dialect]):

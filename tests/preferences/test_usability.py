@@ -20,6 +20,7 @@ STUDY = Study("s", (Condition("one", "b", "v1", {}), Condition("two", "b", "v2",
 NAMES = ("ann", "bob", "cy", "dee")
 TASKS = [Task(f"t{n}", (Message("user", f"{n}?"),), ("a", "b"), ("x", "y")) for n in range(4)]
 LOAD, SUS = (50,) * 6, (3,) * 10
+pytestmark = pytest.mark.usefixtures("cheap_hashes")
 
 
 def filled(made, clock):
@@ -27,6 +28,8 @@ def filled(made, clock):
     for name in NAMES:
         accounts.invite(name, "labeler")
     accounts.invite("eve", "lead")
+    assert accounts.accept(accounts.invite("flo", "labeler"))
+    accounts.set_state("flo", "closed", by="command line")
     accounts.close()
     with LabelStore(made, clock=clock) as store:
         store.add_tasks(TASKS, batch="b", num_labelers=4)
@@ -132,6 +135,7 @@ def test_a_labeler_goes_from_stage_to_stage(either_store):
     [
         ({}, ("ann", "zoe"), r"labelers: 'zoe' has no account and no link"),
         ({}, ("ann", "eve"), r"labelers: 'eve' is a lead"),
+        ({}, ("ann", "flo"), r"labelers: 'flo' has a closed account"),
         ({"tasks_per_condition": 3}, ("ann", "bob"), r"batch 'b' has 4 open tasks; 6 for each labeler were expected"),
         ({"conditions": (*STUDY.conditions, Condition("c", "z", "v", {}))}, ("ann", "bob"), r"batch 'z' has no open"),
     ],
