@@ -30,7 +30,17 @@ from heed.commands.jobs import jobs_app, submit
 from heed.commands.label import label_app
 from heed.commands.loop import loop
 from heed.commands.measure import measure_app
-from heed.commands.options import First, JobFile, Only, Overrides, RunsFolder, Workers, model_folder, read_job
+from heed.commands.options import (
+    First,
+    JobFile,
+    Only,
+    Overrides,
+    RunsFolder,
+    Workers,
+    all_overrides,
+    model_folder,
+    read_job,
+)
 from heed.commands.replay import replay
 from heed.commands.verify_sampler import verify_sampler
 from stages.progress import console, results_console
@@ -116,6 +126,7 @@ app.add_typer(measure_app, name="measure", rich_help_panel=RESEARCH)
 def plan(
     job: JobFile = None,
     override: Overrides = None,
+    workers: Workers = 0,
     gpu: Annotated[str, typer.Option(help="b200, h200, h100, a100, l40s, or cpu for this machine.")] = "cpu",
     nodes: Annotated[
         int, typer.Option(help="Nodes of the cluster (default: as many as the job needs).", min=0, show_default=False)
@@ -160,7 +171,7 @@ def plan(
     from heed.jobs.plan import Machines, show_plan
 
     machines = Machines(gpu, nodes, gpus_per_node, node_memory, price, network)
-    if not show_plan(out, job, override or [], machines, share, rows):
+    if not show_plan(out, job, all_overrides(override, workers), machines, share, rows):
         raise typer.Exit(1)
 
 

@@ -338,17 +338,17 @@ def _check_teacher(stage: StageRun, field: str, name: str) -> None:
         raise ValueError(f"{field}: {error}") from None
     if Tokenizer.load(folder) != stage.tokenizer_of("sft"):
         raise ValueError(
-            f"{field}: the tokenizer of {folder} differs from that of the policy, {stage.start('sft')}; a teacher that"
+            f"{field}: the tokenizer of {name} differs from that of the policy, {stage.start('sft')}; a teacher that"
             " reads the same tokens was expected"
         )
     if shape.vocab_size < stage.model.vocab_size:  # published models pad the same vocabulary to different sizes
         raise ValueError(
-            f"{field}: {folder} has embeddings of {shape.vocab_size} tokens, and the policy, which may sample any of"
+            f"{field}: {name} has embeddings of {shape.vocab_size} tokens, and the policy, which may sample any of"
             f" its own, of {stage.model.vocab_size}; a teacher with at least as many was expected"
         )
     if shape.max_position_embeddings < stage.model.max_position_embeddings:
         raise ValueError(
-            f"{field}: {folder} reads at most {shape.max_position_embeddings} tokens, and the policy"
+            f"{field}: {name} reads at most {shape.max_position_embeddings} tokens, and the policy"
             f" {stage.model.max_position_embeddings}; a teacher that reads at least as many was expected"
         )
 

@@ -236,6 +236,17 @@ class RowFields:
 NO_FIELDS = RowFields()
 
 
+def named_fields(names: tuple[str, ...], wanted_by: str) -> RowFields:
+    """Returns the fields of these names, which every row must have; an error says that `wanted_by` wants them."""
+
+    def of(where: str, row: Row) -> Row:
+        if missing := [name for name in names if name not in row]:
+            raise ValueError(f"{where}: field {missing[0]!r}, of {wanted_by}, is missing")
+        return {name: row[name] for name in names}
+
+    return RowFields(of, f"{wanted_by} {names}") if names else NO_FIELDS
+
+
 def stream_prompts(
     data: DataConfig,
     tell: Callable[[str], None] = untold,

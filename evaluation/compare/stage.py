@@ -1,6 +1,8 @@
 """The compare stage: compares policies of the run on held-out prompts, by a judge that training never saw."""
 
-from collections.abc import Callable, Mapping
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -35,7 +37,7 @@ from stages.contract import POLICIES, Parent, Stage
 from stages.data import OnAccess, fitting_prompts
 from stages.planner import Planner, StagePlan
 from stages.run import JobView, StageRun
-from training.data import NO_FIELDS, RowFields
+from training.data import NO_FIELDS, DataConfig, Prompt, RowFields, stream_prompts
 from training.metrics import read_metrics
 
 SFT = "sft"
@@ -249,8 +251,22 @@ def preflight(run: StageRun, config: CompareConfig) -> None:
     fitting = fitting_prompts(run, tokenizer, config.prompts, *limits, run.tell, _row_fields(run.job))
     with_clusters(fitting.prompts, config.prompts, config.cluster_by)
     ppo = run.job.section(PPO)
-    if ppo is not None and ppo.external_reward is not None:  # it scores these samples too
+    if ppo is None:
+        return
+    if ppo.external_reward is not None:  # it scores these samples too
         ppo.external_reward.check(OnAccess(len(fitting.prompts), lambda row: fitting.prompts[row].row))
+    if num_seen := _num_seen_in_training(fitting.prompts, run.resolve(ppo).prompts):
+        run.tell(
+            f"{config.prompts.source}: {num_seen:,} of {len(fitting.prompts):,} prompts of [compare] are also among"
+            f" those of [ppo] ({ppo.prompts.source}), so they are not held out"
+        )
+
+
+def _num_seen_in_training(prompts: Sequence[Prompt], trained_on: DataConfig) -> int:
+    """Returns how many prompts have the messages of a prompt that PPO trains on, whatever their ids are."""
+    compared = Counter(json.dumps(prompt.messages) for prompt in prompts)
+    seen = {json.dumps(prompt.messages) for _, prompt in stream_prompts(trained_on)} & compared.keys()
+    return sum(compared[messages] for messages in seen)
 
 
 def plan(planner: Planner, config: CompareConfig) -> StagePlan:

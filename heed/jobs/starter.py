@@ -317,7 +317,10 @@ class Starter:
         shape = self._shape
         stages = list(self._stages(path, lines, written))
         if not stages:
-            raise ValueError("there is nothing to learn from; --demonstrations or --preferences was expected, or both")
+            raise ValueError(
+                "there is nothing to learn from; --demonstrations, --preferences, or --prompts with --reward was"
+                " expected"
+            )
         context = f"{self.model}: a context of {shape.context:,} tokens"
         lines.insert(0, context)
         yield f"# Written by `heed init`. See what it will take with `heed plan {path}`, run it with `heed run {path}`."

@@ -44,7 +44,13 @@ class OwnEnvironment(Environment):
 
     @property
     def row_fields(self) -> RowFields:
-        return self.own.row_fields
+        found: object = self.own.row_fields
+        if not isinstance(found, RowFields):
+            raise ValueError(
+                f"ppo.environment.class_name {self.class_name!r}: row_fields is {found!r}; a property that returns"
+                ' named_fields(("NAME",), "CLASS") was expected (docs/environments.md)'
+            )
+        return found
 
     def check(self, rows: Sequence[Row]) -> None:
         self.own.check(rows)

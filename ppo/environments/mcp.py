@@ -86,7 +86,7 @@ class _Session(Episode):
         except Exception as error:
             if opened.done():  # the session broke while it was closed
                 raise
-            opened.set_exception(error)
+            opened.set_exception(_cause(error))
 
     async def reply(self, message: AssistantMessage) -> Reply:
         if not message.tool_calls:
@@ -157,8 +157,17 @@ def _listed(command: Sequence[str], url: str, seconds: float) -> Sequence[Mappin
             return threads.submit(asyncio.run, listed()).result()
         except ValueError:
             raise
-        except Exception as error:
-            reason = str(error) or f"no answer within {seconds} seconds" if isinstance(error, TimeoutError) else error
+        except Exception as failed:
+            error = _cause(failed)
+            reason = f"no answer within {seconds} seconds" if isinstance(error, TimeoutError) else str(error)
             raise ValueError(
-                f"ppo.environment: the tools of the MCP server {url or ' '.join(command)} cannot be listed: {reason}"
+                f"ppo.environment: the tools of the MCP server {url or ' '.join(command)} cannot be listed:"
+                f" {reason or type(error).__name__}"
             ) from None
+
+
+def _cause(error: Exception) -> Exception:
+    """Returns what went wrong in a client's tasks, whose groups of exceptions only say how many there were."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -16,7 +16,7 @@ from files.rows import Row
 from lm.tokenizer import Messages
 from lm.tool_calls import AssistantMessage, ToolCall
 from ppo.environments.environment import Environment, Episode, Reply
-from training.data import NO_FIELDS, RowFields
+from training.data import RowFields, named_fields
 
 ACT = "act"  # the tool whose arguments are an action
 
@@ -44,12 +44,7 @@ class OpenEnv(Environment):
 
     @property
     def row_fields(self) -> RowFields:
-        return RowFields(self._fields_of, f"openenv {self.reset_fields}") if self.reset_fields else NO_FIELDS
-
-    def _fields_of(self, where: str, row: Row) -> Row:
-        if missing := [name for name in self.reset_fields if name not in row]:
-            raise ValueError(f"{where}: field {missing[0]!r}, of ppo.environment.reset_fields, is missing")
-        return {name: row[name] for name in self.reset_fields}
+        return named_fields(self.reset_fields, "ppo.environment.reset_fields")
 
     def check(self, _rows: Sequence[Row]) -> None:
         actions, observations, _ = _described(self.url, self.deadline_seconds)

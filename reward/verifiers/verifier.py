@@ -174,7 +174,9 @@ class Verifier(ExternalReward):
         return [check]
 
     def _unclear(self, why: str) -> Scored:
-        return Scored(0.0) if self.unclear == "wrong" else Scored(math.nan, f"unclear answer: {why}")
+        if self.unclear == "wrong":
+            return Scored(0.0)
+        return Scored(math.nan, f'unclear answer: {why} (unclear = "wrong" would score it 0)')
 
     def _tests(self, where: str, row: Row) -> list[Check]:
         value = present(where, row, "tests")

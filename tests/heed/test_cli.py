@@ -101,6 +101,10 @@ def test_an_unknown_key(start_job: Callable[..., str]) -> None:
     assert start_job("ppo.kl.coeff=1").endswith("`coeff`: unknown key in [ppo.kl]; did you mean `coef`?")
 
 
+def test_a_plan_takes_the_number_of_workers_that_a_run_takes(refused: Callable[..., str]) -> None:
+    assert "pretrain.batch with workers = 3:" in refused("plan", DEBUG, "--workers", "3")
+
+
 def test_more_workers_than_cores(refused: Callable[..., str], tmp_path: Path) -> None:
     line = refused(
         "run", DEBUG, "--runs", str(tmp_path), "--workers", "64",

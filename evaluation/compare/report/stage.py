@@ -434,7 +434,8 @@ def _warnings(results: CompareResults, styles: Styles, policy: str) -> list[str]
         fell = f"{number(sft.distinct_2)} to {number(ours.distinct_2)}"
         found.append(f"{title}'s responses are less varied: distinct-2 fell from {fell}.")
     if ours.end_rate < LEAST_END_RATE:
-        found.append(f"Only {percent(ours.end_rate)} of {title}'s responses end with the end token.")
+        share = f"Only {percent(ours.end_rate)}" if ours.end_rate else "None"
+        found.append(f"{share} of {title}'s responses end with the end token.")
     return found
 
 

@@ -18,6 +18,7 @@ from preferences.rankings import is_heldout
 from reward.comparisons import RankingsConfig, read_rankings
 from stages.planning.hardware import GIB, Hardware
 from training.data import DataConfig, read_prompts
+from training.notices import speaking_through
 
 ROOT = Path(__file__).parents[3]
 LAPTOP = Hardware("cpu", 16 * GIB, 5e11, 4e10, 0.0, is_gpu=False)
@@ -148,6 +149,22 @@ def test_a_single_prompt_is_trained_on_and_compared(tmp_path: Path, model_folder
     assert "training sees them too" in (tmp_path / "job.toml").read_text()
 
 
+def test_prompts_of_the_comparison_that_are_trained_on_too_are_counted(
+    tmp_path: Path, model_folder: Path, data: dict[str, str]
+) -> None:
+    """The first rows are left out of training, but two of them appear again further down."""
+    data["prompts"] = write(tmp_path / "twice.jsonl", *prompt_rows(40), *prompt_rows(2))
+    starter(model_folder, data, "prompts", "reward").write(tmp_path / "job.toml")
+    heard: list[str] = []
+    (tmp_path / "run").mkdir()
+    with speaking_through(heard.append):
+        check_data(Run(load_job(tmp_path / "job.toml"), tmp_path / "run", None, None))
+    path = data["prompts"]
+    assert f"{path}: 2 of 10 prompts of [compare] are also among those of [ppo] ({path}), so they are not held out" in (
+        heard
+    )
+
+
 def test_what_is_wrong_is_said_and_nothing_is_written(tmp_path: Path, model_folder: Path, data: dict[str, str]) -> None:
     path, before = tmp_path / "job.toml", sorted(tmp_path.iterdir())
     demos = write(tmp_path / "d.jsonl", {"prompt": "q", "answer": "a"})
@@ -155,7 +172,7 @@ def test_what_is_wrong_is_said_and_nothing_is_written(tmp_path: Path, model_fold
     before = sorted(tmp_path.iterdir())
     model = str(model_folder)
     for made, words in (
-        (Starter(model), "--demonstrations or --preferences was expected"),
+        (Starter(model), "--demonstrations, --preferences, or --prompts with --reward was expected"),
         (Starter(model, demonstrations=demos), r"d\.jsonl: line 1: field 'completion' is missing"),
         (Starter("no/such-model", demonstrations=demos), "no/such-model"),
         (Starter(model, demonstrations=demos, format="csv"), "--format is 'csv'; one of auto, messages,"),

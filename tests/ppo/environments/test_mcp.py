@@ -105,5 +105,7 @@ def test_a_server_behind_an_address_answers_until_it_is_killed() -> None:
                     runner.run(asyncio.wait_for(episode.reply(said(ToolCall("add", {"number": 2}))), 20))
                 assert not isinstance(failure.value, TimeoutError), "a dead server must be noticed before the deadline"
                 runner.run(asyncio.wait_for(episode.close(), 20))
-    with pytest.raises(ValueError, match=r"the tools of the MCP server http://127.0.0.1:\d+/mcp cannot be listed"):
+    with pytest.raises(
+        ValueError, match=r"the tools of the MCP server http://127.0.0.1:\d+/mcp cannot be listed: (?!unhandled)."
+    ):
         MCPTools(url=url, deadline_seconds=19).check([])

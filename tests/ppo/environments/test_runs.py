@@ -208,6 +208,21 @@ def test_a_class_that_cannot_be_loaded_is_named(
         kind.check([])
 
 
+@pytest.mark.parametrize(("returned", "is_right"), [('named_fields(("item",), "Vowels")', True), ('["item"]', False)])
+def test_a_class_gets_the_fields_of_rows_that_it_names(returned: str, is_right: bool, tmp_path: Path) -> None:
+    wants = f"    most_words: int = 3\n\n    @property\n    def row_fields(self):\n        return {returned}\n"
+    source = "from training.data import named_fields\n" + CLASS.replace("    most_words: int = 3\n", wants)
+    (tmp_path / "vowels.py").write_text(source)
+    kind = OwnEnvironment(class_name=f"{tmp_path}/vowels.py:Vowels")
+    if is_right:
+        assert kind.row_fields.of("here", {"item": "a pen", "price": 3}) == {"item": "a pen"}
+        with pytest.raises(ValueError, match=r"^here: field 'item', of Vowels, is missing$"):
+            kind.row_fields.of("here", {"price": 3})
+    else:  # such rows would be empty, without a word
+        with pytest.raises(ValueError, match=r"row_fields is \['item'\]; a property that returns named_fields"):
+            _ = kind.row_fields
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

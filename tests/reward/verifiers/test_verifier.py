@@ -62,6 +62,7 @@ def test_right_is_1_wrong_is_0_and_what_cannot_be_told_is_missing(
     if expected == MISSING:
         assert math.isnan(scored.score)
         assert scored.failure.startswith("unclear answer: ")
+        assert 'unclear = "wrong"' in scored.failure, "the first failure is all that a stopped run shows"
     else:
         assert scored == Scored(float(expected))
 
