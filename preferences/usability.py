@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Connection, RowMapping, func, insert, select, update
 
 from preferences.names import known_pseudonym, name_in, pseudonym_of
 from preferences.questionnaire import require_load, require_sus
@@ -284,7 +284,7 @@ def answers(
     )
 
 
-def _as_study(row: Mapping[str, Any]) -> Study:
+def _as_study(row: RowMapping) -> Study:
     conditions = tuple(Condition(**one) for one in row["conditions"])
     return Study(**{**row, "conditions": conditions})
 

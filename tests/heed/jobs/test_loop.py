@@ -121,8 +121,8 @@ def test_a_round_reads_the_newest_models_and_all_labels() -> None:
     assert job.parents("compare") == ("pretrain", "sft", "reward", "ppo", "ppo_2", "ppo_3")
     rounds = [job.part(name) for name in ("collect", "collect_2", "collect_3")]
     assert [(one.choose, one.models, one.labels, one.asked) for one in rounds] == [
-        ("uniform", (), 2200, 2200),  # no reward model can choose yet
-        ("large-gap", ("reward",), 4400, 4400),
+        ("uniform", (), 3000, 3000),  # no reward model can choose yet
+        ("large-gap", ("reward",), 4800, 4800),
         ("large-gap", ("reward_2",), 6600, 6600),
     ]
     assert not was_measured(Run(job, Path("run"), None, None).of("ppo_2"))  # chosen samples are not typical
@@ -212,7 +212,10 @@ def test_effective_number_of_tasks() -> None:
             ["loop.num_samples=12", "loop.include_sft=true"],
             "24 samples of a prompt make 10,626 sets of .* at most 5,000",
         ),
-        (["loop.rounds=7", "compare.judge_people=labels.sqlite"], "loop.rounds is 7; at most 6 was expected with"),
+        (
+            ["loop.rounds=7", "loop.labels_per_round=[]", "compare.judge_people=labels.sqlite"],
+            "loop.rounds is 7; at most 6 was expected with",
+        ),
         (["loop.store=postgresql://a:secret@host/labels"], "loop.store has a password"),
     ],
 )
@@ -631,9 +634,9 @@ def test_the_work_before_a_run_grows_with_the_rounds_and_not_with_their_square(w
     def num_calls(rounds: int) -> int:
         profile = cProfile.Profile()
         if work == "load_job":
-            profile.runcall(load_job, LOOP, [f"loop.rounds={rounds}"])
+            profile.runcall(load_job, LOOP, [f"loop.rounds={rounds}", "loop.labels_per_round=[]"])
         else:
-            job = load_job(LOOP, [f"loop.rounds={rounds}"])
+            job = load_job(LOOP, [f"loop.rounds={rounds}", "loop.labels_per_round=[]"])
             profile.runcall(make_plan, job, Setting(GPUS["h100"], 0.4, 1000))
         return sum(entry.callcount for entry in profile.getstats())
 
