@@ -192,7 +192,9 @@ def simulate(effects: Effects, size: Size, seed: int) -> UsabilityReport:
     names = [f"user {number}" for number in range(size.num_labelers)]
     study, _ = study_config(size, names).study(LabelingConfig())
     square, hard = latin_square(2), difficulties(size.num_tasks)
-    people, said, judgments = [], [], []
+    people: list[Participant] = []
+    said: list[QuestionnaireAnswer] = []
+    judgments: list[Judgment] = []
     for number, name in enumerate(names):
         user, order = User(effects, generator, name), square[number % len(square)]
         people.append(Participant(name, order))

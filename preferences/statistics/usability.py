@@ -457,7 +457,11 @@ def _agreement_report(measure: Measure, table: _Table, names: Sequence[str]) -> 
     by_condition, differences = [], []
     for index in range(len(names)):
         own = np.flatnonzero(is_known_LC[:, index])
-        found, _ = _jackknifed(lambda rows, i=index, o=own: agreement(i, o[rows]), len(own))
+
+        def share(rows: Ints, index: int = index, own: Ints = own) -> float:
+            return agreement(index, own[rows])
+
+        found, _ = _jackknifed(share, len(own))
         by_condition.append(_within(measure, found))
     for first, second in combinations(range(len(names)), 2):
         both = np.flatnonzero(is_known_LC[:, first] & is_known_LC[:, second])
