@@ -42,7 +42,8 @@ class StudyConfig(BaseModel):
     practice_tasks: int = Field(
         default=2,
         ge=0,
-        description="Number of a labeler's first answers with each form that count for skips only.",
+        description="Practice: number of a labeler's first answers with each form that do not count for times, accuracy"
+        " and agreement.",
     )
     seed: int = Field(default=0, description="Seed for assigning orders of the forms to labelers.")
     conditions: tuple[StudyCondition, ...] = Field(
