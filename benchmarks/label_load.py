@@ -3,8 +3,8 @@
     python -m benchmarks.label_load [STORE_URL | --postgres]
 
 Labelers in one process each open a task, think, and answer, over HTTP as a browser does; the server is a separate
-process. With --lead, a lead opens all of the leads' pages meanwhile, and afterwards each page alone: the server's CPU
-time per request then does not depend on what else the machine does. Without a URL the store is a SQLite file in a
+process. With --lead, a lead meanwhile opens all of the leads' pages. Afterwards the lead opens each page alone, which
+gives the server's CPU time per request, whatever else the machine does. Without a URL the store is a SQLite file in a
 temporary folder, or with --postgres a PostgreSQL server started for the measurement.
 """
 

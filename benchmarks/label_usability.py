@@ -1,13 +1,13 @@
-"""Does the analysis of a usability study find effects that were planted, and do its intervals cover them?
+"""Tests whether the analysis of a usability study finds planted effects, and whether its intervals cover them.
 
     python -m benchmarks.label_usability                    # simulated studies: coverage, bias and width
     python -m benchmarks.label_usability --http 6           # one study of 6 scripted users over HTTP, on real pages
 
-Two forms are compared on one batch of pairs. A scripted user has their own level of load, usability, speed and
-accuracy, and the second form changes each by a planted effect that differs somewhat between users. Later forms are more
-tiring and faster, some tasks are harder for everybody, and now and then a user leaves a task open for a break. Over
-HTTP a user signs in, reads the instructions, fills in the forms and questionnaires as the pages offer them, and a clock
-moves by as much as the user takes. The truth is computed for 20,000 users, with the questionnaires' rounding.
+Two forms are compared on one batch of pairs. Each scripted user has levels of load, usability, speed and accuracy. The
+second form changes each level by a planted effect that differs somewhat between users. Later forms are more tiring and
+faster, some tasks are harder for everybody, and sometimes a user leaves a task open over a break. Over HTTP, a user
+signs in, reads the instructions, and fills in the forms and questionnaires on the pages; a simulated clock adds the
+time that the user takes. The truth is computed from 20,000 users, with the questionnaires' rounding.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Samples policies and compares them, with intervals; measures them; and asks benchmarks.
+"""Samples policies, compares them with intervals, measures them, and runs benchmarks.
 
 The modules, in the order in which to read them:
 

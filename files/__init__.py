@@ -1,4 +1,4 @@
-"""Files and folders, the lowest package: atomic writes, hashes, locks, rows and formats of data, and records in JSON.
+"""Files and folders, the lowest package: atomic writes, hashes, locks, data formats, and records in JSON.
 
 The modules, in the order in which to read them:
 

@@ -227,9 +227,9 @@ def message_turns(where: str, messages: Any, field: str) -> list[Turn]:
 
 
 def tool_messages(where: str, messages: Any, field: str) -> Turns:
-    """Returns the messages in `field`, which may call tools, as chat templates read them. Texts may be empty.
+    """Returns the messages in `field`, with any tool calls, as chat templates read them. Texts may be empty.
 
-    Raises: ValueError naming the field of what is no message, and of a result without a call before it.
+    Raises: ValueError naming the field of an invalid message, or of a result without a call before it.
     """
     turns = message_turns(where, messages, field)
     check_results(where, turns)

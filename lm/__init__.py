@@ -1,4 +1,4 @@
-"""The transformer core: model, tokenizer, chat template, generation. Pure torch; of ranks it knows two kinds of groups.
+"""The transformer core: model, tokenizer, chat template, generation. Pure torch; two kinds of groups of ranks.
 
 The modules, in the order in which to read them:
 
@@ -8,7 +8,7 @@ The modules, in the order in which to read them:
     generation            generation, decoding (its steps), search
     model directories     hub, source, weights, tensor_files, adapters, families/
     llama.cpp's files     gguf_files, gguf_layout, gguf_vocabulary
-    groups of ranks       tensor_parallel (they sample together), sequence_parallel (they share rows)
+    groups of ranks       tensor_parallel (ranks sample together), sequence_parallel (ranks share rows)
     what a model does     inspection, progress
     kernels, engines      native/, samplers/
 """

@@ -3,11 +3,11 @@
 The modules, in the order in which to read them:
 
     the stage             config, stage, plan, report
-    training              loop (all iterations), controller (one iteration), experience (what it has measured)
+    training              loop (all iterations), controller (one iteration), experience (its scored rollouts)
     the equations         algorithm, groups
     the roles             roles, rollout (what they exchange), generator, scorer, learner, rank (what they share)
     less memory and time  kept_passes, shared_body
-    hacked rewards        alarm, people
+    reward hacking        alarm, people
     records of rollouts   rollout_log, replay
     conversations         environments/
 """

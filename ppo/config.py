@@ -214,7 +214,7 @@ class AlarmConfig(Config):
     """
 
     source: SpotChecker = Field(
-        description="Who checks: a table of one of the kinds that score texts, as for `reward`, but not the same one;"
+        description="Who checks: a table of a kind that scores texts, as for `reward`, but of another source;"
         " or of kind `people`, who compare responses on the label page while PPO continues."
     )
     lowest: FiniteFloat = Field(default=0.0, description="The lowest score that `source` can give.")

@@ -109,7 +109,7 @@ def _recorded_scale(results_file: Path) -> ScoreScale:
 def _measured_scale(
     run: StageRun, policy: Path, judge: Path | ExternalReward, prompts: Sequence[Prompt], config: PPOConfig
 ) -> ScoreScale:
-    """Sample the initial policy once per prompt, on the first `SCALE_PROMPTS`, and returns the scale of the scores.
+    """Samples the initial policy once for each of the first `SCALE_PROMPTS` prompts, and returns the scores' scale.
 
     Raises:
         ValueError: too many samples fail.

@@ -1,6 +1,6 @@
-"""How far the answers to each task agree, and the adjudication queue: those that agree too little.
+"""How far the answers to each task agree, and the adjudication queue: the tasks whose answers agree too little.
 
-`task_summaries` stores how far, so that leads can list and search tasks by it. `disagreement` is that of
+`task_summaries` stores this agreement, so that leads can list and search tasks by it. `disagreement` is that of
 `statistics.agreement.Disagreement`: the mean over pairs of labelers and pairs of responses of 1 for opposite orders, ¼
 for a tie against a preference, else 0. `num_agreeing` counts the labelers who gave the most frequent ranking. Both
 describe current answers only.
@@ -56,7 +56,7 @@ def refresh(connection: Connection, positions: Sequence[int]) -> None:
 
 
 def disagreement(rankings: Sequence[Sequence[int]]) -> float:
-    """Returns the disagreement of several labelers' rankings of one task: 0 if all agree, 1 if all pairs are opposite.
+    """Returns how far rankings of one task disagree: 0 if all agree, 1 if they order all pairs in opposite ways.
 
     0 for fewer than two rankings.
     """
@@ -76,7 +76,7 @@ def _sign(ranks: Sequence[int], first: int, second: int) -> int:
 # ---- the queue ----
 
 
-MAX_COUNTED = 1_000  # a longer queue is not counted to its end, which would take as long as reading all of it
+MAX_COUNTED = 1_000  # counting a long queue to its end would take as long as reading it
 
 
 @dataclass(frozen=True)

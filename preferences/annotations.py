@@ -25,8 +25,9 @@ class CriterionRatings:
 
 @dataclass(frozen=True)
 class TurnRating:
-    """A rating by a criterion of one of the assistant's turns before the responses. `turn` is its place in the task's
-    prompt, from 0, which is the same for every labeler.
+    """A rating, by one criterion, of one of the assistant's turns before the responses.
+
+    `turn` is the turn's place in the task's prompt, from 0, which is the same for every labeler.
     """
 
     turn: int
@@ -46,7 +47,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Annotations:
-    """What is about responses is in the order shown in an answer, and in canonical order in a judgment."""
+    """Annotations. Those of responses are in the order shown in an answer, and in canonical order in a judgment."""
 
     criteria: tuple[CriterionRatings, ...] = ()
     spans: tuple[Span, ...] = ()

@@ -1,16 +1,15 @@
 """The two questionnaires of a usability study, and their published scores.
 
-Load: the six rating scales of the NASA Task Load Index, each with 21 marks from 0 to 100 (Hart & Staveland 1988),
-without the weighting of the scales. The score is their mean, the "raw TLX" (Hart 2006, "NASA-Task Load Index
-(NASA-TLX); 20 years later", Proceedings of the Human Factors and Ergonomics Society 50(9)). 0 is the least load. Note
-that performance goes
-from perfect (0) to failure (100).
+Load: the six rating scales of the NASA Task Load Index (Hart & Staveland 1988), each with 21 marks from 0 to 100, with
+the questions and end points of NASA's paper form. The scales are not weighted. The score is their mean, the "raw TLX"
+(Hart 2006, "NASA-Task Load Index (NASA-TLX); 20 years later", Proceedings of the Human Factors and Ergonomics Society
+50(9)); lower is better. Performance goes from perfect (0) to failure (100).
 
 Usability: the ten statements of the System Usability Scale (Brooke 1996, "SUS: a quick and dirty usability scale", in
 Usability Evaluation in Industry), word for word, each from 1 (strongly disagree) to 5 (strongly agree). Odd statements
-praise and even ones complain. The score is 2.5 · (Σ_odd (x - 1) + Σ_even (5 - x)), from 0 to 100; higher is better.
+praise, and even ones complain. The score is 2.5 · (Σ_odd (x - 1) + Σ_even (5 - x)), from 0 to 100; higher is better.
 
-Both instruments may be used freely: NASA's is a work of the US government, and Brooke asks only for the source to be
+Both instruments may be used freely: NASA's is a work of the US government, and Brooke asks only that the source is
 named.
 """
 
@@ -58,19 +57,19 @@ SUS_CHOICES = tuple(range(MIN_SUS, MAX_SUS + 1))
 
 
 def load_score(ratings: Sequence[int]) -> float:
-    """Returns the raw TLX, 0 (least load) to 100. Raises: ValueError as `require_load`."""
+    """Returns the raw TLX, 0 (least load) to 100. Raises: as `require_load`."""
     require_load(ratings)
     return sum(ratings) / len(LOAD)
 
 
 def sus_score(ratings: Sequence[int]) -> float:
-    """Returns the score of the System Usability Scale, 0 to 100 (best). Raises: ValueError as `require_sus`."""
+    """Returns the score of the System Usability Scale, 0 to 100 (best). Raises: as `require_sus`."""
     require_sus(ratings)
     return 2.5 * sum(rating - 1 if index % 2 == 0 else 5 - rating for index, rating in enumerate(ratings))
 
 
 def require_load(ratings: Sequence[int]) -> None:
-    """Raises: ValueError for another number of ratings, and for one that is not a mark of its scale."""
+    """Raises: ValueError for a wrong number of ratings, or a rating that is not a mark of the scale."""
     if len(ratings) != len(LOAD) or not set(ratings) <= set(LOAD_CHOICES):
         raise ValueError(
             f"load is {list(ratings)}; {len(LOAD)} numbers from 0 to {MAX_LOAD} in steps of {LOAD_STEP} were expected"
@@ -78,6 +77,6 @@ def require_load(ratings: Sequence[int]) -> None:
 
 
 def require_sus(ratings: Sequence[int]) -> None:
-    """Raises: ValueError for another number of ratings, and for one outside 1 to 5."""
+    """Raises: ValueError for a wrong number of ratings, or a rating outside 1 to 5."""
     if len(ratings) != len(SUS) or not set(ratings) <= set(SUS_CHOICES):
         raise ValueError(f"sus is {list(ratings)}; {len(SUS)} numbers from {MIN_SUS} to {MAX_SUS} were expected")

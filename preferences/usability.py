@@ -1,16 +1,15 @@
-"""Usability studies: each labeler judges some tasks with each of several forms, and says after each how it was.
+"""Usability studies: each labeler judges tasks with each of several forms, and rates each form afterwards.
 
 A study follows the protocol of Henley & Piorkowski 2024 (arXiv 2403.07762): within subjects, with the time per task,
-the perceived load and the usability of each form. Its conditions are batches of the store, each with its own form.
-Conditions may share a batch: a labeler never judges a task twice, so they get other tasks of it with each form, drawn
-at random.
+the perceived load and the usability of each form. Each condition is a batch of the store with a form. Conditions may
+share a batch: a labeler never judges a task twice, so each form gets different tasks of it, drawn at random.
 
-Each labeler goes through all conditions. The orders are the rows of a Latin square in which each condition follows
-every other equally often (Williams 1949, Australian Journal of Scientific Research 2(2)), so that practice and fatigue
-fall on all forms alike. A condition's tasks end after `tasks_per_condition` answers, or when none is left for the
-labeler; then the questionnaire of `preferences.questionnaire` ends the condition.
+Each labeler works through all conditions. The orders are the rows of a Latin square in which each condition directly
+follows every other equally often (Williams 1949, Australian Journal of Scientific Research 2(2)), so that practice and
+fatigue affect all forms equally. A condition's tasks end after `tasks_per_condition` answers, or when none is left for
+the labeler. The questionnaire of `preferences.questionnaire` then ends the condition.
 
-While a study runs, its batches go to its labelers only, and these get no other tasks until they are through.
+While a study runs, its batches go only to its labelers, and they get no other tasks until they have finished.
 
 All functions run within the caller's transaction; `who` is a labeler's pseudonym.
 """
@@ -43,7 +42,7 @@ NO_PREFERENCE, NOT_ASKED = -1, -2
 
 @dataclass(frozen=True)
 class Condition:
-    """A form on a batch. `form` holds the form's settings; `version` is its instructions' version, as in judgments."""
+    """A batch and a form. `form` holds the form's settings; `version` is its instructions' version, as in judgments."""
 
     name: str
     batch: str
@@ -53,7 +52,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class Study:
-    """A study as it is stored. Times are in seconds since the epoch; `stopped_at` is 0 while it runs."""
+    """A stored study. Times are in seconds since the epoch; `stopped_at` is 0 while it runs."""
 
     name: str
     conditions: tuple[Condition, ...]
@@ -66,7 +65,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Participant:
-    """A labeler of a study; `conditions` are indices of the study's conditions in the order in which they come."""
+    """A labeler of a study. `conditions` are indices of the study's conditions, in this labeler's order."""
 
     labeler: str
     conditions: tuple[int, ...]
@@ -92,7 +91,7 @@ class QuestionnaireAnswer:
 
 @dataclass(frozen=True)
 class Stage:
-    """Where a labeler stands in a running study: the condition, which one it is of theirs, and the answers in it."""
+    """Where a labeler is in a running study: their order, the place in it, and the answers with the form there."""
 
     study: Study
     conditions: tuple[int, ...]  # this labeler's order
@@ -109,14 +108,14 @@ class Stage:
 
     @property
     def num_left(self) -> int:
-        """The answers left before the questionnaire."""
+        """The number of answers left before the questionnaire."""
         return max(0, self.study.tasks_per_condition - self.num_answered)
 
 
 def latin_square(num_conditions: int) -> list[tuple[int, ...]]:
     """Returns Williams's orders: n of them for an even number n of conditions, 2n for an odd one.
 
-    In all of them together, each condition stands equally often in each place and directly after every other one.
+    Over all of them, each condition is equally often in each place, and equally often directly after each other one.
     """
     first = [0]
     for step in range(1, num_conditions):
@@ -129,13 +128,13 @@ def latin_square(num_conditions: int) -> list[tuple[int, ...]]:
 
 
 def start(connection: Connection, study: Study, names: Sequence[str], now: float) -> tuple[Participant, ...]:
-    """Stores a study with its labelers, or adds labelers to a running one. Returns those that are new, by name.
+    """Stores a study with its labelers, or adds labelers to a running one. Returns the new labelers.
 
     New labelers are shuffled with the study's seed; each gets the order that the fewest have so far. Repeating a call
     changes nothing.
 
-    Raises: ValueError for a study of this name with other settings or that was stopped, and what `_require_people` and
-    `_require_tasks` raise.
+    Raises: ValueError if a study of this name has other settings or was stopped; and as `_require_people` and
+    `_require_tasks`.
     """
     before = find(connection, study.name)
     if before is not None and before.stopped_at:
@@ -160,7 +159,7 @@ def start(connection: Connection, study: Study, names: Sequence[str], now: float
 
 
 def stop(connection: Connection, name: str, now: float) -> None:
-    """Ends a study: its batches go to everybody again. Raises: ValueError for an unknown study."""
+    """Ends a study: its batches go to all labelers again. Raises: ValueError for an unknown study."""
     study = require(connection, name)
     if not study.stopped_at:
         ended = update(usability_studies).where(usability_studies.c.name == name)
@@ -186,7 +185,7 @@ def _with_orders(study: Study, known: Sequence[Participant], names: Sequence[str
 
 
 def _require_people(connection: Connection, names: Sequence[str]) -> None:
-    """Raises: ValueError for somebody who is no labeler of the store, or is in another running study."""
+    """Raises: ValueError for somebody who is not a labeler of the store, or is in another running study."""
     roles = {row.name: row.role for row in connection.execute(select(invitations))}
     for row in connection.execute(select(accounts)):
         roles[row.name] = "closed" if row.state == "closed" else row.role
@@ -236,7 +235,7 @@ def find(connection: Connection, name: str) -> Study | None:
 
 
 def require(connection: Connection, name: str) -> Study:
-    """Like `find`. Raises: ValueError, naming those that there are, for an unknown study."""
+    """Like `find`. Raises: ValueError for an unknown study, naming the studies that exist."""
     found = find(connection, name)
     if found is None:
         known = ", ".join(repr(one.name) for one in studies(connection)) or "none"
@@ -245,7 +244,7 @@ def require(connection: Connection, name: str) -> Study:
 
 
 def studies(connection: Connection) -> list[Study]:
-    """Returns all studies, in the order in which they began."""
+    """Returns all studies, in the order in which they started."""
     rows = connection.execute(select(usability_studies).order_by(usability_studies.c.started_at)).mappings()
     return [_as_study(row) for row in rows]
 
@@ -261,7 +260,7 @@ def participants(connection: Connection, study: str, *, with_names: bool = True)
 def answers(
     connection: Connection, study: str = "", *, who: str = "", with_names: bool = True
 ) -> tuple[QuestionnaireAnswer, ...]:
-    """Returns a study's answers to the questionnaire, or those of one labeler, in the order in which they came."""
+    """Returns the answers to the questionnaire of a study, a labeler or both, in the order in which they arrived."""
     table = usability_answers
     labeler = name_in(table.c.labeler) if with_names else table.c.labeler
     wanted = select(table, labeler.label("name")).order_by(table.c.answer_id)
@@ -311,12 +310,12 @@ def _running_batches(connection: Connection) -> list[tuple[str, str]]:
 
 
 def batches_in_studies(connection: Connection) -> set[str]:
-    """Returns the batches of running studies, which go to their labelers only."""
+    """Returns the batches of running studies, which go only to the studies' labelers."""
     return {batch for _, batch in _running_batches(connection)}
 
 
 def stage_of(connection: Connection, name: str) -> Stage | None:
-    """Returns where a labeler, given by name, stands in a running study; None if they are in none or through."""
+    """Returns where a labeler, given by name, is in a running study; None if in none, or finished."""
     who = known_pseudonym(connection, name)
     found = _running_of(connection, who) if who else None
     if found is None:
@@ -338,8 +337,8 @@ def _num_answered(connection: Connection, who: str, condition: Condition) -> int
 def condition_of(connection: Connection, task_id: str, name: str) -> Condition | None:
     """Returns the condition whose form a person gets on a task; None if the task's batch is in no study.
 
-    It is the condition of their last answer to the task, else the condition that they are in, else, for leads and after
-    a study, the first one on the batch.
+    It is the condition of their last answer to the task, or else the condition that they are in. For leads, and for
+    labelers who have finished, it is the first condition on the batch, while the study runs.
     """
     own_studies = studies(connection)
     batch = connection.scalar(select(tasks.c.batch).where(tasks.c.task_id == task_id)) if own_studies else None
@@ -359,7 +358,7 @@ def condition_of(connection: Connection, task_id: str, name: str) -> Condition |
 
 
 def store_answer(connection: Connection, name: str, answer: QuestionnaireAnswer, now: float) -> bool:
-    """Stores a labeler's answers to the questionnaire that is due. Returns False if they were stored before.
+    """Stores a labeler's answers to the questionnaire that is due. Returns False if they are already stored.
 
     Raises: ValueError if no questionnaire is due for this condition, and for malformed answers.
     """

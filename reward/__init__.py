@@ -1,4 +1,4 @@
-"""From samples to a score: preferences are collected, a reward model learns from them, and other sources of rewards.
+"""Scores of responses: samples for labelers, a reward model that learns from preferences, and other rewards.
 
 The modules, in the order in which to read them:
 

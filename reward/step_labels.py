@@ -60,7 +60,7 @@ ARRAYS = (*CHECKED_SEQUENCES, "targets", "texts", "text_bytes")  # in a folder o
 BROKEN, BARE = "problem that its labeler found broken (left out)", "response without a label (left out)"
 
 Labels = tuple[int, ...]  # RIGHT, WRONG, UNLABELLED or NEUTRAL, per step
-# A prompt, the steps of a response, and their labels. A step that is a turn has the messages since the turn before it.
+# A prompt, the steps of a response, and their labels. A step that is a turn has the messages since the last step.
 Labelled = tuple[Messages, Sequence[str | Messages], list[int]]
 LABELS = (RIGHT, WRONG)
 
@@ -76,7 +76,7 @@ class StepLabelsConfig(SourceConfig):
     separator: str = Field(
         default=SEPARATOR,
         description="Text between the steps of a response, also when the model scores a policy's (TRL's"
-        " `step_separator`). Within a step it becomes a space. Empty, as `turns` needs it: each turn is one step.",
+        " `step_separator`). Within a step it becomes a space. Must be empty for `turns`, where each turn is one step.",
     )
     last_step_only: bool = Field(
         default=False,
@@ -291,7 +291,7 @@ def step_parts(
 
 
 def _conversation(prompt: Messages, steps: Sequence[str | Messages], separator: str) -> Messages:
-    """Returns the whole conversation: the prompt, and the response that the steps make up or the turns themselves."""
+    """Returns the whole conversation: the prompt, then the response that the steps make up, or the turns."""
     texts = [step for step in steps if isinstance(step, str)]
     turns = [message for step in steps if not isinstance(step, str) for message in step]
     return [*prompt, *turns, *([{"role": "assistant", "content": separator.join(texts)}] if texts else [])]

@@ -1,4 +1,4 @@
-"""What all stages have in common: run, lineage, progress, planning, reports, and the world that they may learn from.
+"""What all stages share: run, lineage, progress, planning, reports, and the world that they may learn from.
 
 The modules, in the order in which to read them:
 

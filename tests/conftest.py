@@ -116,7 +116,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_out_long_ones(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """All of the tiers that the command does not ask for but those whose file is named in it."""
+    """Deselects tests of the tiers that the command does not ask for, except in files that it names."""
     tiers = {"nightly", "long"} if not config.getoption("--all") else {"nightly"}
     if config.getoption("--nightly"):
         return

@@ -1,4 +1,4 @@
-"""The one engine of every stage: data, batches, optimisation, checkpoints, metrics.
+"""The engine of all stages: data, batches, optimisation, checkpoints, metrics.
 
 The modules, in the order in which to read them:
 

@@ -27,7 +27,7 @@ def start_study(
     ],
     store: Store,
     config: Annotated[
-        Path | None, typer.Option(help="The labeling server's TOML file. Conditions take over what they leave out.")
+        Path | None, typer.Option(help="The labeling server's TOML file: the settings that conditions leave out.")
     ] = None,
 ) -> None:
     """Start a study, or add labelers to a running one. The label server then leads each labeler through the forms."""
@@ -64,7 +64,7 @@ def start_study(
 
 @usability_app.command("status")
 def show_status(name: Name, store: Store) -> None:
-    """Show how far each labeler is."""
+    """Show each labeler's progress."""
     from preferences import usability
     from preferences.database import require_store
     from preferences.store import LabelStore
@@ -85,7 +85,7 @@ def show_status(name: Name, store: Store) -> None:
 
 @usability_app.command("stop")
 def stop_study(name: Name, store: Store) -> None:
-    """End a study, finished or not. Its batches go to all labelers again, with the server's form."""
+    """End a study, whether or not it is finished. Its batches then go to all labelers again, with the server's form."""
     from preferences import recording, usability
     from preferences.database import require_store
     from preferences.names import COMMAND_LINE
@@ -105,15 +105,15 @@ def report_study(
     half_width: Annotated[
         list[str] | None,
         typer.Option(
-            help="MEASURE=WIDTH: also say how many labelers an interval of ± this width needs; may repeat."
-            " A factor for seconds, such as seconds=1.1."
+            help="MEASURE=NUMBER: half width of the interval for which the report says how many labelers it needs;"
+            " may repeat. A factor for seconds, such as seconds=1.1."
         ),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write all numbers to this file, as JSON.", show_default=False)
     ] = None,
 ) -> None:
-    """Report load, usability, time, accuracy and agreement of each form, and how the forms differ."""
+    """Report each form's load, usability, time, accuracy and agreement, and how the forms differ."""
     from files.records import as_json
     from preferences.database import require_store
     from preferences.statistics.usability import read_report
@@ -134,10 +134,10 @@ def report_study(
 def export_study(
     name: Name,
     store: Store,
-    out: Annotated[Path, typer.Option(help="A new .jsonl file, with a row per labeler and form.")],
-    names: Annotated[bool, typer.Option("--names", help="Name the labelers; by default they have pseudonyms.")] = False,
+    out: Annotated[Path, typer.Option(help="New .jsonl file with one row per labeler and form.")],
+    names: Annotated[bool, typer.Option("--names", help="Write labelers' names instead of pseudonyms.")] = False,
 ) -> None:
-    """Export the answers to the questionnaires, with their scores, comments and each labeler's order."""
+    """Export the answers to the questionnaires, with scores, comments and the form's place in the labeler's order."""
     from files.atomic import atomic_file
     from preferences.database import require_store
     from preferences.store import LabelStore

@@ -1,10 +1,10 @@
-"""A job from its file to a finished run: checks, stages in order, recovery, lineage, plans.
+"""A job, from its file to a finished run: checks, stages in order, recovery, lineage, plans.
 
 The modules, in the order in which to read them:
 
     the job               job_file, foreign_keys, job, registry (its stages), models
     the run               pipeline, run, recovery
-    what one sees of it   report, watch
+    its report            report, watch
     other commands        plan, starter (`heed init`), loop, replay
     on a cluster          submission, launchers/
 """

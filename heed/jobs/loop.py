@@ -100,8 +100,9 @@ def _run_round(job: JobConfig, folder: Path, round_number: int, *, waits: bool) 
 
 
 def _wait(folder: Path, round_number: int, waiting: LabelsWaitError, *, waits: bool) -> bool:
-    """Show how many labels are missing until none is, also through times when their store cannot be used. Returns
-    whether none is; False at once without `waits`.
+    """Show how many labels are missing until none is, including while their store cannot be used.
+
+    Returns True once none is missing; False at once without `waits`.
     """
     shown = LoopState(round_number)
     try:
@@ -124,7 +125,7 @@ def _wait(folder: Path, round_number: int, waiting: LabelsWaitError, *, waits: b
 
 
 def _state_of(waiting: LabelsWaitError, round_number: int, shown: LoopState) -> LoopState:
-    """Returns what a round waits for now. While the store is away, the first reason stays: later ones only vary it."""
+    """Returns what a round waits for now. Keeps the first reason why the store is away; later ones only vary it."""
     try:
         return LoopState(round_number, waiting.count_missing())
     except STORE_AWAY as error:

@@ -65,7 +65,7 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
 
 @contextmanager
 def opened_run(job: JobConfig, runs: Path) -> Iterator[Path]:
-    """Yields the job's run folder, and keeps other commands out of it meanwhile.
+    """Yields the job's run folder, locked against other commands.
 
     Raises: ValueError if a data file is missing, the folder cannot be made, or another process works in it.
     """
@@ -82,8 +82,9 @@ def opened_run(job: JobConfig, runs: Path) -> Iterator[Path]:
 def run_stages(
     job: JobConfig, folder: Path, *, first: str = "", only: str = "", last: str = ""
 ) -> StageWaitsError | None:
-    """Like `run_job` in an opened folder, but no stage after `last` runs. Returns what a stage waits for; None if all
-    have finished.
+    """Like `run_job`, in an opened folder, but runs no stage after `last`.
+
+    Returns what a stage waits for; None if all have finished.
     """
     started, waits = time.monotonic(), None
     try:
@@ -98,7 +99,7 @@ def run_stages(
 
 
 def _work(job: JobConfig, folder: Path, first: str, only: str, last: str) -> None:
-    """Prepare the run's workers and data; run the stages."""
+    """Prepare the run's workers and data, and run the stages."""
     with ExitStack() as closing:
         closing.enter_context(speaking_through(print_notice))
         _say_what_will_run(job, folder, only)

@@ -439,7 +439,7 @@ def _batch_table(stage: StagePlan) -> Table:
 
 
 def _memory_table(kind: str, memory: Memory, available: int) -> Table:
-    """Returns what is held throughout, then what is added by the phase that needs most."""
+    """Returns what is held throughout, and what the phase that needs most adds."""
     unit = "GiB" if memory.peak >= GIB else "MiB"
     table = Table(f"  memory of a {kind}", unit, box=None, pad_edge=False)
     table.columns[1].justify = "right"
@@ -471,7 +471,7 @@ def _host_line(stage: StagePlan, plan: Plan) -> str:
 
 
 def verdict(peak: int, available: int) -> str:
-    """Returns a word for whether `peak` bytes fit into `available`."""
+    """Returns whether `peak` bytes fit into `available`, in words."""
     return "[bold red]does not fit[/]" if peak > available else "[green]fits[/]"
 
 

@@ -90,8 +90,9 @@ class RoundResults:
 
 
 class LabelsWaitError(StageWaitsError):
-    """A round waits for people's labels; `count_missing` counts those that it still needs before it continues. It
-    raises one of `STORE_AWAY` while the store cannot be used.
+    """A round waits for people's labels. `count_missing` counts those that it still needs before it continues.
+
+    `count_missing` raises one of `STORE_AWAY` while the store cannot be used.
     """
 
     def __init__(self, message: str, count_missing: Callable[[], int]) -> None:
@@ -101,7 +102,7 @@ class LabelsWaitError(StageWaitsError):
 
 @contextmanager
 def waiting_for_store(stage: str, store: str) -> Iterator[None]:
-    """Raise LabelsWaitError, which ends no run, if the label store of a round's people cannot be used in the block."""
+    """Raise LabelsWaitError, which does not end the run, if the people's label store cannot be used in the block."""
     try:
         yield
     except STORE_AWAY as error:
@@ -141,7 +142,7 @@ def run_round(run: StageRun, config: RoundConfig) -> None:
 
 @contextmanager
 def _opened_store(run: StageRun, config: RoundConfig) -> Iterator[LabelStore]:
-    """Opens the label store. Raises: LabelsWaitError if it is people's and cannot be used now."""
+    """Opens the label store. Raises: LabelsWaitError if it is `config.store` and cannot be used now."""
     path = store_of(run.run_folder, config)
     if not config.store:
         with LabelStore(path) as store:
@@ -380,7 +381,7 @@ def _gold_accuracy(rankings: Sequence[Ranking], world: World | None) -> Share | 
 def preflight(run: StageRun, config: RoundConfig) -> None:
     """Check that there are enough prompts, that each leaves room for its responses, and that labels can be stored."""
     if config.store:
-        # Before the first tasks are sent, the address may be wrong. Later, a store that is away comes back.
+        # Before the first tasks are sent, the address may be wrong. Later, an unavailable store comes back.
         has_begun = config.round > 1 or (run.folder / TASKS).is_file()
         with waiting_for_store(run.name, config.store) if has_begun else nullcontext():
             _require_store(config.store)

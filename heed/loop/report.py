@@ -40,8 +40,8 @@ STAGES = ("collect", "reward", "rejection", "dpo", "ppo", GAIN)  # of a round, i
 
 @dataclass(frozen=True)
 class LoopState:
-    """The contents of loop.json: the round that runs, labels that it waits for, why their store cannot be used at the
-    moment, and why the loop stopped; 0 and "" for what does not hold.
+    """The contents of loop.json: the round that runs, how many labels it waits for, why their store cannot be used now,
+    and why the loop stopped; 0 and "" for what does not hold.
     """
 
     round: int

@@ -4,8 +4,8 @@
 same rankings and the same reward model. `CONTROL` compares rejection sampling with training on random samples. `ALARM`
 asks where spot checks stop a policy that hacks its reward. `LORA_FINDINGS` compare adapters with full tuning, and one
 body with four roles with four models. `JUDGED` trains against a language model that grades by a rubric; its score
-lies between 0 and 1, as gold does. The findings on distillation and
-on the choice of labels are in the modules that run their arms (`heed.studies.distillation`, `.label_choice`).
+lies between 0 and 1, as gold does. The findings on distillation and on the choice of labels are in the modules that run
+their arms (`heed.studies.distillation`, `.label_choice`).
 
 The claims and the smallest effects that matter were fixed before any run; docs/findings.md says what the sources claim.
 Gold scores lie between 0 and 1; PPO's gain over SFT in the demo is about .24.

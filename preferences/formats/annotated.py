@@ -80,10 +80,9 @@ def write_criteria(
 def write_turns(
     stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
 ) -> Iterator[dict[str, Any]]:
-    """Writes {"messages", "labels"}: each response with its conversation, and whether each of the assistant's turns is
-    right.
+    """Writes {"messages", "labels"}: a conversation with one response, and whether each assistant's turn is right.
 
-    An earlier turn's label is in the row of the first response alone (elsewhere null), so that it counts once.
+    An earlier turn's label is only in the row of the first response (null in the others), so that it counts once.
 
     Raises: ValueError if turns were rated by several criteria; `by_criterion` chooses one.
     """

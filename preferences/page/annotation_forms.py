@@ -1,5 +1,5 @@
-"""Criteria, ratings of earlier turns, marked passages and edits in a task's form: reading them, and filling in those of
-a stored answer.
+"""Criteria, ratings of earlier turns, marked passages and edits in a task's form: reads them, and fills in a stored
+answer's.
 
 A passage is given by quoting it, which works by hand, by the keyboard and without JavaScript. Browsers copy the text
 that they show, without Markdown's punctuation and with other white space, so letters and digits alone are compared.
@@ -39,7 +39,7 @@ def read_annotations(fields: Fields, shown: ShownTask, config: LabelingConfig, w
 
 
 def _turns(fields: Fields, turns: Sequence[int], config: LabelingConfig, wrong: list[str]) -> Iterator[TurnRating]:
-    """Yields the ratings of the assistant's turns, in the fields turn_CRITERION_TURN. All of them are expected."""
+    """Yields the ratings of the assistant's turns from the fields turn_CRITERION_TURN, all of which are expected."""
     for number, criterion in enumerate(config.criteria):
         if not criterion.each_turn:
             continue

@@ -47,17 +47,17 @@ NO_ANSWER = "One of the two answers could not be sampled. Your question is store
 TOO_LONG = "This conversation is longer than the policies can read. Begin a new one."
 RUNNING = "A turn of yours is still being written. Wait for it, or stop it; then send this one."
 
-WHY_CLOSED = {  # to labelers, who may give no verdict now
-    "instructions": "Read the instructions first, and send this again afterwards.",
-    "screening": "Before you talk to the models, judge the first tasks, on the page Label.",
+WHY_CLOSED = {  # what labelers read who may give no verdict now
+    "instructions": "Read the instructions first, then send this again.",
+    "screening": "Before you can talk to the models, judge your first tasks on the page Label.",
     "daily quota": (
-        "You have given as many answers as you may give per day. You can continue after midnight (UTC), and change the"
-        " verdicts that you have given at any time. If you need more today, ask the labeling lead."
+        "You have given as many answers as you may give per day. You can continue after midnight (UTC), and change"
+        " earlier verdicts at any time. If you want to do more today, ask the labeling lead."
     ),
-    "batches closed": "The labeling lead has closed the arena. You can still change the verdicts that you have given.",
+    "batches closed": "The labeling lead has closed the arena. You can still change earlier verdicts.",
     "no fitting task": (
-        "The arena is for people with other languages or skills than those on your account. If something is missing"
-        " there, ask the labeling lead."
+        "The arena is for people with other languages or skills than those on your account. If one of yours is missing"
+        " there, tell the labeling lead."
     ),
 }
 
@@ -154,15 +154,15 @@ class Arena:
         self._sweeper.join()
 
     def why_closed(self, account: Account) -> str:
-        """Says why this person can ask nothing and give no new verdict, by the same rules as for tasks; "" if they can.
+        """Returns why this person may send no message and give no new verdict, by the rules for tasks; "" if they may.
 
-        Verdicts can be changed all the same, as other answers can.
+        They may still change earlier verdicts, like other answers.
         """
         why = why_no_answer(self.store, self.config, account, self._batch, self._clock())
         return WHY_CLOSED[why] if why else ""
 
     def _require_open(self, account: Account) -> None:
-        """Raises: RefusedError if this person can ask nothing and give no new verdict."""
+        """Raises: RefusedError if this person may send no message and give no new verdict."""
         closed = self.why_closed(account)
         if closed:
             raise RefusedError(closed)

@@ -78,7 +78,7 @@ class LabelCriterion(BaseModel):
     highest: int = Field(default=7, ge=2, le=9, description="The best rating of a scale.")
     each_turn: bool = Field(
         default=False,
-        description="Whether labelers also rate each earlier turn of the assistant in the conversation by it.",
+        description="Whether labelers also rate each earlier turn of the assistant by this criterion.",
     )
 
     @property
@@ -259,13 +259,13 @@ class LabelForm(BaseModel):
 
     @property
     def turn_criteria(self) -> tuple[LabelCriterion, ...]:
-        """The criteria that each turn of the assistant is rated by."""
+        """The criteria by which labelers rate each turn of the assistant."""
         return tuple(one for one in self.criteria if one.each_turn)
 
     @property
     def version(self) -> str:
-        """The instructions' version. Another text, or anything else to judge, makes another version."""
-        # without `each_turn`, a criterion is as it was before there was this field, so nobody reads it again
+        """The instructions' version. It changes with the text, and with what the form asks."""
+        # Without `each_turn`, the version is that of before this field existed, so labelers need not read again.
         asked = [one.model_dump(exclude=None if one.each_turn else {"each_turn"}) for one in self.criteria]
         more: dict[str, Any] = {"criteria": asked} if asked else {}
         more |= {"span_labels": self.span_labels} if self.span_labels else {}
@@ -291,7 +291,7 @@ class LabelForm(BaseModel):
 
 
 class LabelingConfig(LabelForm):
-    """What labelers see, and in which order they get their tasks."""
+    """What labelers see, and the order in which they get tasks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -301,7 +301,7 @@ class LabelingConfig(LabelForm):
     )
     task_order: Literal["arrival", "random"] = Field(
         default="random",
-        description="Order of a batch's tasks: random for each labeler, but stable across reloads, or as they arrived.",
+        description="Order of a batch's tasks: random for each labeler, but stable across reloads, or by arrival.",
     )
     skip_reasons: tuple[str, ...] = Field(
         default=SKIP_REASONS,

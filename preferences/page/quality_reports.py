@@ -2,7 +2,7 @@
 
 A batch with more than MAX_EVENTS_HERE events takes seconds (100,000 answers: ten), mostly in Python. A separate process
 computes its statistics, so that labelers' pages do not wait for the interpreter. Until it is done, the page shows the
-statistics that are there and says that they are older.
+last statistics and says when they were computed.
 """
 
 import json
@@ -36,7 +36,7 @@ SHARES = {
 
 
 class AsOf(NamedTuple):
-    """What a batch's statistics depend on: its numbers of events and of wanted judgments, and who was erased."""
+    """What a batch's statistics depend on: its numbers of events and wanted judgments, and of people erased."""
 
     num_events: int
     num_wanted: int
@@ -63,10 +63,10 @@ class QualityReports:
         self._refreshing: set[str] = set()
 
     def of(self, batch: str, *, may_be_older: bool = False) -> tuple[Quality, bool]:
-        """Returns a batch's statistics, and whether they are those of its present state.
+        """Returns a batch's statistics, and whether they are up to date.
 
-        With `may_be_older`, those of a large batch may be older; computing the present ones has then begun. Never do
-        they name somebody who was erased.
+        With `may_be_older`, those of a large batch may be older, and newer ones are then being computed. They never
+        name somebody who was erased.
 
         Raises: ValueError for an unknown batch.
         """
@@ -87,7 +87,7 @@ class QualityReports:
         return AsOf(self.pace.num_events(batch), self.store.num_wanted(batch), self.store.num_erased())
 
     def _refresh(self, batch: str) -> None:
-        """Computes a batch's statistics in the background, unless that has begun already."""
+        """Starts computing a batch's statistics in the background, unless this is already running."""
         if batch not in self._refreshing:
             self._refreshing.add(batch)
             threading.Thread(target=self._refreshed, args=(batch,), daemon=True).start()

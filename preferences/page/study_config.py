@@ -1,4 +1,4 @@
-"""The configuration of a usability study: its conditions, each of which is a form on a batch, and its labelers."""
+"""The configuration of a usability study: its labelers, and its conditions, each a batch and a form."""
 
 import tomllib
 from pathlib import Path
@@ -14,10 +14,10 @@ FORM_FIELDS = tuple(LabelForm.model_fields)
 
 
 class StudyCondition(LabelForm):
-    """A batch and the form that it is labeled with. What the form leaves out is as in the labeling configuration."""
+    """A batch and the form that it is labeled with. Settings that are left out come from the labeling configuration."""
 
     name: str = Field(description="Name in the report; labelers see it when they are asked which form they prefer.")
-    batch: str = Field(description="Batch of tasks. Conditions may share one: labelers get other tasks with each form.")
+    batch: str = Field(description="Batch of tasks. Conditions may share one; each form then gets different tasks.")
 
     @field_validator("name")
     @classmethod
@@ -34,17 +34,20 @@ class StudyConfig(BaseModel):
 
     name: str = Field(min_length=1, max_length=MAX_NAME_CHARACTERS, description="The study's name.")
     labelers: tuple[str, ...] = Field(
-        min_length=2, description="Names of the labelers. Some may be added later, by starting the study again."
+        min_length=2, description="Names of the labelers. To add some later, add their names and start the study again."
     )
     tasks_per_condition: int = Field(
-        default=20, ge=1, description="Tasks that each labeler judges with each form before the questionnaire."
+        default=20, ge=1, description="Number of tasks that a labeler judges with each form before the questionnaire."
     )
     practice_tasks: int = Field(
-        default=2, ge=0, description="First answers of each labeler with each form that are left out of all measures."
+        default=2,
+        ge=0,
+        description="Practice: number of a labeler's first answers with each form that do not count for times, accuracy"
+        " and agreement.",
     )
-    seed: int = Field(default=0, description="Seed for assigning labelers to orders of the forms.")
+    seed: int = Field(default=0, description="Seed for assigning orders of the forms to labelers.")
     conditions: tuple[StudyCondition, ...] = Field(
-        min_length=2, max_length=MAX_CONDITIONS, description="The forms that are compared, each on a batch."
+        min_length=2, max_length=MAX_CONDITIONS, description="The forms to compare, each with a batch."
     )
 
     @model_validator(mode="after")
@@ -69,7 +72,7 @@ class StudyConfig(BaseModel):
             raise ValueError(f"{path}: {wrong_fields(error, (cls, StudyCondition))}") from error
 
     def study(self, base: LabelingConfig) -> tuple[Study, list[LabelForm]]:
-        """Returns the study to store, and each condition's whole form. `base` fills in what a condition leaves out.
+        """Returns the study to store, and each condition's complete form. `base` fills in what a condition leaves out.
 
         Raises: ValueError for two conditions with the same form on the same batch.
         """

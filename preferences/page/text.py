@@ -62,7 +62,7 @@ def task_title(prompt: Sequence[Message], warning: str) -> str:
 
 
 def arguments_of(call: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns the arguments of a call of a tool: names and values, as JSON except for texts of several lines."""
+    """Returns the names and values of a tool call's arguments; values are JSON, except for texts of several lines."""
     given: Mapping[str, Any] = call["function"]["arguments"]
     return [
         (name, value if isinstance(value, str) and "\n" in value else json.dumps(value, indent=2, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""The questionnaire that ends each condition of a usability study, a lead's page of results, and both as an API."""
+"""The questionnaire that ends each condition of a usability study, the results page for leads, and an API for both."""
 
 import logging
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class UsabilityPages:
         return redirect("/task") if stage is None else self._page(account, token, stage)
 
     def answer(self, request: Request, posted: Posted) -> Response:
-        """Stores the answers. A form that was sent before, or that is not due, leads to the next task."""
+        """Stores the answers. If they were stored before, or no questionnaire is due, leads to the next task."""
         account, token, fields = self.site.form(request, posted)
         try:
             stage = _due(self.service, account, token)
@@ -63,11 +63,11 @@ class UsabilityPages:
             return page
         if not stage.is_last:
             return redirect("/task")
-        text = "You have tried all forms, and your answers are stored. That was the whole study."
+        text = "You have finished the study. Your answers about all forms are stored."
         return self.site.page("message", account, token, heading="Thank you", text=text, typed="")
 
     def results(self, request: Request) -> Response:
-        """Shows a lead the results of a study; of the newest, if none is named."""
+        """Shows a lead the results of a study (default: the newest)."""
         account, token = self.site.lead(request)
         with self.service.store.reading() as connection:
             studies = usability.studies(connection)
@@ -142,7 +142,7 @@ def read_questionnaire(fields: Fields, labeler: str, stage: Stage) -> tuple[Ques
 
 
 def _read_all(fields: Fields, name: str, choices: Sequence[int], items: Sequence[str], wrong: list[str]) -> list[int]:
-    """Returns the fields NAME_0, NAME_1, ...; a sentence in `wrong` names those without one of the choices."""
+    """Returns the fields NAME_0, NAME_1, ... Adds to `wrong` a sentence that names those without a valid choice."""
     found = [fields.number(f"{name}_{index}") for index in range(len(items))]
     missing = [item for item, value in zip(items, found, strict=True) if value not in choices]
     if missing:
@@ -156,7 +156,7 @@ def _read_all(fields: Fields, name: str, choices: Sequence[int], items: Sequence
 class QuestionnaireBody(Body):
     """Answers to the questionnaire that is due.
 
-    `preferred` is -2 before the last form; then a condition, or -1 for no preference.
+    `preferred` is -2, except after the last form: then it is a condition, or -1 for no preference.
     """
 
     condition: Annotated[int, Field(ge=0, le=2**31 - 1), IS_WHOLE]
@@ -177,7 +177,7 @@ class UsabilityApi:
     def __init__(self, service: LabelingService, accounts: Accounts) -> None:
         self.service, self.accounts = service, accounts
         self.router = APIRouter(prefix="/api", responses=ERRORS)
-        self.router.get("/usability", summary="The questionnaire of a usability study that is due")(self.questionnaire)
+        self.router.get("/usability", summary="The usability study's questionnaire, if it is due")(self.questionnaire)
         self.router.post("/usability", summary="Answer the questionnaire", status_code=204)(self.answer)
         self.router.get("/usability/{study:path}", summary="Results of a usability study (leads)")(self.results)
 
@@ -206,7 +206,7 @@ class UsabilityApi:
         account, token = self._signed_in(bearer)
         said = body.model_dump() | {"load": tuple(body.load), "sus": tuple(body.sus)}
         if account.role == "lead":
-            raise HTTPException(403, "labelers answer questionnaires")
+            raise HTTPException(403, "only labelers answer questionnaires")
         stage = self.service.stage(account)
         is_next = stage is not None and stage.conditions[stage.place] == body.condition
         if is_next and _due(self.service, account, token) is None:

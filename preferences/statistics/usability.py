@@ -1,18 +1,19 @@
-"""What a usability study says about its forms: load, usability, seconds per task, accuracy and agreement.
+"""The results of a usability study: load, usability, seconds per task, accuracy and agreement of each form.
 
-Labelers are the sample, and the tasks that they judged are fixed: intervals describe other labelers on tasks like
-these. Each labeler gives one value per form and measure, and a form's estimate is their mean, with Student's interval
-over labelers (`clustered_mean`). A difference of two forms is the mean of the differences within labelers who finished
-both, so it is free of how labelers differ. Times are analysed as logarithms, since a few slow labelers would dominate a
-mean: a form's time is the geometric mean over labelers, and two forms differ by a factor (Sauro & Lewis 2010, "Average
-task times in usability tests: what to report?", CHI).
+Labelers are the sample, and the tasks are fixed: intervals describe other labelers on these tasks. Each labeler has one
+value per form and measure. A form's estimate is the mean of these values, with Student's interval over labelers
+(`clustered_mean`). The difference of two forms is the mean of the differences within labelers who finished both, so
+differences between labelers cancel. Times are analysed as logarithms, since a few slow labelers would dominate a mean:
+a form's time is the geometric mean over labelers, and two forms differ by a factor (Sauro & Lewis 2010, "Average task
+times in usability tests: what to report?", CHI).
 
-Agreement between labelers is no mean over labelers, because each comparison belongs to two of them. Its interval comes
-from the jackknife over labelers: with θ the agreement of all n labelers and θ_l that without labeler l, the
-pseudo-values n·θ - (n - 1)·θ_l take the place of the labelers' values (Efron & Tibshirani 1993, ch. 11). So does the
-interval of the effect of order, which is the slope of a measure on the place (1st, 2nd, ...), given labeler and form.
+Agreement between labelers is not a mean over labelers, because each comparison belongs to two of them. Its interval
+comes from the jackknife over labelers: with θ the agreement of all n labelers and θ_l that without labeler l, the
+pseudo-values n·θ - (n - 1)·θ_l take the place of the labelers' values (Efron & Tibshirani 1993, ch. 11). The effect of
+order, which is the slope of a measure on the place (1st, 2nd, ...) given labeler and form, has the same interval.
 
-Each labeler's first `practice_tasks` answers with a form are left out, and so are forms whose questionnaire is missing.
+Each labeler's first `practice_tasks` answers with a form are left out (but not for skips), and so are forms whose
+questionnaire is missing.
 
 Shape letters: L labelers, C conditions, J answers.
 """
@@ -38,7 +39,7 @@ from preferences.statistics.panel import Panel, pair_signs
 from preferences.statistics.quality import gold_accuracy
 from preferences.usability import NO_PREFERENCE, Participant, QuestionnaireAnswer, Study
 
-MIN_LABELERS = 3  # below, Student's interval says nothing that anybody could use
+MIN_LABELERS = 3  # with fewer, Student's interval is too wide to be of use
 MAX_NEEDED = 10_000
 
 
@@ -46,8 +47,8 @@ MAX_NEEDED = 10_000
 class Measure:
     """What is measured. With `is_ratio`, values are logarithms, and two forms differ by a factor.
 
-    `half_width` is half the width of an interval that would settle the question: in the measure's unit, or as a factor.
-    No value lies beyond `limits`.
+    `half_width` is the half width of a sufficiently narrow interval, in the measure's unit or as a factor. All values
+    are within `limits`.
     """
 
     key: str
@@ -77,7 +78,7 @@ HALF_WIDTHS = {measure.key: measure.half_width for measure in MEASURES}
 
 @dataclass(frozen=True)
 class Session:
-    """What a labeler did with one form: the `place` is 0 for their first form. Practice is left out of `answers`."""
+    """What a labeler did with one form. `place` is 0 for their first form. `answers` exclude practice."""
 
     labeler: str
     condition: int
@@ -101,7 +102,7 @@ class Estimate:
 class Difference:
     """How the second form differs from the first: `found` is second - first, or second / first for times.
 
-    `num_needed` labelers would give an interval of this `half_width`, if they vary as these do; 0 = unknown.
+    `num_needed` labelers give an interval of `half_width` if they vary as much as these do; 0 = unknown.
     """
 
     first: str
@@ -113,7 +114,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class MeasureReport:
-    """One measure of all forms. `order` is what each further place adds (a factor for times), whatever the form."""
+    """One measure of all forms. `order` is what each later place adds (a factor for times), whichever form is there."""
 
     measure: Measure
     by_condition: tuple[Estimate, ...]
@@ -152,7 +153,7 @@ class UsabilityReport:
 def read_report(
     connection: Connection, name: str, *, with_names: bool = False, half_widths: Mapping[str, float] = HALF_WIDTHS
 ) -> UsabilityReport:
-    """Returns the results of a study in the store, with the labelers' pseudonyms or names.
+    """Returns the results of a stored study, with the labelers' pseudonyms or names.
 
     Raises: ValueError for an unknown study.
     """
@@ -168,7 +169,7 @@ def read_report(
     )
 
 
-# ---- from the store's rows to one value per labeler and form ----
+# ---- one value per labeler and form ----
 
 
 def sessions_of(
@@ -206,8 +207,8 @@ def sessions_of(
 def active_seconds(milliseconds: Sequence[int]) -> Floats:
     """Returns the seconds of each answer with a measured time, for one labeler and form.
 
-    The time runs from when the task was given to the answer. A task that was left open over a break would count the
-    break too, so each counts for at most MAX_TIMES_MEDIAN times the median of these, as on the leads' pages.
+    The time runs from when the task was first shown until the answer, so it would include a break. Each task therefore
+    counts for at most MAX_TIMES_MEDIAN times the median of these times, as on the leads' pages.
     """
     seconds_J = np.array([one for one in milliseconds if one > 0], dtype=np.float64) / 1_000
     return np.minimum(seconds_J, MAX_TIMES_MEDIAN * np.median(seconds_J)) if len(seconds_J) else seconds_J
@@ -268,7 +269,7 @@ def _table(
 
 
 def _agreement_counts(panel: Panel) -> tuple[Floats, Floats]:
-    """Returns [L, L] twice: pairs of responses that two labelers order alike, and all that both order, without ties."""
+    """Returns two [L, L]: how many pairs of responses two labelers order alike, and how many both order; no ties."""
     is_ordinary = np.array([not task.gold_ranks and not task.repeat_of for task in panel.tasks], dtype=bool)
     ordinary, num = panel.of_tasks(is_ordinary), len(panel.labelers)
     signs_JP = pair_signs(ordinary.ranks_JK).astype(np.float64)
@@ -290,14 +291,14 @@ def _agreement_counts(panel: Panel) -> tuple[Floats, Floats]:
 
 
 def _over_labelers(value_L: Floats) -> Estimate:
-    """Returns the mean of the labelers' known values with Student's interval."""
+    """Returns the mean of the labelers' known values, with Student's interval."""
     known_L = value_L[np.isfinite(value_L)]
     interval = clustered_mean(known_L, np.arange(len(known_L)))
     return _checked(interval, len(known_L))
 
 
 def _checked(interval: Interval, num: int) -> Estimate:
-    """Leaves the interval out, with the reason, if there are too few labelers for one, or they are all alike."""
+    """Replaces the interval by a reason if there are too few labelers for one, or all have the same value."""
     people = "1 labeler" if num == 1 else f"{num} labelers"
     if num < MIN_LABELERS:
         reason = f"{people}: an interval needs at least {MIN_LABELERS}" if num else "nothing measured"
@@ -333,7 +334,7 @@ def _jackknifed(statistic: Callable[[Ints], float], num: int) -> tuple[Estimate,
 def num_needed(deviation: float, half_width: float) -> int:
     """Returns the fewest labelers n with t(n - 1)·s/√n <= half_width for the standard deviation s.
 
-    0 = unknown: no deviation, or none between the labelers so far.
+    Returns 0, for unknown, if the deviation is 0 or not known.
     """
     if not math.isfinite(deviation) or deviation <= 1e-9:
         return 0
@@ -353,7 +354,7 @@ def num_needed(deviation: float, half_width: float) -> int:
 def order_slope(value_LC: Floats, place_LC: Ints) -> float:
     """Returns the least-squares slope of the values on the place, with an effect per labeler and per form.
 
-    NaN if all had the same order: then place and form cannot be told apart.
+    NaN if all had the same order, because place and form then cannot be told apart.
     """
     value, place = _centred(value_LC), _centred(place_LC.astype(np.float64))
     squares = float((place**2).sum())
@@ -361,7 +362,7 @@ def order_slope(value_LC: Floats, place_LC: Ints) -> float:
 
 
 def _centred(value_LC: Floats) -> Floats:
-    """Takes off what labeler and form explain."""
+    """Subtracts the effects of labeler and form."""
     return value_LC - value_LC.mean(axis=1, keepdims=True) - value_LC.mean(axis=0, keepdims=True) + value_LC.mean()
 
 
@@ -379,9 +380,9 @@ def usability_report(
 ) -> UsabilityReport:
     """Returns a study's results. `tasks` and `judgments` are those of each batch, with all events.
 
-    `half_widths` says for some measures which half width `Difference.num_needed` is for.
+    `half_widths` overrides some measures' half widths, for `Difference.num_needed`.
 
-    Raises: ValueError for an unknown measure in it, and for a half width that cannot be one.
+    Raises: ValueError for a half width of an unknown measure, or one that is not positive (not above 1 for a factor).
     """
     _require_half_widths(half_widths)
     sessions = sessions_of(study, people, said, judgments)
@@ -500,12 +501,14 @@ def _shown(measure: Measure, value_C: Floats) -> list[float]:
 
 
 def _notes(study: Study, people: Sequence[Participant], orders: Counter[tuple[str, ...]]) -> tuple[str, ...]:
-    """Returns what somebody who reads the numbers has to know about this study."""
+    """Returns what a reader of the numbers has to know about this study."""
     notes = []
     num_finished = sum(orders.values())
     if num_finished < len(people):
         left = len(people) - num_finished
-        notes.append(f"{left} of {len(people)} labelers have not finished all forms; finished forms of theirs count.")
+        notes.append(
+            f"{left} of {len(people)} labelers have not finished all forms; the forms that they have finished count."
+        )
     places = [
         sum(num for order, num in orders.items() if order[place] == one.name)
         for one in study.conditions

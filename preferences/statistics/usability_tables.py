@@ -1,4 +1,4 @@
-"""The results of a usability study as tables, for the command line and for the lead's page."""
+"""The results of a usability study as tables, for the command line and the leads' page."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class ResultTable:
 
 
 def usability_tables(report: UsabilityReport) -> list[ResultTable]:
-    """Returns the tables of a report: by form, differences, the effect of order, the scales of load, preferences."""
+    """Returns the tables of a report: by form, differences, effect of order, scales of load, preferences, orders."""
     named = tuple(report.conditions)
     differences = tuple(
         _difference_row(one.measure, difference)
@@ -50,7 +50,7 @@ def usability_tables(report: UsabilityReport) -> list[ResultTable]:
     found = [
         ResultTable("By form (95% intervals over labelers)", ("", *named, "labelers"), _by_form(report.measures)),
         ResultTable("Differences", ("", "difference (95%)", "labelers", "labelers needed"), differences),
-        ResultTable("What each further place in the order adds", ("", "95%", "labelers"), orders),
+        ResultTable("What each later place in the order adds", ("", "95%", "labelers"), orders),
         ResultTable("Scales of load", ("", *named, "labelers"), _by_form(report.scales)),
         ResultTable("Preferred", ("form", "labelers"), preferred if any(said) else ()),
         ResultTable("Finished orders", ("order", "labelers"), finished),
@@ -95,14 +95,14 @@ def _spread(measure: Measure, estimate: Estimate, *, is_factor: bool = False) ->
 
 
 def conclusions(report: UsabilityReport) -> list[str]:
-    """Returns a sentence for each difference whose interval excludes "no difference", or one that none does."""
+    """Returns a sentence for each difference whose interval excludes "no difference", or one if none does."""
     found = [
         _sentence(one.measure, difference)
         for one in report.measures
         for difference in one.differences
         if _is_clear(one.measure, difference.found)
     ]
-    return found or ["No interval of a difference excludes that the forms are alike."]
+    return found or ["No difference between the forms was found."]
 
 
 def _is_clear(measure: Measure, estimate: Estimate) -> bool:

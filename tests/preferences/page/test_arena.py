@@ -611,7 +611,7 @@ def test_new_labelers_judge_the_gold_tasks_before_they_talk(world: Any, writers:
         page = ann.get("/")
         assert page.url.path == "/task"
         home = ann.get("/arena").text
-        assert "judge the first tasks, on the page Label" in home
+        assert "judge your first tasks on the page Label" in home
         assert "Ask both" not in home
         assert send_from(ann, "/arena", "/arena", question="Why?").status_code == 403
         opened_task = world.store.lease("ann", seconds=60, batch="gold")

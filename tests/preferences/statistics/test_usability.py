@@ -124,7 +124,7 @@ def test_what_is_not_finished_does_not_count():
     assert [one.num_labelers for one in load.by_condition] == [3, 4]
     assert load.differences[0].found.num_labelers == 3
     assert len(report.notes) == 2
-    assert report.notes[0] == "1 of 4 labelers have not finished all forms; finished forms of theirs count."
+    assert report.notes[0] == "1 of 4 labelers have not finished all forms; the forms that they have finished count."
     assert report.notes[1].startswith("The forms did not come equally often in each place")
 
 
@@ -138,7 +138,7 @@ def test_too_few_labelers_for_an_interval_is_said():
     assert rows["Load (raw TLX, 0 to 100, lower is better): rich - plain"][1:] == (
         "20.0 (2 labelers: an interval needs at least 3)", "2", "-"
     )  # fmt: skip
-    assert conclusions(report) == ["No interval of a difference excludes that the forms are alike."]
+    assert conclusions(report) == ["No difference between the forms was found."]
     empty = report_of([], [])
     assert usability_tables(empty) == []
 
