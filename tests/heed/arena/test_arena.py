@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
+import tomli_w
 
 from files.hashes import derive_seed
 from heed.arena.policies import ArenaPolicy, ArenaSampling, arena_policy, open_speaker
@@ -333,6 +334,37 @@ def test_verdicts_become_a_comparison_with_clusters_and_rankings_for_a_reward_mo
     assert len(rows) == len(choices)
     assert sum(row["ranks"] == [1, 1] for row in rows) == 2
     capsys.readouterr()
+
+
+@pytest.mark.nightly
+def test_a_reward_model_learns_from_verdicts(
+    processes: PolicyProcesses, model_folder: Path, judge: Callable[..., str], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    path = judge(processes, {})
+    config = arena_config(LabelingConfig())
+    with LabelStore(path) as store, ArenaSetup(processes, "arena").opened(path, store, config) as arena:
+        for number, choice in enumerate(("a", "b", "a-much", "tie", "bad", "b-much", "a", "b")):
+            person = f"p{number % 3}"
+            handle = arena.begin(account(person), f"Where is fox {number}?")
+            arena.judge(account(person), written(arena, person, handle), 0, Given(choice))
+            arena.ask(account(person), handle, 1, "And the dog?", "own" if number % 2 else "a")
+            arena.judge(account(person), written(arena, person, handle), 1, Given(choice))
+    rankings, job = tmp_path / "rankings.jsonl", tmp_path / "job.toml"
+    exported = ("--batch", "arena", "--format", "rankings", "--out", str(rankings))
+    assert run("label", "export", "--store", path, *exported) == 0
+    assert len(rankings.read_text().splitlines()) == 12  # without the four verdicts on whole dialogues
+    capsys.readouterr()
+    reward = {
+        "init_from": str(model_folder), "rankings": {"source": str(rankings)}, "heldout_share": 0.3,
+        "batch": {"batch_size": 4, "micro_batch_size": 2}, "optimizer": {"learning_rate": 1e-3},
+        "save_every_steps": 3, "evaluate_every_steps": 1,
+    }  # fmt: skip
+    job.write_text(tomli_w.dumps({"name": "arena", "engine": {"precision": "fp32"}, "reward": reward}))
+    assert run("run", str(job), "--runs", str(tmp_path)) == 0, capsys.readouterr().err
+    results = json.loads((tmp_path / "arena" / "reward" / "results.json").read_text())
+    assert results["train_comparisons"] + results["heldout_comparisons"] == 12
+    assert 0 < results["heldout_pairs"] <= results["heldout_comparisons"]  # ties order no pair
 
 
 def test_ten_people_at_once(processes: PolicyProcesses, judge: Callable[..., str]) -> None:
