@@ -134,10 +134,11 @@ def _measured_scale(
     num_failed = len(samples) - len(scores)
     if len(scores) < 2 or num_failed > config.max_failed_share * len(samples):
         rmtree(run.folder / SAMPLES / "scale")  # so that the next attempt scores again
+        failures = [f" The first: {sample.failure}" for sample in samples if not isfinite(sample.score)]
         raise ValueError(
             f"{num_failed} of {len(samples)} samples of the initial policy have no finite score;"
             f" ppo.max_failed_share allows {config.max_failed_share:.0%}, and at least two scores are needed."
-            f" The first: {next(sample.failure for sample in samples if not isfinite(sample.score))}"
+            + "".join(failures[:1])
         )
     return ScoreScale(mean(scores), stdev(scores))
 

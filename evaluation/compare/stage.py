@@ -265,8 +265,8 @@ def preflight(run: StageRun, config: CompareConfig) -> None:
 def _num_seen_in_training(prompts: Sequence[Prompt], trained_on: DataConfig) -> int:
     """Returns how many prompts have the messages of a prompt that PPO trains on, whatever their ids are."""
     compared = Counter(json.dumps(prompt.messages) for prompt in prompts)
-    seen = {json.dumps(prompt.messages) for _, prompt in stream_prompts(trained_on)} & compared.keys()
-    return sum(compared[messages] for messages in seen)
+    trained = (json.dumps(prompt.messages) for _, prompt in stream_prompts(trained_on))  # may be many more
+    return sum(compared[messages] for messages in {messages for messages in trained if messages in compared})
 
 
 def plan(planner: Planner, config: CompareConfig) -> StagePlan:

@@ -6,6 +6,7 @@ report are those of any job. While a round waits for people, no worker runs.
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rich.markup import escape
@@ -14,7 +15,7 @@ from files.atomic import write_json
 from files.records import as_json, read_record
 from heed.jobs.job import JobConfig
 from heed.jobs.pipeline import opened_run, run_stages
-from heed.jobs.report import write_run_report
+from heed.jobs.report import renew_status, write_run_report
 from heed.loop.collect import LabelsWaitError, RoundResults
 from heed.loop.config import GAIN, LoopConfig, name_of_round
 from heed.loop.gain import GainResults
@@ -52,9 +53,8 @@ def _run_rounds(load: Callable[[int], JobConfig], loop: LoopConfig, folder: Path
         stopped = why_stopped(folder, loop, round_number)
         if stopped:
             break
-    _write_state(folder, LoopState(round_number, stopped=stopped))
     console.print(f"the loop has stopped: {stopped}", markup=False)
-    run_stages(job, folder)
+    _run_until(job, folder, LoopState(round_number, stopped=stopped), waits=waits)
 
 
 def why_stopped(folder: Path, loop: LoopConfig, round_number: int) -> str:
@@ -83,12 +83,8 @@ def _say_round(loop: LoopConfig, job: JobConfig, round_number: int) -> None:
 
 def _run_round(job: JobConfig, folder: Path, round_number: int, *, waits: bool) -> bool:
     """Run a round, and wait for people's labels where it needs them. Returns whether it has finished."""
-    _write_state(folder, LoopState(round_number))
-    while (waiting := run_stages(job, folder, last=name_of_round(GAIN, round_number))) is not None:
-        # A stage of the job's own may wait for something that only a person can see.
-        if not isinstance(waiting, LabelsWaitError) or not _wait(folder, round_number, waiting, waits=waits):
-            return False
-        _write_state(folder, LoopState(round_number))
+    if not _run_until(job, folder, LoopState(round_number), last=name_of_round(GAIN, round_number), waits=waits):
+        return False
     collected = read_record(folder / name_of_round("collect", round_number) / "results.json", RoundResults)
     gain = read_record(folder / name_of_round(GAIN, round_number) / "results.json", GainResults)
     console.print(
@@ -99,14 +95,32 @@ def _run_round(job: JobConfig, folder: Path, round_number: int, *, waits: bool) 
     return True
 
 
-def _wait(folder: Path, round_number: int, waiting: LabelsWaitError, *, waits: bool) -> bool:
+def _run_until(job: JobConfig, folder: Path, state: LoopState, *, waits: bool, last: str = "") -> bool:
+    """Run the stages up to `last` ("" = all), and wait for people where one needs them. `state` is the loop's while it
+    does not wait. Returns whether the stages have finished.
+    """
+    _write_state(folder, state)
+    while (waiting := run_stages(job, folder, last=last)) is not None:
+        # A stage of the job's own may wait for something that only a person can see.
+        if not isinstance(waiting, LabelsWaitError) or not _wait(folder, state, waiting, waits=waits):
+            return False
+        _write_state(folder, state)
+    return True
+
+
+def _wait(folder: Path, unblocked: LoopState, waiting: LabelsWaitError, *, waits: bool) -> bool:
     """Show how many labels are missing until none is, including while their store cannot be used.
 
-    Returns True once none is missing; False at once without `waits`.
+    Returns True once none is missing; False at once without `waits`. `unblocked` is the loop's state when it does not wait.
     """
-    shown = LoopState(round_number)
+    shown, failure = unblocked, waiting.__cause__
+    # A store that opens again may fail at the same place, as on a full disk, so this waits at least once.
+    if isinstance(failure, STORE_AWAY):
+        state = replace(unblocked, store_away=reason_of(failure))
+    else:
+        state = _state_of(waiting, unblocked, shown)
     try:
-        while (state := _state_of(waiting, round_number, shown)) != LoopState(round_number):
+        while state != unblocked:
             if state != shown:
                 _write_state(folder, state)
                 write_run_report(folder)
@@ -115,7 +129,9 @@ def _wait(folder: Path, round_number: int, waiting: LabelsWaitError, *, waits: b
             if not waits:
                 console.print("the same command continues later", markup=False)
                 return False
+            renew_status(folder)
             time.sleep(POLL_SECONDS)
+            state = _state_of(waiting, unblocked, shown)
     except KeyboardInterrupt:
         console.print(f"{escape(folder.name)}: stopped while waiting for labels; the same command continues")
         raise
@@ -124,12 +140,12 @@ def _wait(folder: Path, round_number: int, waiting: LabelsWaitError, *, waits: b
     return True
 
 
-def _state_of(waiting: LabelsWaitError, round_number: int, shown: LoopState) -> LoopState:
-    """Returns what a round waits for now. Keeps the first reason why the store is away; later ones only vary it."""
+def _state_of(waiting: LabelsWaitError, unblocked: LoopState, shown: LoopState) -> LoopState:
+    """Returns what a loop waits for now. Keeps the first reason why the store is away; later ones only vary it."""
     try:
-        return LoopState(round_number, waiting.count_missing())
+        return replace(unblocked, waits_for=waiting.count_missing())
     except STORE_AWAY as error:
-        return shown if shown.store_away else LoopState(round_number, shown.waits_for, store_away=reason_of(error))
+        return shown if shown.store_away else replace(shown, store_away=reason_of(error))
 
 
 def _in_words(state: LoopState, before: LoopState) -> str:

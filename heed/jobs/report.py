@@ -1,5 +1,6 @@
 """Writes status.json while a job runs, then report.json and report.html; for `heed watch`, a page that shows both."""
 
+import json
 import os
 import socket
 import threading
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from files.atomic import write_json
-from files.records import as_json
+from files.records import as_json, record_of
 from heed.jobs.registry import BUILT_IN, registry_with, with_rounds
 from heed.loop.config import LoopConfig
 from stages.contract import StageWaitsError
@@ -36,6 +37,13 @@ def write_run_report(folder: Path) -> dict[str, Any]:
     from stages.reports.report import write_report
 
     return write_report(folder, _reporters(folder))
+
+
+def renew_status(folder: Path) -> None:
+    """Note in status.json that this process still works on the run, which waits: its last stage ended with that."""
+    with suppress(OSError, ValueError):  # as when a job writes its status
+        status = record_of(json.loads((folder / STATUS).read_text(encoding="utf-8")), RunStatus, STATUS)
+        write_json(folder / STATUS, as_json(replace(status, updated=time.time())))
 
 
 def live_run_page(folder: Path, live: "Live") -> str:

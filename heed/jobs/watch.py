@@ -182,12 +182,15 @@ def now_of(status: RunStatus, lines: list[dict[str, Any]], at: float) -> Now:
         return Now("better", "This run has finished.", None, facts, restarts)
     if status.state == "failed":
         return Now("worse", clean_text(f"This run has failed: {status.message}"), None, facts, restarts)
+    silent = at - status.updated
     if status.state == "waiting":
-        return Now("unclear", clean_text(status.message), None, facts, restarts)
+        # A loop that waits looks every few seconds; other commands end when they have to wait.
+        ended = f"No command has looked for {duration(silent)}: it ended or was killed. Run it again to continue."
+        text = f"{status.message}.{f' {ended}' if silent > SILENT_SECONDS else ''}"
+        return Now("unclear", clean_text(text), None, facts, restarts)
     where = f" in {status.stage}" if status.stage else ""
     if status.state == "stopped":
         return Now("unclear", f"This run was stopped{where}; the same command continues it.", None, facts, restarts)
-    silent = at - status.updated
     if silent > SILENT_SECONDS:
         text = (
             f"No update{where} for {duration(silent)}: the job may have been killed, or its storage or head may hang."

@@ -144,8 +144,8 @@ def _now(state: LoopState | None, store: str) -> str:
         return f"Round {state.round} waits for the label store: {state.store_away}"
     if state.waits_for:
         where = f" People give them where `heed label serve --store {store}` says." if store else ""
-        return f"Round {state.round} waits for {count_of(state.waits_for, 'label')} now.{where}"
-    return f"Round {state.round} is running."
+        return f"Round {state.round} waits for {count_of(state.waits_for, 'label')}.{where}"
+    return f"Round {state.round} has not finished."  # whether it runs, only the status knows
 
 
 def loop_section(

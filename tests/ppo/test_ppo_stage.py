@@ -3,7 +3,9 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from math import isnan, nan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +14,12 @@ from torch import Tensor
 
 from cluster.remote import Pending
 from lm.tokenizer import Tokenizer
-from ppo import loop
+from ppo import loop, stage
 from ppo.config import PPOConfig
 from ppo.rank import InitialModels
 from ppo.roles import Roles
 from ppo.rollout import Rollout
+from reward.sampling import Sample
 from stages.data import Fitting
 from training.config import EngineConfig
 from training.data import Prompt
@@ -231,3 +234,31 @@ def test_a_finished_run_that_lost_its_model_writes_it_again(run: Callable[..., N
     (tmp_path / "model" / "model.safetensors").unlink()
     run(tmp_path)  # killed after the last checkpoint, before the export
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [
+        ((0.5,), r"^0 of 1 samples of the initial policy have no finite score; .* two scores are needed\.$"),
+        ((0.5, nan, 1.0), r"^1 of 3 samples .* allows 0%, and .* needed\. The first: no answer$"),
+    ],
+)
+def test_too_few_scores_are_refused_with_a_reason(
+    scores: tuple[float, ...], said: str, model_folder: Path, ppo_config: Callable[..., PPOConfig], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def sampled(*_: Any, **__: Any) -> list[Sample]:
+        (tmp_path / "samples" / "scale").mkdir(parents=True)
+        return [
+            Sample(str(n), 0, "Yes.", 2, True, 0.0, score, "no answer" if isnan(score) else "")
+            for n, score in enumerate(scores)
+        ]
+
+    monkeypatch.setattr(stage, "sample_everywhere", sampled)
+    run = SimpleNamespace(
+        seed=1, folder=tmp_path, engine=EngineConfig(precision="fp32"), workers=lambda: SimpleNamespace(num_workers=1)
+    )
+    config = ppo_config(max_failed_share=0.0)
+    with pytest.raises(ValueError, match=said):
+        stage._measured_scale(run, model_folder, model_folder, (), config)  # type: ignore[arg-type]
+    assert not (tmp_path / "samples" / "scale").exists()  # the next attempt scores again

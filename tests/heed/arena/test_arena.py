@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
+import tomli_w
 
 from files.hashes import derive_seed
 from heed.arena.policies import ArenaPolicy, ArenaSampling, arena_policy, open_speaker
@@ -335,6 +336,37 @@ def test_verdicts_become_a_comparison_with_clusters_and_rankings_for_a_reward_mo
     capsys.readouterr()
 
 
+@pytest.mark.nightly
+def test_a_reward_model_learns_from_verdicts(
+    processes: PolicyProcesses, model_folder: Path, judge: Callable[..., str], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    path = judge(processes, {})
+    config = arena_config(LabelingConfig())
+    with LabelStore(path) as store, ArenaSetup(processes, "arena").opened(path, store, config) as arena:
+        for number, choice in enumerate(("a", "b", "a-much", "tie", "bad", "b-much", "a", "b")):
+            person = f"p{number % 3}"
+            handle = arena.begin(account(person), f"Where is fox {number}?")
+            arena.judge(account(person), written(arena, person, handle), 0, Given(choice))
+            arena.ask(account(person), handle, 1, "And the dog?", "own" if number % 2 else "a")
+            arena.judge(account(person), written(arena, person, handle), 1, Given(choice))
+    rankings, job = tmp_path / "rankings.jsonl", tmp_path / "job.toml"
+    exported = ("--batch", "arena", "--format", "rankings", "--out", str(rankings))
+    assert run("label", "export", "--store", path, *exported) == 0
+    assert len(rankings.read_text().splitlines()) == 12  # without the four verdicts on whole dialogues
+    capsys.readouterr()
+    reward = {
+        "init_from": str(model_folder), "rankings": {"source": str(rankings)}, "heldout_share": 0.3,
+        "batch": {"batch_size": 4, "micro_batch_size": 2}, "optimizer": {"learning_rate": 1e-3},
+        "save_every_steps": 3, "evaluate_every_steps": 1,
+    }  # fmt: skip
+    job.write_text(tomli_w.dumps({"name": "arena", "engine": {"precision": "fp32"}, "reward": reward}))
+    assert run("run", str(job), "--runs", str(tmp_path)) == 0, capsys.readouterr().err
+    results = json.loads((tmp_path / "arena" / "reward" / "results.json").read_text())
+    assert results["train_comparisons"] + results["heldout_comparisons"] == 12
+    assert 0 < results["heldout_pairs"] <= results["heldout_comparisons"]  # ties order no pair
+
+
 def test_ten_people_at_once(processes: PolicyProcesses, judge: Callable[..., str]) -> None:
     """All get both answers, in bits that do not depend on who else asks, and all verdicts are stored."""
     path = judge(processes, {})
@@ -418,6 +450,7 @@ def test_a_real_policy_against_a_changed_copy(
         writers.close()
     with LabelStore(path) as store:
         tasks = [one.task for one in store.tasks("arena")]
-    assert all(len(response.split()) > 2 for task in tasks for response in task.responses)
+    # Not of each: seeds are drawn anew in every run, and a right answer may be one word.
+    assert any(len(response.split()) > 2 for task in tasks for response in task.responses)
     assert run("replay", path, "--task", tasks[0].task_id) == 0
     assert capsys.readouterr().out.count("the same bits as recorded") == 2

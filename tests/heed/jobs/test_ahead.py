@@ -18,7 +18,7 @@ DEBUG = Path(__file__).parents[3] / "configs" / "jobs" / "debug.toml"
 AHEAD = ("ppo.placement.kind=asynchronous", "ppo.placement.max_staleness=1", "ppo.num_iterations=4")
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 def test_a_worker_lost_with_rollouts_in_flight_changes_no_bit(
     finished_run: Path,
     overrides: tuple[str, ...],

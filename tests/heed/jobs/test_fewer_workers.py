@@ -19,7 +19,7 @@ DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
 LONGER = ("pretrain.num_steps=24", "pretrain.save_every_steps=4", "min_workers=1", "cluster.wait_for_nodes_seconds=3")
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 def test_a_lost_node_leaves_one_worker_to_finish(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -105,7 +105,7 @@ def stopped_dashboard(head: Any, processes_of: Callable[[str], list[int]]) -> It
         os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 def test_a_head_that_stops_answering_for_a_while(
     ray_head: Any, talker: tuple[str, Path], processes: Callable[[str], list[int]]
 ) -> None:
@@ -177,7 +177,7 @@ class Tunnel:
         self.server.close()
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 def test_a_connection_that_is_refused_for_a_while(ray_head: Any, talker: tuple[str, Path]) -> None:
     job_id, go = talker
     tunnel = Tunnel(ray_head.address)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from math import isnan, nan
@@ -37,6 +38,7 @@ from heed.jobs.loop import run_loop, why_stopped
 from heed.jobs.plan import Setting, make_plan
 from heed.jobs.report import write_run_report
 from heed.jobs.run import Run
+from heed.jobs.watch import now_of
 from heed.loop.collect import (
     TASKS,
     AddedTask,
@@ -67,6 +69,7 @@ from preferences.statistics.intervals import clustered_mean
 from preferences.store import LabelStore
 from stages.lineage import LINEAGE
 from stages.planning.hardware import GPUS
+from stages.progress import RunStatus
 from training.data import Prompt
 
 JOBS = Path(__file__).parents[3] / "configs" / "jobs"
@@ -427,7 +430,7 @@ def test_the_page_grows_with_each_round(finished_loop: Path, tmp_path: Path) -> 
     write_json(begun / "loop.json", as_json(LoopState(2, 5)))
     write_run_report(begun)
     page = (begun / "report.html").read_text(encoding="utf-8")
-    assert "Round 2 waits for 5 labels now." in page
+    assert "Round 2 waits for 5 labels." in page
     assert "The loop has not compared a policy yet." in page
 
 
@@ -481,16 +484,30 @@ def label_server(store: str, labelers: Sequence[Labeler]) -> Iterator[threading.
 
 @pytest.mark.long
 @pytest.mark.usefixtures("one_ray")
-def test_people_label_through_the_server_while_the_loop_runs(tmp_path: Path) -> None:
-    store = str(tmp_path / "people.sqlite")
+def test_people_label_through_the_server_while_the_loop_runs(heed: Any, tmp_path: Path) -> None:
+    """The loop is killed while it waits for the first labels, and continued by the same command."""
+    store, folder = str(tmp_path / "people.sqlite"), tmp_path / "runs" / "tiny"
     path = job_file(tmp_path, 24, 2, f'store = "{store}"\nenough_share = 0.5\nahead_share = 0.5')
     world = load_job(path).open_world()
     assert world is not None
-    folder = run_loop(loader(path), tmp_path / "runs", waits=False)  # nobody has answered yet
-    assert read_state(folder) == LoopState(1, waits_for=6)  # half of the first twelve
-    status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
-    assert status["state"] == "waiting"
-    assert status["message"].startswith("collect waits for labels of batch 'tiny' in ")
+    waiting = heed("loop", str(path), "--runs", str(folder.parent))
+    while "waiting for 6 labels" not in waiting.output:  # half of the first twelve
+        assert waiting.process.poll() is None, waiting.output
+        time.sleep(0.05)
+    read_status = partial(read_record, folder / "status.json", RunStatus)
+    status = read_status()
+    while read_status().updated == status.updated:  # so `heed watch` says that it waits
+        time.sleep(0.05)
+    with pytest.raises(ValueError, match=f"process {waiting.process.pid} on .* is running this job here"):
+        run_loop(loader(path), folder.parent, waits=False)
+    waiting.kill_everything()
+    waiting.wait_until_gone()
+    killed = read_status()
+    assert killed.state == "waiting"
+    assert killed.message.startswith("collect waits for labels of batch 'tiny' in ")
+    assert "No command has looked for" in now_of(killed, [], killed.updated + 60).text
+    assert run_loop(loader(path), folder.parent, waits=False) == folder  # nobody has answered yet
+    assert read_state(folder) == LoopState(1, waits_for=6)
     answer(store, 8)
     with label_server(store, world.labelers(0)[:2]) as begins, ThreadPoolExecutor(1) as beside:
         # The first round has the eight labels; the second waits for more.
@@ -610,7 +627,7 @@ def test_a_loop_waits_for_a_database_that_restarts_and_says_so_once(
     restarting = threading.Thread(target=restart)
     restarting.start()
     waiting = LabelsWaitError("", partial(missing_labels, tmp_path, job.part("collect")))
-    assert controller._wait(tmp_path, 1, waiting, waits=True)
+    assert controller._wait(tmp_path, LoopState(1), waiting, waits=True)
     restarting.join()
     said = capsys.readouterr().err
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -618,6 +635,45 @@ def test_a_loop_waits_for_a_database_that_restarts_and_says_so_once(
     assert "Open tasks" not in page  # nobody has counted them yet
     assert said.startswith("waiting for 6 labels\nthe label store cannot be used (connection")
     assert said.count("cannot be used") == said.count("the label store is back") == 1
+
+
+def failing_store() -> LabelsWaitError:
+    """What a stage raises whose store opens, but cannot be written."""
+    with pytest.raises(LabelsWaitError) as raised, waiting_for_store("collect", "sqlite://"):
+        raise database.StoreClosedError("the disk is full", None)
+    return raised.value
+
+
+def test_a_store_that_opens_but_fails_again_is_not_tried_without_a_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, slept = [failing_store(), failing_store(), None], list[float]()
+    for waiting in waits[:2]:
+        waiting.count_missing = lambda: 0
+    monkeypatch.setattr(controller, "run_stages", lambda *_, **__: waits.pop(0))
+    monkeypatch.setattr(controller, "write_run_report", lambda _folder: {})
+    monkeypatch.setattr(controller.time, "sleep", slept.append)
+    assert controller._run_until(load_job(LOOP), tmp_path, LoopState(2), waits=True)
+    assert slept == [controller.POLL_SECONDS] * 2
+    waits[:] = [failing_store()]
+    assert not controller._run_until(load_job(LOOP), tmp_path, LoopState(2), waits=False)
+    assert read_state(tmp_path) == LoopState(2, store_away="the disk is full")
+
+
+def test_a_loop_that_has_stopped_waits_for_its_store_before_the_last_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, stopped = [failing_store(), None], LoopState(2, stopped="the budget of 6 labels is spent.")
+    waits[0].count_missing = lambda: 0
+    monkeypatch.setattr(controller, "run_stages", lambda *_, **__: waits.pop(0))
+    monkeypatch.setattr(controller, "write_run_report", lambda _folder: {})
+    monkeypatch.setattr(controller, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(controller, "why_stopped", lambda *_: stopped.stopped)
+    monkeypatch.setattr(controller, "_run_round", lambda *_, **__: True)
+    job = load_job(LOOP)
+    controller._run_rounds(lambda _rounds: job, LoopConfig(labels=6, rounds=2), tmp_path, waits=True)
+    assert waits == []
+    assert read_state(tmp_path) == replace(stopped, round=1)
 
 
 def test_a_second_command_disturbs_nothing(tmp_path: Path) -> None:

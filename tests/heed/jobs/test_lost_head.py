@@ -18,7 +18,7 @@ DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
 SOONER = "import cluster.head; cluster.head.HEAD_SECONDS = 3.0; from heed.cli import main; main()"
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 def test_a_lost_head_is_one_line(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with LocalCluster(num_nodes=1, cpus=1) as cluster, log.open("w") as output:

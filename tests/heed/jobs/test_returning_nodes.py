@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 CONFIG = ClusterConfig(wait_for_nodes_seconds=2)
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 def test_a_machine_that_comes_back_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     with LocalCluster(num_nodes=2, cpus=1) as cluster:

@@ -121,6 +121,11 @@ def test_only_this_machine_may_ask(tmp_path: Path) -> None:
         (replace(STATUS, updated=1_500.0), "No update in ppo for 1 min 50 s: the job may have been killed"),
         (replace(STATUS, message="waiting up to 90 s for places"), "ppo: waiting up to 90 s for places"),
         (replace(STATUS, state="stopped"), "This run was stopped in ppo; the same command continues it."),
+        (replace(STATUS, state="waiting", message="collect waits for labels"), "collect waits for labels."),
+        (
+            replace(STATUS, state="waiting", message="collect waits for labels", updated=1_500.0),
+            "collect waits for labels. No command has looked for 1 min 50 s: it ended or was killed. Run it again",
+        ),
         (replace(STATUS, state="failed", message="disk full"), "This run has failed: disk full"),
         (replace(STATUS, state="finished"), "This run has finished."),
     ],
