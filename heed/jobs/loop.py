@@ -111,7 +111,8 @@ def _run_until(job: JobConfig, folder: Path, state: LoopState, *, waits: bool, l
 def _wait(folder: Path, unblocked: LoopState, waiting: LabelsWaitError, *, waits: bool) -> bool:
     """Show how many labels are missing until none is, including while their store cannot be used.
 
-    Returns True once none is missing; False at once without `waits`. `unblocked` is the loop's state when it does not wait.
+    Returns True once none is missing; False at once without `waits`. `unblocked` is the state of a loop that does not
+    wait.
     """
     shown, failure = unblocked, waiting.__cause__
     # A store that opens again may fail at the same place, as on a full disk, so this waits at least once.
