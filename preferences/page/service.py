@@ -22,7 +22,7 @@ from preferences.formats.parts import Report, RowWarning
 from preferences.formats.registry import format_to_write
 from preferences.leases import Lease
 from preferences.names import known_pseudonym
-from preferences.page.config import LabelingConfig, Screening
+from preferences.page.config import LabelCriterion, LabelingConfig, Screening
 from preferences.page.quality_reports import QualityReports
 from preferences.progress import PaceLog
 from preferences.rankings import criteria_in, current_judgments
@@ -117,7 +117,9 @@ class LabelingService:
             lease = self._lease(account, stage.condition.batch)
             if lease is not None:
                 return self._presented(lease, session)
-            return "questionnaire" if stage.num_answered else self._why_nothing(account, [stage.condition.batch])
+            why = self._why_nothing(account, [stage.condition.batch])
+            # a closed batch may open again, so it ends no condition
+            return "questionnaire" if stage.num_answered and why != "batches closed" else why
         for batch in self.batches():
             lease = self._lease(account, batch)
             if lease is not None:
@@ -243,22 +245,16 @@ class LabelingService:
         none should be, and what `LabelStore.submit` raises.
         """
         lease, milliseconds = self._sealed_lease(account, session, form)
-        self._require_turns(lease, answer)
+        config = self._config_of(lease)
+        _require_turns(lease, answer, config.turn_criteria)
         earlier = self.earlier_answer(lease) if account.role == "labeler" and lease.revision else None
         total = min(milliseconds + (earlier.milliseconds if earlier is not None else 0), MAX_MILLISECONDS)
-        timed, version = replace(answer, milliseconds=total), self._config_of(lease).version
+        timed, version = replace(answer, milliseconds=total), config.version
         with _without_id(account, lease):
             if account.role == "lead":
                 self.store.adjudicate(lease, timed, client=client, instructions_version=version, act="adjudicated")
             else:
                 self.store.submit(lease, timed, client=client, instructions_version=version)
-
-    def _require_turns(self, lease: Lease, answer: Answer) -> None:
-        turns, given = assistant_turns(lease.shown.prompt), [(one.name, one.turn) for one in answer.annotations.turns]
-        if sorted(given) != sorted((one.name, turn) for one in self.config.turn_criteria for turn in turns):
-            names = ", ".join(one.name for one in self.config.turn_criteria)
-            expected = f"one per turn of the assistant (it has {len(turns)}) by {names}" if names else "none"
-            raise ValueError(f"turns: {len(given)} ratings of earlier turns were given; {expected} was expected")
 
     def skip(self, account: Account, session: str, form: TaskForm, reason: str, client: str) -> None:
         """Leaves a task to other labelers. Raises what `answer` raises."""
@@ -310,6 +306,15 @@ class LabelingService:
             seen.add(event.handle)
             found.append((event, is_current))
         return found
+
+
+def _require_turns(lease: Lease, answer: Answer, criteria: Sequence[LabelCriterion]) -> None:
+    """Raises: ValueError unless the answer rates each turn of the assistant by each of these criteria."""
+    turns, given = assistant_turns(lease.shown.prompt), [(one.name, one.turn) for one in answer.annotations.turns]
+    if sorted(given) != sorted((one.name, turn) for one in criteria for turn in turns):
+        names = ", ".join(one.name for one in criteria)
+        expected = f"one per turn of the assistant (it has {len(turns)}) by {names}" if names else "none"
+        raise ValueError(f"turns: {len(given)} ratings of earlier turns were given; {expected} was expected")
 
 
 @contextmanager

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from preferences import usability
-from preferences.page.config import LabelingConfig, Screening
+from preferences.assignment import set_settings
+from preferences.page.config import LabelCriterion, LabelingConfig, Screening
 from preferences.page.study_config import StudyConfig
 from preferences.questionnaire import LOAD, SUS
 from preferences.records import Message, Task
@@ -239,3 +240,44 @@ def test_a_lead_reads_the_results(visit):
     assert lead.get("/lead/usability?study=other").status_code == 409
     assert client.get("/lead/usability").status_code == 403
     assert "/lead/usability" in lead.get("/lead/quality").text
+
+
+def test_only_the_forms_own_turns_are_rated(world, visit):
+    """The server's form rates turns, and one condition's does; the other must neither ask nor expect them."""
+    turns = (Message("user", "Say it"), Message("assistant", "it"), Message("user", "Again"))
+    for number in range(2):
+        world.add(replace(make_task(f"t{number}"), prompt=turns), batch="study", num_labelers=2)
+    base = LabelingConfig(asks_ratings=False, criteria=(LabelCriterion(name="right", each_turn=True),))
+    conditions = [
+        {"name": "responses", "batch": "study", "criteria": []},
+        {"name": "turns", "batch": "study", "criteria": [{"name": "polite", "each_turn": True}]},
+    ]
+    stored, _ = StudyConfig(
+        name="turns", labelers=("ann", "bob"), tasks_per_condition=1, practice_tasks=0, conditions=conditions
+    ).study(base)
+    with world.store.writing() as connection:
+        usability.start(connection, stored, ("ann", "bob"), world.clock())
+    client = visit("ann", base)
+    for place in range(2):
+        page = client.post("/instructions", data=hidden(client.get("/instructions")))
+        fields = hidden(page) | {"rank_0": "1", "rank_1": "2"}
+        if "turn_0_1" in page.text:
+            fields |= {"turn_0_1": "5", "criterion_0_0": "5", "criterion_0_1": "3"}
+        page = client.post("/task/answer", data=fields)
+        assert (page.url.path, page.status_code) == ("/usability", 200), page.text
+        client.post("/usability", data=said(page, preferred="none") if place else said(page))
+    rated = [[(one.name, one.turn) for one in answer.annotations.turns] for answer in world.store.judgments("study")]
+    assert sorted(rated) == [[], [("polite", 1)]]
+
+
+def test_a_batch_that_is_closed_for_a_while_ends_no_form(world, visit, study):
+    client = visit("ann", PLAIN)
+    page = client.post("/instructions", data=hidden(client.get("/instructions")))
+    with world.store.writing() as connection:
+        set_settings(connection, "study", is_closed=True)
+    page = judge(client, page)
+    assert (page.url.path, "closed all batches" in page.text) == ("/task", True)
+    assert client.get("/usability").url.path == "/task"
+    with world.store.writing() as connection:
+        set_settings(connection, "study", is_closed=False)
+    assert "Which response is best?" in client.get("/task").text
