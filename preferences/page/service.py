@@ -128,10 +128,7 @@ class LabelingService:
 
     def stage(self, account: Account) -> Stage | None:
         """Returns where a labeler stands in a running usability study; None if they are in none."""
-        if account.role == "lead" or (account.state == "new" and self.config.screening is not None):
-            return None
-        with self.store.reading() as connection:
-            return usability.stage_of(connection, account.name)
+        return stage_in_study(self.store, self.config, account)
 
     def config_for(self, account: Account) -> LabelingConfig:
         """Returns the configuration with the form that this person gets next, whose instructions they read first."""
@@ -328,6 +325,14 @@ def _without_id(account: Account, lease: Lease) -> Iterator[None]:
         raise ValueError(str(error).replace(repr(lease.task_id), "at hand")) from error
 
 
+def stage_in_study(store: LabelStore, config: LabelingConfig, account: Account) -> Stage | None:
+    """Returns where a labeler stands in a running usability study; None if they are in none, or are still screened."""
+    if account.role == "lead" or (account.state == "new" and config.screening is not None):
+        return None
+    with store.reading() as connection:
+        return usability.stage_of(connection, account.name)
+
+
 def has_met_quota(store: LabelStore, config: LabelingConfig, account: Account, now: float) -> bool:
     """Whether a labeler has given as many answers since midnight, UTC, as they may per day."""
     quota = account.daily_quota or config.daily_quota
@@ -340,12 +345,14 @@ def has_met_quota(store: LabelStore, config: LabelingConfig, account: Account, n
 
 def why_no_answer(
     store: LabelStore, config: LabelingConfig, account: Account, batch: str, now: float
-) -> Waiting | Literal[""]:
+) -> Waiting | Literal["usability study", ""]:
     """Returns why somebody may not add an answer to a batch that has no task for it yet, as the arena does; "" if they
     may. The rules are those for tasks, and leads are exempt.
     """
     if account.role == "lead":
         return ""
+    if stage_in_study(store, config, account) is not None:
+        return "usability study"
     if account.read_version != config.version:
         return "instructions"
     if account.state == "new" and config.screening is not None:
