@@ -370,7 +370,10 @@ def store_answer(connection: Connection, name: str, answer: QuestionnaireAnswer,
             f"comment has {len(answer.comment):,} characters; at most {MAX_COMMENT_CHARACTERS:,} were expected"
         )
     require_text("the questionnaire", "comment", [answer.comment])
-    stage, who = stage_of(connection, name), known_pseudonym(connection, name)
+    who = known_pseudonym(connection, name)
+    own = select(usability_participants.c.study).where(usability_participants.c.labeler == who)
+    connection.execute(own.with_for_update())  # a form that is sent twice at once waits here, and is then known
+    stage = stage_of(connection, name)
     if stage is None or stage.conditions[stage.place] != answer.condition or not stage.num_answered:
         if any(one.condition == answer.condition for one in answers(connection, who=who)):
             return False

@@ -2,6 +2,7 @@
 
 import shutil
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import pairwise
 
@@ -249,3 +250,17 @@ def test_a_condition_takes_over_what_it_leaves_out(tmp_path):
     assert base.with_form(study.conditions[1].form).version == forms[1].version
     with pytest.raises(ValueError, match=r"conditions\.1: 'two' has the form and the batch of 'one'"):
         load(tmp_path, HEAD + PAIR).study(base)
+
+
+def test_a_questionnaire_that_is_sent_twice_at_once_is_stored_once(either_store):
+    start(either_store)
+    now = stage(either_store, "ann")
+    judge(either_store, "ann", now.condition.version, 2)
+    first = now.conditions[0]
+    with ThreadPoolExecutor() as pool:
+        with either_store.writing() as connection:
+            said = QuestionnaireAnswer("ann", first, LOAD, SUS)
+            stored = usability.store_answer(connection, "ann", said, 9.0)
+            second = pool.submit(say, either_store, "ann", first)
+            wait([second], timeout=0.3)  # it waits for this transaction, or it has not begun
+        assert (stored, second.result()) == (True, False)
