@@ -375,7 +375,8 @@ def store_answer(connection: Connection, name: str, answer: QuestionnaireAnswer,
     connection.execute(own.with_for_update())  # a form that is sent twice at once waits here, and is then known
     stage = stage_of(connection, name)
     if stage is None or stage.conditions[stage.place] != answer.condition or not stage.num_answered:
-        if any(one.condition == answer.condition for one in answers(connection, who=who)):
+        running = "" if stage is None else stage.study.name
+        if any(one.condition == answer.condition for one in answers(connection, running, who=who)):
             return False
         raise ValueError("no questionnaire about this form is due")
     num = len(stage.conditions)

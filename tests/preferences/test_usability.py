@@ -264,3 +264,17 @@ def test_a_questionnaire_that_is_sent_twice_at_once_is_stored_once(either_store)
             second = pool.submit(say, either_store, "ann", first)
             wait([second], timeout=0.3)  # it waits for this transaction, or it has not begun
         assert (stored, second.result()) == (True, False)
+
+
+def test_answers_in_an_earlier_study_are_none_in_this_one(store):
+    start(store)
+    for place, condition in enumerate(stage(store, "ann").conditions):
+        judge(store, "ann", STUDY.conditions[condition].version, 2)
+        assert say(store, "ann", condition, NO_PREFERENCE if place else NOT_ASKED)
+    with store.writing() as connection:
+        usability.stop(connection, "s", 7.0)
+    store.add_tasks([replace(one, task_id=f"again {one.task_id}") for one in TASKS], batch="c", num_labelers=4)
+    start(store, replace(STUDY, name="next", conditions=tuple(replace(one, batch="c") for one in STUDY.conditions)))
+    for condition in (0, 1):
+        with pytest.raises(ValueError, match="no questionnaire about this form is due"):
+            say(store, "ann", condition)
