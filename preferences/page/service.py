@@ -114,7 +114,7 @@ class LabelingService:
         if has_met_quota(self.store, self.config, account, self._clock()):
             return "daily quota"
         if stage is not None:
-            lease = self._lease(account, stage.condition.batch)
+            lease = self._lease(account, stage.condition.batch, is_random=True)
             if lease is not None:
                 return self._presented(lease, session)
             why = self._why_nothing(account, [stage.condition.batch])
@@ -219,8 +219,9 @@ class LabelingService:
         lease, _ = self._sealed_lease(account, session, form)
         self.store.reveal(lease)
 
-    def _lease(self, account: Account, batch: str) -> Lease | None:
-        is_random, seconds = self.config.task_order == "random", self.config.lease_seconds
+    def _lease(self, account: Account, batch: str, *, is_random: bool = False) -> Lease | None:
+        """Leases a batch's next task, in the configured order unless `is_random`."""
+        is_random, seconds = is_random or self.config.task_order == "random", self.config.lease_seconds
         return self.store.lease(account.name, seconds=seconds, batch=batch, is_random=is_random, tags=account.tags)
 
     def _presented(self, lease: Lease, session: str) -> PresentedTask:
