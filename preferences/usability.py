@@ -338,8 +338,9 @@ def _num_answered(connection: Connection, who: str, condition: Condition) -> int
 def condition_of(connection: Connection, task_id: str, name: str) -> Condition | None:
     """Returns the condition whose form a person gets on a task; None if the task's batch is in no study.
 
-    It is the condition of their last answer to the task, else the condition that they are in, else, for leads and after
-    a study, the first one on the batch.
+    It is the condition of their last answer to the task, else the condition that they are in, else, for leads and those
+    who are through, the first one on the batch of a running study. A labeler outside of the study, who had leased the
+    task before it started, keeps the server's form.
     """
     own_studies = studies(connection)
     batch = connection.scalar(select(tasks.c.batch).where(tasks.c.task_id == task_id)) if own_studies else None
@@ -355,7 +356,16 @@ def condition_of(connection: Connection, task_id: str, name: str) -> Condition |
         return next((one for one in on_batch if one.version == given[-1]), None)
     if stage is not None and stage.condition.batch == batch:
         return stage.condition
-    return on_batch[0] if batch in batches_in_studies(connection) else None
+    if batch not in batches_in_studies(connection) or _is_outsider(connection, who, name):
+        return None
+    return on_batch[0]
+
+
+def _is_outsider(connection: Connection, who: str, name: str) -> bool:
+    """Whether somebody is a labeler who takes part in no study."""
+    own = select(usability_participants.c.study).where(usability_participants.c.labeler == who).limit(1)
+    role = connection.scalar(select(accounts.c.role).where(accounts.c.name == name))
+    return role == "labeler" and connection.scalar(own) is None
 
 
 def store_answer(connection: Connection, name: str, answer: QuestionnaireAnswer, now: float) -> bool:

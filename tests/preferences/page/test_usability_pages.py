@@ -297,3 +297,19 @@ def test_tasks_of_a_study_come_in_random_order(world, visit):
         page = judge(client, page)
     judged = [judgment.task_id for judgment in world.store.judgments("study")]
     assert (len(judged), judged == names[:6]) == (6, False)
+
+
+def test_whoever_had_a_task_before_the_study_answers_the_form_that_they_saw(world, visit):
+    world.join("cy")
+    world.add(*(make_task(f"t{number}") for number in range(4)), batch="study", num_labelers=3)
+    client = visit("cy", PLAIN)
+    page = client.get("/task")
+    asked = STUDY.model_copy(update={"conditions": STUDY.conditions[::-1]})  # first the form with a criterion
+    with world.store.writing() as connection:
+        usability.start(connection, asked.study(PLAIN)[0], asked.labelers, world.clock())
+    assert judge(client, page).status_code == 200
+    (judgment,) = world.store.judgments("study")
+    assert (judgment.labeler, judgment.instructions_version) == ("cy", PLAIN.version)
+    assert "My answers" in client.get("/answers").text
+    lead = visit("eve", PLAIN, has_read=False)
+    assert 'name="criterion_0_0"' in lead.get("/lead/task?task=t3").text
