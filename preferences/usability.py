@@ -63,6 +63,13 @@ class Study:
     started_at: float = 0.0
     stopped_at: float = 0.0
 
+    def is_part(self, first_at: float) -> bool:
+        """Whether a labeler's events on a task belong to the study, given the time of the first one.
+
+        The same form may have been used on its batch before the study, and may be after it.
+        """
+        return self.started_at <= first_at and (not self.stopped_at or first_at <= self.stopped_at)
+
 
 @dataclass(frozen=True)
 class Participant:
@@ -324,14 +331,16 @@ def stage_of(connection: Connection, name: str) -> Stage | None:
     study, order = found
     place = sum(one.condition in order for one in answers(connection, study.name, who=who))
     condition = study.conditions[order[place]]
-    return Stage(study, order, place, _num_answered(connection, who, condition))
+    return Stage(study, order, place, _num_answered(connection, who, study, condition))
 
 
-def _num_answered(connection: Connection, who: str, condition: Condition) -> int:
+def _num_answered(connection: Connection, who: str, study: Study, condition: Condition) -> int:
     """Counts the labeler's current answers with the condition's form. A labeler's last event on a task is current."""
-    events = select(judgments.c.task, judgments.c.kind, judgments.c.instructions_version)
+    events = select(judgments.c.task, judgments.c.kind, judgments.c.instructions_version, judgments.c.created_at)
     own = events.join(tasks).where(judgments.c.labeler == who, tasks.c.batch == condition.batch)
-    last = {row.task: row for row in connection.execute(own.order_by(judgments.c.revision))}
+    rows = list(connection.execute(own.order_by(judgments.c.revision)))
+    first_at = {row.task: row.created_at for row in reversed(rows)}
+    last = {row.task: row for row in rows if study.is_part(first_at[row.task])}
     return sum(row.kind == "answer" and row.instructions_version == condition.version for row in last.values())
 
 

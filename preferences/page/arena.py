@@ -50,8 +50,8 @@ RUNNING = "A turn of yours is still being written. Wait for it, or stop it; then
 WHY_CLOSED = {  # to labelers, who may give no verdict now
     "instructions": "Read the instructions first, and send this again afterwards.",
     "usability study": (
-        "You take part in a usability study. Until you have answered its last questions, its tasks are all that you get."
-        " They are on the page Label."
+        "You take part in a usability study. Until you have answered its last questions, its tasks are all that you"
+        " get. They are on the page Label."
     ),
     "screening": "Before you talk to the models, judge the first tasks, on the page Label.",
     "daily quota": (

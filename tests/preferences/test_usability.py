@@ -278,3 +278,14 @@ def test_answers_in_an_earlier_study_are_none_in_this_one(store):
     for condition in (0, 1):
         with pytest.raises(ValueError, match="no questionnaire about this form is due"):
             say(store, "ann", condition)
+
+
+def test_answers_with_the_same_form_before_the_study_do_not_count(store, clock):
+    judge(store, "ann", "v1")
+    judge(store, "ann", "v2")
+    clock.now += 60
+    with store.writing() as connection:
+        usability.start(connection, replace(STUDY, tasks_per_condition=1), NAMES, clock.now)
+    assert stage(store, "ann").num_answered == 0
+    judge(store, "ann", stage(store, "ann").condition.version)
+    assert stage(store, "ann").num_answered == 1

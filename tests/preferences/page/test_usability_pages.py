@@ -271,7 +271,8 @@ def test_only_the_forms_own_turns_are_rated(world, visit):
     assert sorted(rated) == [[], [("polite", 1)]]
 
 
-def test_a_batch_that_is_closed_for_a_while_ends_no_form(world, visit, study):
+@pytest.mark.usefixtures("study")
+def test_a_batch_that_is_closed_for_a_while_ends_no_form(world, visit):
     client = visit("ann", PLAIN)
     page = client.post("/instructions", data=hidden(client.get("/instructions")))
     with world.store.writing() as connection:
