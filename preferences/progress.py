@@ -35,6 +35,7 @@ MAX_TIMES_MEDIAN = 5
 NUM_DRAWS = 400
 RANGE = (10, 90)  # percentiles
 MAX_DAYS_AHEAD = 3_650
+FAR_DAYS = 10**9  # from 1970; an impossible time of an old store counts as so far off, because arrays hold 64 bits
 
 Numbers = NDArray[Any]
 
@@ -149,7 +150,8 @@ class PaceLog:
             self._num_events[row.batch] = self._num_events.get(row.batch, 0) + 1
             if row.kind != "adjudication":
                 work = self._work.setdefault((row.labeler, row.batch), _Work())
-                work.add(int(row.created_at // DAY_SECONDS), row.milliseconds, row.change)
+                day = min(max(row.created_at // DAY_SECONDS, -FAR_DAYS), FAR_DAYS)
+                work.add(int(day), row.milliseconds, row.change)
         return found
 
     def num_events(self, batch: str) -> int:

@@ -62,6 +62,13 @@ class Study:
     started_at: float = 0.0
     stopped_at: float = 0.0
 
+    def is_part(self, first_at: float) -> bool:
+        """Whether a labeler's events on a task belong to the study, given the time of the first one.
+
+        The same form may have been used on its batch before the study, and may be after it.
+        """
+        return self.started_at <= first_at and (not self.stopped_at or first_at <= self.stopped_at)
+
 
 @dataclass(frozen=True)
 class Participant:
@@ -323,14 +330,16 @@ def stage_of(connection: Connection, name: str) -> Stage | None:
     study, order = found
     place = sum(one.condition in order for one in answers(connection, study.name, who=who))
     condition = study.conditions[order[place]]
-    return Stage(study, order, place, _num_answered(connection, who, condition))
+    return Stage(study, order, place, _num_answered(connection, who, study, condition))
 
 
-def _num_answered(connection: Connection, who: str, condition: Condition) -> int:
+def _num_answered(connection: Connection, who: str, study: Study, condition: Condition) -> int:
     """Counts the labeler's current answers with the condition's form. A labeler's last event on a task is current."""
-    events = select(judgments.c.task, judgments.c.kind, judgments.c.instructions_version)
+    events = select(judgments.c.task, judgments.c.kind, judgments.c.instructions_version, judgments.c.created_at)
     own = events.join(tasks).where(judgments.c.labeler == who, tasks.c.batch == condition.batch)
-    last = {row.task: row for row in connection.execute(own.order_by(judgments.c.revision))}
+    rows = list(connection.execute(own.order_by(judgments.c.revision)))
+    first_at = {row.task: row.created_at for row in reversed(rows)}
+    last = {row.task: row for row in rows if study.is_part(first_at[row.task])}
     return sum(row.kind == "answer" and row.instructions_version == condition.version for row in last.values())
 
 
@@ -338,7 +347,8 @@ def condition_of(connection: Connection, task_id: str, name: str) -> Condition |
     """Returns the condition whose form a person gets on a task; None if the task's batch is in no study.
 
     It is the condition of their last answer to the task, or else the condition that they are in. For leads, and for
-    labelers who have finished, it is the first condition on the batch, while the study runs.
+    labelers who have finished, it is the first condition on the batch, while the study runs. A labeler who is not in
+    the study, and had leased the task before it started, keeps the server's form.
     """
     own_studies = studies(connection)
     batch = connection.scalar(select(tasks.c.batch).where(tasks.c.task_id == task_id)) if own_studies else None
@@ -354,7 +364,16 @@ def condition_of(connection: Connection, task_id: str, name: str) -> Condition |
         return next((one for one in on_batch if one.version == given[-1]), None)
     if stage is not None and stage.condition.batch == batch:
         return stage.condition
-    return on_batch[0] if batch in batches_in_studies(connection) else None
+    if batch not in batches_in_studies(connection) or _is_outsider(connection, who, name):
+        return None
+    return on_batch[0]
+
+
+def _is_outsider(connection: Connection, who: str, name: str) -> bool:
+    """Whether somebody is a labeler who takes part in no study."""
+    own = select(usability_participants.c.study).where(usability_participants.c.labeler == who).limit(1)
+    role = connection.scalar(select(accounts.c.role).where(accounts.c.name == name))
+    return role == "labeler" and connection.scalar(own) is None
 
 
 def store_answer(connection: Connection, name: str, answer: QuestionnaireAnswer, now: float) -> bool:
@@ -369,9 +388,13 @@ def store_answer(connection: Connection, name: str, answer: QuestionnaireAnswer,
             f"comment has {len(answer.comment):,} characters; at most {MAX_COMMENT_CHARACTERS:,} were expected"
         )
     require_text("the questionnaire", "comment", [answer.comment])
-    stage, who = stage_of(connection, name), known_pseudonym(connection, name)
+    who = known_pseudonym(connection, name)
+    own = select(usability_participants.c.study).where(usability_participants.c.labeler == who)
+    connection.execute(own.with_for_update())  # a form that is sent twice at once waits here, and is then known
+    stage = stage_of(connection, name)
     if stage is None or stage.conditions[stage.place] != answer.condition or not stage.num_answered:
-        if any(one.condition == answer.condition for one in answers(connection, who=who)):
+        running = "" if stage is None else stage.study.name
+        if any(one.condition == answer.condition for one in answers(connection, running, who=who)):
             return False
         raise ValueError("no questionnaire about this form is due")
     num = len(stage.conditions)

@@ -165,7 +165,8 @@ def _handle_errors(app: FastAPI, site: Site, routes: Sequence[BaseRoute]) -> Non
 
     @app.exception_handler(ValueError)
     def contradicts(request: Request, error: ValueError) -> Response:
-        return problem(request, 409, "Not stored", str(error))
+        heading = "Not possible" if request.method == "GET" else "Not stored"
+        return problem(request, 409, heading, str(error))
 
     @app.exception_handler(HTTPException)
     def refused_by_status(request: Request, error: HTTPException) -> Response:

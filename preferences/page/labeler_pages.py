@@ -175,7 +175,7 @@ class TaskPages:
     def home(self, request: Request) -> Response:
         account, _ = self.site.signed_in(request)
         is_screened = account.role == "labeler" and account.state == "new" and self.service.config.screening is not None
-        if self.site.has_arena and not is_screened:
+        if self.site.has_arena and not is_screened and self.service.stage(account) is None:
             return redirect("/arena")
         return redirect("/lead" if account.role == "lead" else "/task")
 

@@ -22,7 +22,7 @@ from preferences.formats.parts import Report, RowWarning
 from preferences.formats.registry import format_to_write
 from preferences.leases import Lease
 from preferences.names import known_pseudonym
-from preferences.page.config import LabelingConfig, Screening
+from preferences.page.config import LabelCriterion, LabelingConfig, Screening
 from preferences.page.quality_reports import QualityReports
 from preferences.progress import PaceLog
 from preferences.rankings import criteria_in, current_judgments
@@ -114,10 +114,12 @@ class LabelingService:
         if has_met_quota(self.store, self.config, account, self._clock()):
             return "daily quota"
         if stage is not None:
-            lease = self._lease(account, stage.condition.batch)
+            lease = self._lease(account, stage.condition.batch, is_random=True)
             if lease is not None:
                 return self._presented(lease, session)
-            return "questionnaire" if stage.num_answered else self._why_nothing(account, [stage.condition.batch])
+            why = self._why_nothing(account, [stage.condition.batch])
+            # a closed batch may open again, so it ends no condition
+            return "questionnaire" if stage.num_answered and why != "batches closed" else why
         for batch in self.batches():
             lease = self._lease(account, batch)
             if lease is not None:
@@ -126,10 +128,7 @@ class LabelingService:
 
     def stage(self, account: Account) -> Stage | None:
         """Returns where a labeler stands in a running usability study; None if they are in none."""
-        if account.role == "lead" or (account.state == "new" and self.config.screening is not None):
-            return None
-        with self.store.reading() as connection:
-            return usability.stage_of(connection, account.name)
+        return stage_in_study(self.store, self.config, account)
 
     def config_for(self, account: Account) -> LabelingConfig:
         """Returns the configuration with the form that this person gets next, whose instructions they read first."""
@@ -220,8 +219,9 @@ class LabelingService:
         lease, _ = self._sealed_lease(account, session, form)
         self.store.reveal(lease)
 
-    def _lease(self, account: Account, batch: str) -> Lease | None:
-        is_random, seconds = self.config.task_order == "random", self.config.lease_seconds
+    def _lease(self, account: Account, batch: str, *, is_random: bool = False) -> Lease | None:
+        """Leases a batch's next task, in the configured order unless `is_random`."""
+        is_random, seconds = is_random or self.config.task_order == "random", self.config.lease_seconds
         return self.store.lease(account.name, seconds=seconds, batch=batch, is_random=is_random, tags=account.tags)
 
     def _presented(self, lease: Lease, session: str) -> PresentedTask:
@@ -243,22 +243,16 @@ class LabelingService:
         none should be, and what `LabelStore.submit` raises.
         """
         lease, milliseconds = self._sealed_lease(account, session, form)
-        self._require_turns(lease, answer)
+        config = self._config_of(lease)
+        _require_turns(lease, answer, config.turn_criteria)
         earlier = self.earlier_answer(lease) if account.role == "labeler" and lease.revision else None
         total = min(milliseconds + (earlier.milliseconds if earlier is not None else 0), MAX_MILLISECONDS)
-        timed, version = replace(answer, milliseconds=total), self._config_of(lease).version
+        timed, version = replace(answer, milliseconds=total), config.version
         with _without_id(account, lease):
             if account.role == "lead":
                 self.store.adjudicate(lease, timed, client=client, instructions_version=version, act="adjudicated")
             else:
                 self.store.submit(lease, timed, client=client, instructions_version=version)
-
-    def _require_turns(self, lease: Lease, answer: Answer) -> None:
-        turns, given = assistant_turns(lease.shown.prompt), [(one.name, one.turn) for one in answer.annotations.turns]
-        if sorted(given) != sorted((one.name, turn) for one in self.config.turn_criteria for turn in turns):
-            names = ", ".join(one.name for one in self.config.turn_criteria)
-            expected = f"one per turn of the assistant (it has {len(turns)}) by {names}" if names else "none"
-            raise ValueError(f"turns: {len(given)} ratings of earlier turns were given; {expected} was expected")
 
     def skip(self, account: Account, session: str, form: TaskForm, reason: str, client: str) -> None:
         """Leaves a task to other labelers. Raises what `answer` raises."""
@@ -312,6 +306,15 @@ class LabelingService:
         return found
 
 
+def _require_turns(lease: Lease, answer: Answer, criteria: Sequence[LabelCriterion]) -> None:
+    """Raises: ValueError unless the answer rates each turn of the assistant by each of these criteria."""
+    turns, given = assistant_turns(lease.shown.prompt), [(one.name, one.turn) for one in answer.annotations.turns]
+    if sorted(given) != sorted((one.name, turn) for one in criteria for turn in turns):
+        names = ", ".join(one.name for one in criteria)
+        expected = f"one per turn of the assistant (it has {len(turns)}) by {names}" if names else "none"
+        raise ValueError(f"turns: {len(given)} ratings of earlier turns were given; {expected} was expected")
+
+
 @contextmanager
 def _without_id(account: Account, lease: Lease) -> Iterator[None]:
     """Removes the task's id from error messages for labelers, because it may reveal what they must not know."""
@@ -321,6 +324,14 @@ def _without_id(account: Account, lease: Lease) -> Iterator[None]:
         if account.role == "lead":
             raise
         raise ValueError(str(error).replace(repr(lease.task_id), "at hand")) from error
+
+
+def stage_in_study(store: LabelStore, config: LabelingConfig, account: Account) -> Stage | None:
+    """Returns where a labeler stands in a running usability study; None if they are in none, or are still screened."""
+    if account.role == "lead" or (account.state == "new" and config.screening is not None):
+        return None
+    with store.reading() as connection:
+        return usability.stage_of(connection, account.name)
 
 
 def has_met_quota(store: LabelStore, config: LabelingConfig, account: Account, now: float) -> bool:
@@ -335,12 +346,14 @@ def has_met_quota(store: LabelStore, config: LabelingConfig, account: Account, n
 
 def why_no_answer(
     store: LabelStore, config: LabelingConfig, account: Account, batch: str, now: float
-) -> Waiting | Literal[""]:
+) -> Waiting | Literal["usability study", ""]:
     """Returns why somebody may not add an answer to a batch that has no task for it yet, as the arena does; "" if they
     may. The rules are those for tasks, and leads are exempt.
     """
     if account.role == "lead":
         return ""
+    if stage_in_study(store, config, account) is not None:
+        return "usability study"
     if account.read_version != config.version:
         return "instructions"
     if account.state == "new" and config.screening is not None:

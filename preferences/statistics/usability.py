@@ -189,8 +189,10 @@ def sessions_of(
             key = (event.task_id, event.labeler)
             first_at[key] = min(event.created_at, first_at.get(key, math.inf))
         for answer in current.answers:
-            found.setdefault((answer.labeler, batch, answer.instructions_version), []).append(answer)
-        skips.update((skip.labeler, batch, skip.instructions_version) for skip in current.skips)
+            if study.is_part(first_at[answer.task_id, answer.labeler]):
+                found.setdefault((answer.labeler, batch, answer.instructions_version), []).append(answer)
+        own_skips = [skip for skip in current.skips if study.is_part(first_at[skip.task_id, skip.labeler])]
+        skips.update((skip.labeler, batch, skip.instructions_version) for skip in own_skips)
     sessions = []
     for person in people:
         for place, index in enumerate(person.conditions):

@@ -117,7 +117,7 @@ def test_a_steady_pace_is_extrapolated_exactly(store):
 
 def add_uncommitted(connection, event):
     """Stores an event in the transaction of this connection, which the test ends."""
-    rows = recording.judgment_rows("b", [event], {event.task_id: 2})
+    rows = recording.judgment_rows("b", [event], {event.task_id: {"prompt": [], "responses": ["a", "b"]}})
     recording.record_external(connection, rows, NOW)
 
 

@@ -2,6 +2,7 @@
 
 import shutil
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import pairwise
 
@@ -249,3 +250,42 @@ def test_a_condition_takes_over_what_it_leaves_out(tmp_path):
     assert base.with_form(study.conditions[1].form).version == forms[1].version
     with pytest.raises(ValueError, match=r"conditions\.1: 'two' has the form and the batch of 'one'"):
         load(tmp_path, HEAD + PAIR).study(base)
+
+
+def test_a_questionnaire_that_is_sent_twice_at_once_is_stored_once(either_store):
+    start(either_store)
+    now = stage(either_store, "ann")
+    judge(either_store, "ann", now.condition.version, 2)
+    first = now.conditions[0]
+    with ThreadPoolExecutor() as pool:
+        with either_store.writing() as connection:
+            said = QuestionnaireAnswer("ann", first, LOAD, SUS)
+            stored = usability.store_answer(connection, "ann", said, 9.0)
+            second = pool.submit(say, either_store, "ann", first)
+            wait([second], timeout=0.3)  # it waits for this transaction, or it has not begun
+        assert (stored, second.result()) == (True, False)
+
+
+def test_answers_in_an_earlier_study_are_none_in_this_one(store):
+    start(store)
+    for place, condition in enumerate(stage(store, "ann").conditions):
+        judge(store, "ann", STUDY.conditions[condition].version, 2)
+        assert say(store, "ann", condition, NO_PREFERENCE if place else NOT_ASKED)
+    with store.writing() as connection:
+        usability.stop(connection, "s", 7.0)
+    store.add_tasks([replace(one, task_id=f"again {one.task_id}") for one in TASKS], batch="c", num_labelers=4)
+    start(store, replace(STUDY, name="next", conditions=tuple(replace(one, batch="c") for one in STUDY.conditions)))
+    for condition in (0, 1):
+        with pytest.raises(ValueError, match="no questionnaire about this form is due"):
+            say(store, "ann", condition)
+
+
+def test_answers_with_the_same_form_before_the_study_do_not_count(store, clock):
+    judge(store, "ann", "v1")
+    judge(store, "ann", "v2")
+    clock.now += 60
+    with store.writing() as connection:
+        usability.start(connection, replace(STUDY, tasks_per_condition=1), NAMES, clock.now)
+    assert stage(store, "ann").num_answered == 0
+    judge(store, "ann", stage(store, "ann").condition.version)
+    assert stage(store, "ann").num_answered == 1

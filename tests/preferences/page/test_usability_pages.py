@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from preferences import usability
-from preferences.page.config import LabelingConfig, Screening
+from preferences.assignment import set_settings
+from preferences.page.config import LabelCriterion, LabelingConfig, Screening
 from preferences.page.study_config import StudyConfig
 from preferences.questionnaire import LOAD, SUS
 from preferences.records import Message, Task
@@ -236,6 +237,80 @@ def test_a_lead_reads_the_results(visit):
     assert "2 labelers: an interval needs at least 3" in page.text
     assert page.text.count("&lt;b&gt;fine&lt;/b&gt;") == 4
     assert "ann" not in page.text.replace("annot", "")
-    assert lead.get("/lead/usability?study=other").status_code == 409
+    unknown = lead.get("/lead/usability?study=other")
+    assert (unknown.status_code, "<h1>Not possible</h1>" in unknown.text) == (409, True)
     assert client.get("/lead/usability").status_code == 403
     assert "/lead/usability" in lead.get("/lead/quality").text
+
+
+def test_only_the_forms_own_turns_are_rated(world, visit):
+    """The server's form rates turns, and one condition's does; the other must neither ask nor expect them."""
+    turns = (Message("user", "Say it"), Message("assistant", "it"), Message("user", "Again"))
+    for number in range(2):
+        world.add(replace(make_task(f"t{number}"), prompt=turns), batch="study", num_labelers=2)
+    base = LabelingConfig(asks_ratings=False, criteria=(LabelCriterion(name="right", each_turn=True),))
+    conditions = [
+        {"name": "responses", "batch": "study", "criteria": []},
+        {"name": "turns", "batch": "study", "criteria": [{"name": "polite", "each_turn": True}]},
+    ]
+    stored, _ = StudyConfig(
+        name="turns", labelers=("ann", "bob"), tasks_per_condition=1, practice_tasks=0, conditions=conditions
+    ).study(base)
+    with world.store.writing() as connection:
+        usability.start(connection, stored, ("ann", "bob"), world.clock())
+    client = visit("ann", base)
+    for place in range(2):
+        page = client.post("/instructions", data=hidden(client.get("/instructions")))
+        fields = hidden(page) | {"rank_0": "1", "rank_1": "2"}
+        if "turn_0_1" in page.text:
+            fields |= {"turn_0_1": "5", "criterion_0_0": "5", "criterion_0_1": "3"}
+        page = client.post("/task/answer", data=fields)
+        assert (page.url.path, page.status_code) == ("/usability", 200), page.text
+        client.post("/usability", data=said(page, preferred="none") if place else said(page))
+    rated = [[(one.name, one.turn) for one in answer.annotations.turns] for answer in world.store.judgments("study")]
+    assert sorted(rated) == [[], [("polite", 1)]]
+
+
+@pytest.mark.usefixtures("study")
+def test_a_batch_that_is_closed_for_a_while_ends_no_form(world, visit):
+    client = visit("ann", PLAIN)
+    page = client.post("/instructions", data=hidden(client.get("/instructions")))
+    with world.store.writing() as connection:
+        set_settings(connection, "study", is_closed=True)
+    page = judge(client, page)
+    assert (page.url.path, "closed all batches" in page.text) == ("/task", True)
+    assert client.get("/usability").url.path == "/task"
+    with world.store.writing() as connection:
+        set_settings(connection, "study", is_closed=False)
+    assert "Which response is best?" in client.get("/task").text
+
+
+def test_tasks_of_a_study_come_in_random_order(world, visit):
+    """Even if others arrive in order: a form that always came with the first tasks would be judged with them."""
+    names = [f"t{number}" for number in range(30)]
+    world.add(*map(make_task, names), batch="study", num_labelers=2)
+    study = STUDY.model_copy(update={"tasks_per_condition": 15})
+    with world.store.writing() as connection:
+        usability.start(connection, study.study(PLAIN)[0], study.labelers, world.clock())
+    client = visit("ann", PLAIN)
+    page = client.post("/instructions", data=hidden(client.get("/instructions")))
+    for _ in range(6):
+        page = judge(client, page)
+    judged = [judgment.task_id for judgment in world.store.judgments("study")]
+    assert (len(judged), judged == names[:6]) == (6, False)
+
+
+def test_whoever_had_a_task_before_the_study_answers_the_form_that_they_saw(world, visit):
+    world.join("cy")
+    world.add(*(make_task(f"t{number}") for number in range(4)), batch="study", num_labelers=3)
+    client = visit("cy", PLAIN)
+    page = client.get("/task")
+    asked = STUDY.model_copy(update={"conditions": STUDY.conditions[::-1]})  # first the form with a criterion
+    with world.store.writing() as connection:
+        usability.start(connection, asked.study(PLAIN)[0], asked.labelers, world.clock())
+    assert judge(client, page).status_code == 200
+    (judgment,) = world.store.judgments("study")
+    assert (judgment.labeler, judgment.instructions_version) == ("cy", PLAIN.version)
+    assert "My answers" in client.get("/answers").text
+    lead = visit("eve", PLAIN, has_read=False)
+    assert 'name="criterion_0_0"' in lead.get("/lead/task?task=t3").text

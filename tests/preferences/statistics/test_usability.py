@@ -159,6 +159,18 @@ def test_answers_with_other_forms_and_of_others_are_left_out():
     assert agreement.by_condition[0].interval.mean == 1.0
 
 
+def test_answers_with_the_same_form_before_or_after_the_study_are_left_out():
+    events, answers = whole_study()
+    before, after = answer("a", "t6", "v0", at=-1.0, seconds=900), answer("a", "t7", "v1", at=901.0, seconds=900)
+    skip = replace(answer("a", "t8", "v0", at=-2.0), kind="skip", ranks=(), note="no")
+    study, tasks = (
+        replace(STUDY, stopped_at=900.0),
+        [*TASKS, *(replace(TASKS[0], task_id=name) for name in ("t6", "t7"))],
+    )
+    report = usability_report(study, PEOPLE, answers, {"b": tasks}, {"b": [before, skip, *events, after]})
+    assert repr(report) == repr(report_of(events, answers))  # NaN differs from itself
+
+
 def test_skips():
     events, answers = whole_study()
     skip = replace(answer("a", "t9", "v0", at=50.0), kind="skip", ranks=(), note="no")
