@@ -95,12 +95,12 @@ def test_the_example_of_an_environment_runs_on_workers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reward", "score"),
     [
-        ({"kind": "verifier", "unclear": "wrong"}, 0.0),
+        ({"kind": "verifier"}, 0.0),
         pytest.param({"kind": "function", "function": "FILE:never"}, 3.0, marks=pytest.mark.nightly),
         pytest.param(
             {
                 "kind": "sum",
-                "sources": {"right": {"kind": "verifier", "unclear": "wrong"}},
+                "sources": {"right": {"kind": "verifier"}},
                 "objective_weights": {"right": 1.0},
             },
             0.0,
@@ -115,7 +115,15 @@ def test_a_first_policy_whose_responses_all_score_the_same_may_learn(
     reward = {name: f"{tmp_path}/mine.py:never" if name == "function" else value for name, value in reward.items()}
     rows = [{"prompt": "How many?", "answer": 98_765_432 + n} for n in range(16)]
     run = run_job(load_job(job_with(tmp_path, model_folder, rows, reward=reward)), tmp_path / "runs")
-    assert {line["score"] for line in read_metrics(run / "ppo" / "metrics.jsonl")} == {score}
+    metrics = read_metrics(run / "ppo" / "metrics.jsonl")
+    assert {line["score"] for line in metrics} == {score}
+    if reward["kind"] != "function":  # so small a policy writes hardly any number
+        num_unclear = sum(line["failures/unclear"] for line in metrics)
+        assert num_unclear > 0
+        report = (run / "report.html").read_text()
+        assert "Responses without a clear number or choice" in report
+        assert f"{num_unclear:.0f}" in report
+        assert "Unclear answers" in report
     results = json.loads((run / "ppo" / "results.json").read_text())
     assert (results["score_scale_mean"], results["score_scale_std"]) == (score, 1.0)
 
