@@ -1,7 +1,7 @@
 """The reward "verifier": programs check a response by fields of its prompt's row (docs/rewards.md).
 
-A response scores 1 if it passes everything that its row asks for, and 0 if it does not, or if it has no clear answer. If it
-cannot be told which, the score is missing, with a reason.
+A response scores 1 if it passes everything that its row asks for, and 0 if it does not, or if it has no clear answer.
+If it cannot be told which, the score is missing, with a reason.
 """
 
 import math

@@ -1,6 +1,7 @@
 """Jobs whose reward is a verifier or a sum: they run, score by the prompts' rows, and refuse rows that say nothing."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
 from heed.jobs.submission import named_paths
 from heed.worlds.instructions import ListRequest, checks_of
+from lm.tokenizer import CHAT_TEMPLATES
 from reward.verifiers import sandbox, verifier
 from reward.verifiers.verifier import Verifier
 from tests.heed.jobs.test_external_reward import JOBS, SMALL, ppo_job
@@ -147,6 +149,20 @@ def test_every_row_is_checked_before_the_run(
         ValueError, match=rf"prompts\.jsonl: line 16: .*{words}"
     ):  # nothing of the first attempt is kept
         run_job(load_job(path), tmp_path / "runs")
+
+
+def test_a_model_without_a_template_for_tools_is_named_with_what_to_do(tmp_path: Path, model_folder: Path) -> None:
+    """Its own template writes only texts, and [ppo] has no key for another."""
+    model = shutil.copytree(model_folder, tmp_path / "published")
+    (model / "chat_template.jinja").write_text(CHAT_TEMPLATES["continuation"])
+    rows = [{"prompt": f"What is {n} plus 1?", "answer": n + 1} for n in range(16)]
+    path = job_with(
+        tmp_path, model, rows, reward={"kind": "verifier"}, environment={"kind": "calculator"}, max_new_tokens=8
+    )
+    with pytest.raises(ValueError, match=r"prompts\.jsonl: line 1: chat_template leaves out tools\[0\];") as caught:
+        run_job(load_job(path), tmp_path / "runs")
+    assert f"[ppo] uses the template of ppo.init_from, which is in {model}. Start from a model" in str(caught.value)
+    assert 'move init_from to an [sft] section with chat_template = "chat"' in str(caught.value)
 
 
 def test_a_machine_without_a_sandbox_refuses_a_job_with_tests(
