@@ -97,7 +97,7 @@ def names_of(config: PPOConfig | None, *, starts_from_sft: bool) -> Names:
     reward = config.external_reward
     scorer = DEFAULT_NAMES.scorer if reward is None else reward.short_name
     if config.environment is not None and isinstance(reward, NoReward):
-        scorer = f"environment {config.environment.kind}"
+        scorer = f"the environment {config.environment.short_name}"
     return Names(initial, config.advantage.algorithm, scorer)
 
 
