@@ -1,6 +1,7 @@
 """Jobs whose reward is a verifier or a sum: they run, score by the prompts' rows, and refuse rows that say nothing."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,6 +150,23 @@ def test_every_row_is_checked_before_the_run(
         ValueError, match=rf"prompts\.jsonl: line 16: .*{words}"
     ):  # nothing of the first attempt is kept
         run_job(load_job(path), tmp_path / "runs")
+
+
+def test_the_quick_start_of_the_documentation_runs(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows and job, with a tiny model that writes short responses."""
+    page = (JOBS.parents[1] / "docs" / "rewards.md").read_text()
+    section = page.partition("### A quick start with a published model\n")[2].partition("\n### ")[0]
+    (rows, job) = (re.findall(rf"```{kind}\n(.*?)```", section, re.DOTALL)[0] for kind in ("json", "toml"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "math.jsonl").write_text(rows)
+    (tmp_path / "math.toml").write_text(job)
+    small = [f"ppo.init_from={model_folder}", "ppo.max_new_tokens=8", "ppo.on_overlong=truncate", "ppo.lora.rank=2"]
+    run = run_job(load_job(tmp_path / "math.toml", [*small, "engine.precision=fp32"]), tmp_path / "runs")
+    metrics = read_metrics(run / "ppo" / "metrics.jsonl")
+    assert [line["failed_scores"] for line in metrics] == [0, 0]
+    assert all(0 <= line["score"] <= 1 for line in metrics)
 
 
 def test_a_model_without_a_template_for_tools_is_named_with_what_to_do(tmp_path: Path, model_folder: Path) -> None:
