@@ -88,7 +88,7 @@ class Verifier(ExternalReward):
 
     @property
     def short_name(self) -> str:
-        return self.noun
+        return f"the {self.noun}"
 
     @property
     def reads_rows(self) -> bool:
