@@ -83,6 +83,7 @@ def _both(field: str) -> tuple[Series, ...]:
     return (Series(chosen, "better or desirable", "ppo"), Series(rejected, "worse or undesirable", "sft"))
 
 
+TITLES = {"kto": "KTO", "ipo": "IPO", "simpo": "SimPO"}  # of losses that are not DPO's, by how their names begin
 PANELS = (
     Panel("Loss", "per comparison", train_and_heldout("loss")),
     Panel(
@@ -100,13 +101,18 @@ PANELS = (
 )
 
 
+def title_of(loss: str) -> str:
+    """Returns what reports call a policy that was trained with this `dpo.loss`."""
+    return next((title for name, title in TITLES.items() if loss.startswith(name)), "DPO")
+
+
 def report(stage: StageFolder) -> StageReport:
     figures = metric_figures(stage, PANELS)
     results = stage.results(DPOResults)
     if results is None:
         return StageReport((stage_block(stage, (), figures),))
     accuracy, pairs = results.heldout_accuracy.mean, count_of(results.heldout_accuracy.num_pairs, "held-out pair")
-    sentence = f"DPO's implicit rewards order {percent(accuracy)} of {pairs} as the labelers did."
+    sentence = f"{title_of(results.loss)}'s implicit rewards order {percent(accuracy)} of {pairs} as the labelers did."
     if results.unpaired is not None:
         of, right = results.unpaired, results.unpaired.heldout_accuracy
         detail = count_of(of.heldout_desirable + of.heldout_undesirable, "held-out label")
@@ -124,12 +130,18 @@ def _facts(results: DPOResults) -> list[tuple[str, str]]:
     facts = [
         ("Loss", f"{results.loss.replace('_', ' ')}, β = {results.beta:g}"),
         ("Steps", count(results.num_steps)),
-        ("Comparisons, train", count(results.train_comparisons)),
-        ("Rankings, train", count(results.train_rankings)),
-        ("Comparisons, held-out", count(results.heldout_comparisons)),
-        ("Held-out accuracy", percent(results.heldout_accuracy.mean)),
-        ("Held-out margin", f"{number(results.margin.mean)} (95% {ends_of(results.margin) or 'unknown'})"),
     ]
+    if results.unpaired is None:
+        facts += [
+            ("Comparisons, train", count(results.train_comparisons)),
+            ("Rankings, train", count(results.train_rankings)),
+            ("Comparisons, held-out", count(results.heldout_comparisons)),
+        ]
+    if results.unpaired is None or isfinite(results.heldout_accuracy.mean):
+        facts += [
+            ("Held-out accuracy", percent(results.heldout_accuracy.mean)),
+            ("Held-out margin", f"{number(results.margin.mean)} (95% {ends_of(results.margin) or 'unknown'})"),
+        ]
     if results.pairs is not None:
         of = results.pairs
         facts += [
@@ -143,8 +155,11 @@ def _facts(results: DPOResults) -> list[tuple[str, str]]:
     if results.unpaired is not None:
         of_labels = results.unpaired
         facts += [
-            ("Desirable and undesirable, train", _two(of_labels.train_desirable, of_labels.train_undesirable)),
-            ("Desirable and undesirable, held-out", _two(of_labels.heldout_desirable, of_labels.heldout_undesirable)),
+            ("Desirable and undesirable labels, train", _two(of_labels.train_desirable, of_labels.train_undesirable)),
+            (
+                "Desirable and undesirable labels, held-out",
+                _two(of_labels.heldout_desirable, of_labels.heldout_undesirable),
+            ),
             (
                 "Held-out responses on the right side of the baseline",
                 f"{percent(of_labels.heldout_accuracy.mean)} (95% {ends_of(of_labels.heldout_accuracy) or 'unknown'})",
@@ -158,7 +173,7 @@ def _facts(results: DPOResults) -> list[tuple[str, str]]:
     if results.learned_nu is not None:
         facts.append(("Odds of a tie between equal rewards", number(results.learned_nu)))
     if results.overlong:
-        facts.append(("Comparisons read", str(results.overlong)))
+        facts.append(("Rows read" if results.unpaired else "Comparisons read", str(results.overlong)))
     facts += [rows.fact for rows in results.sources]
     return facts
 
@@ -178,14 +193,24 @@ def _headlines(stage: StageFolder, results: DPOResults) -> tuple[Headline, ...]:
     span, detail = (share.mean, share.low, share.high), count_of(share.num_pairs, "held-out pair")
     margin, about = results.margin.mean, "of implicit rewards on held-out pairs"
     return (
-        headline_of_share(stage, "heldout_accuracy", "DPO's accuracy", span, detail),
-        headline_of(stage, "margin.mean", "DPO's margin", margin, number(margin), about),
+        headline_of_share(stage, "heldout_accuracy", f"{title_of(results.loss)}'s accuracy", span, detail),
+        headline_of(stage, "margin.mean", f"{title_of(results.loss)}'s margin", margin, number(margin), about),
     )
 
 
-REPORTER = StageReporter(
-    "DPO",
+def _head(stage: StageFolder) -> tuple[str, str]:
+    section = stage.job.get("dpo")
+    loss = str(section.get("loss", "")) if isinstance(section, Mapping) else ""
+    if title_of(loss) == "KTO":
+        return (
+            "KTO",
+            "The policy learns from labels of single responses: desirable ones become more likely, others less.",
+        )
+    return title_of(loss), RANKED
+
+
+RANKED = (
     "The policy learns from rankings directly: the better response becomes more likely than the worse, relative to the"
-    " model that it starts from.",
-    report,
+    " model that it starts from."
 )
+REPORTER = StageReporter("DPO", RANKED, report, _head)

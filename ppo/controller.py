@@ -193,8 +193,7 @@ class PPOController:
             agreement = require_one_policy(outputs.logprobs_BR, rollout, iteration, self.max_difference)
         if tests_draws:
             self._test_draws(iteration)
-        has_kinds = self.config.external_reward is not None and bool(scores_BO.isnan().any())
-        failures = self.roles.scorers.failure_kinds() if has_kinds else {}
+        failures = {} if self.config.external_reward is None else self.roles.scorers.failure_kinds()
         scores_B = self._scores_of(rollout, scores_BO)
         # With oversampling, `max_failed_share` was checked over all sampled responses; the kept ones may exceed it.
         scored_B = torch.isfinite(scores_B) if oversampling else self._require_scores(scores_B)

@@ -36,7 +36,7 @@ class Experience:
     staleness: int  # iterations between the weights that sampled the rollout and those that learn from it
     sampler_difference: float  # mean |difference| between the sampler's and the learner's log-probs, nats per token
     oversampling: Mapping[str, float]  # metrics of the choice among the sampled groups; empty without oversampling
-    failures: Mapping[str, int]  # responses without a score by kind of failure, where the reward has kinds
+    failures: Mapping[str, int]  # responses by kind of failure, where the reward has kinds
     steps: StepRewards | None = None  # with `reward.steps`: scaled, with the penalty for a missing EOS
 
     @property

@@ -17,6 +17,7 @@ from ppo.rollout_log import TrainingSample
 from preferences.statistics.estimates import Interval
 from preferences.statistics.intervals import clustered_mean
 from reward.external import NoReward
+from reward.verifiers.verifier import UNCLEAR
 from stages.reports.parts import (
     Cell,
     Columns,
@@ -96,7 +97,7 @@ def names_of(config: PPOConfig | None, *, starts_from_sft: bool) -> Names:
     reward = config.external_reward
     scorer = DEFAULT_NAMES.scorer if reward is None else reward.short_name
     if config.environment is not None and isinstance(reward, NoReward):
-        scorer = f"environment {config.environment.kind}"
+        scorer = f"the environment {config.environment.short_name}"
     return Names(initial, config.advantage.algorithm, scorer)
 
 
@@ -201,7 +202,13 @@ def report(stage: StageFolder) -> StageReport:
     ]
     figures = metric_figures(stage, _named((*_panels(names), *objectives), names), "iteration")
     failures = tuple(
-        Panel(f"No score: {label(kind)}", "responses per iteration", _ppo(f"failures/{kind}"))
+        Panel(
+            "Unclear answers" if kind == UNCLEAR else f"No score: {label(kind)}",
+            "responses per iteration without a clear number or choice"
+            if kind == UNCLEAR
+            else "responses per iteration",
+            _ppo(f"failures/{kind}"),
+        )
         for kind in fields_under(stage, "failures")
     )
     diagnostics = metric_figures(stage, _named((*DIAGNOSTICS, *failures), names), "iteration", "diagnostics")
@@ -216,6 +223,7 @@ def report(stage: StageFolder) -> StageReport:
             *((("Prompts read", str(results.overlong)),) if results.overlong else ()),
             *(rows.fact for rows in results.sources),
             *((("Alarm", _alarm(results.alarm)),) if results.alarm else ()),
+            *_unclear(stage),
         )
     parts = (
         stage_block(stage, facts, figures),
@@ -230,6 +238,12 @@ def report(stage: StageFolder) -> StageReport:
         sentence=_sentence(stage, names),
         styles=tuple(styles_of(["ppo"]).values()) if samples else (),
     )
+
+
+def _unclear(stage: StageFolder) -> tuple[tuple[str, str], ...]:
+    """Returns how many responses of the run a verifier found without a clear answer, if there are any."""
+    num_unclear = sum(line.get(f"failures/{UNCLEAR}") or 0 for line in stage.metrics)
+    return (("Responses without a clear number or choice", count(int(num_unclear))),) if num_unclear else ()
 
 
 def _alarm(rang: Rang) -> str:

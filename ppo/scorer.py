@@ -122,7 +122,7 @@ class Scorers:
         return next(filter(None, self.ranks.call_all(Scorer.first_failure)), "")
 
     def failure_kinds(self) -> Counter[str]:
-        """Returns how many responses of the last call have no score, by kind of failure, where the reward has kinds."""
+        """Returns how many responses of the last call failed, by kind of failure, where the reward has kinds."""
         return sum(self.ranks.call_all(Scorer.failure_kinds), Counter[str]())
 
     def start_reference_logprobs(self, rollout: Rollout, minibatches: Sequence[Tensor]) -> Pending[Tensor]:

@@ -3,7 +3,8 @@
 `ppo.loop` is the training itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -306,14 +307,37 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
             require_same_shape(stage.start("sft"), judge)
         elif config.shared_body:  # the policy is still to be trained
             adapter_of(judge)
-    fitting = fitting_prompts(stage, tokenizer, config.prompts, *limits, stage.tell, config.row_fields, config.tools)
+    with _saying_whose_template(stage, config):
+        fitting = fitting_prompts(
+            stage, tokenizer, config.prompts, *limits, stage.tell, config.row_fields, config.tools
+        )
+        if config.environment is not None:
+            _check_replies(tokenizer, config.environment)
     rows = OnAccess(len(fitting.prompts), lambda row: fitting.prompts[row].row)
     sources = [config.external_reward, None if config.alarm is None else config.alarm.source]
     for source in (source for source in sources if source is not None):
         source.check(rows)
     if config.environment is not None:
         config.environment.check(rows)
-        _check_replies(tokenizer, config.environment)
+
+
+@contextmanager
+def _saying_whose_template(stage: StageRun, config: PPOConfig) -> Iterator[None]:
+    """Add to an error about the chat template where the template comes from, for [ppo] has no key for it."""
+    try:
+        yield
+    except ValueError as error:
+        if "chat_template" not in str(error):
+            raise
+        if not config.init_from:
+            raise ValueError(
+                f'{error}. [ppo] uses the template of [sft]: set sft.chat_template, such as to "chat"'
+            ) from None
+        raise ValueError(
+            f"{error}. [ppo] uses the template of ppo.init_from, which is in {stage.start('sft')}. Start from a model"
+            " that was trained in such a template, or train this one in it first: move init_from to an [sft] section"
+            ' with chat_template = "chat"'
+        ) from None
 
 
 def _check_replies(tokenizer: Tokenizer, environment: Environment) -> None:

@@ -36,8 +36,8 @@ SHOWN_CHARACTERS = 200  # of a malformed response, in an error message
 @dataclass(frozen=True)
 class Scored:
     """The score of one response, higher is better; NaN if scoring failed, for the reason in `failure`. A reason that is
-    worth counting has a short `failure_kind`. If its steps were scored, `paid` is what each of them is paid, which adds
-    up to the score.
+    worth counting has a short `failure_kind`, also if it makes the score 0. If its steps were scored, `paid` is what
+    each of them is paid, which adds up to the score.
     """
 
     score: float

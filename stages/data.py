@@ -233,7 +233,10 @@ def fitting_prompts(
     if fitting.overlong:
         tell(f"{data.source}: {fitting.overlong} ({run.name}.max_new_tokens leaves {limit.room} tokens for a prompt)")
     if not fitting.prompts:
-        raise ValueError(f"{data.source}: every prompt is too long; at most {limit.room} tokens were expected")
+        with_them = ", including the descriptions of the environment's tools," if tools else ""
+        raise ValueError(
+            f"{data.source}: every prompt is too long; at most {limit.room} tokens{with_them} were expected"
+        )
     return fitting
 
 

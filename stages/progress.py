@@ -111,7 +111,7 @@ def follow(stage: str, folder: Path) -> Iterator[StageProgress]:
             pass_on()
             lines = read_metrics(folder / "metrics.jsonl")
             if lines and lines[-1:] != left_over:
-                progress.update(lines[-1]["step"], lines[-1]["num_steps"], _in_words(lines[-1]))
+                progress.update(lines[-1]["step"], lines[-1]["num_steps"], in_words(lines[-1]))
 
     thread = threading.Thread(target=poll, name=f"progress of {stage}", daemon=True)
     thread.start()
@@ -128,8 +128,10 @@ def print_notice(notice: str) -> None:
     console.print(escape(notice))
 
 
-def _in_words(line: dict[str, Any]) -> str:
+def in_words(line: dict[str, Any]) -> str:
+    """Returns a line of metrics as the console shows it."""
     shown = [f"{name} {line[name]:.3g}" for name in ("loss", "score", "kl_nats", "teacher_kl_nats") if name in line]
+    shown += [f"{name} {value:g}" for name, value in line.items() if name.startswith("failures/") and value]
     return "  ".join([*shown, f"{line['tokens_per_second']:,.0f} tokens/s"])
 
 

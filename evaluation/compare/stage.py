@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from dpo.report import title_of
+from dpo.stage import STAGE as DPO
 from evaluation.compare.config import CompareConfig
 from evaluation.compare.judges import (
     described_as_reward,
@@ -36,6 +38,7 @@ from reward.steps import StepsConfig
 from stages.contract import POLICIES, Parent, Stage
 from stages.data import OnAccess, fitting_prompts
 from stages.planner import Planner, StagePlan
+from stages.reports.text import DEFAULT_NAMES
 from stages.run import JobView, StageRun
 from training.data import NO_FIELDS, DataConfig, Prompt, RowFields, stream_prompts
 from training.metrics import read_metrics
@@ -119,14 +122,29 @@ def run_compare(run: StageRun, config: CompareConfig) -> None:
         training=[(line["kl_nats"], line["score"]) for line in metrics if {"kl_nats", "score"} <= line.keys()],
         seed=run.seed,
         drawn=() if ppo_config is None else _drawn(run, config, ppo_config),
-        names=names_of(ppo_config, starts_from_sft=start.is_sft),
+        names=replace(names_of(ppo_config, starts_from_sft=start.is_sft), preference_loss=_preference_loss(run.job)),
     )
 
     def progress(step: str) -> Callable[[int, int], None]:
         return lambda done, total: run.show(done, total, step)
 
     results = compare_sampled(run.folder, config, sampled, judge_of(run, config), progress)
-    run.write_results(replace(results, overlong=fitting.overlong or None, sources=fitting.sources, names=sampled.names))
+    num_seen = 0 if ppo_config is None else _num_seen_in_training(prompts, run.resolve(ppo_config).prompts)
+    run.write_results(
+        replace(
+            results,
+            num_seen=num_seen,
+            overlong=fitting.overlong or None,
+            sources=fitting.sources,
+            names=sampled.names,
+        )
+    )
+
+
+def _preference_loss(job: JobView) -> str:
+    """Returns the title of what [dpo] minimises."""
+    dpo = job.section(DPO)
+    return DEFAULT_NAMES.preference_loss if dpo is None else title_of(dpo.loss)
 
 
 def policies_of(job: JobView) -> tuple[str, ...]:

@@ -13,6 +13,8 @@ COUNTERPARTS: dict[str, dict[str, tuple[str, ...]]] = {
     _TRL: {
         "adam_epsilon": ("eps",),
         "bf16": ("engine.precision",),
+        "dtype": ("engine.precision",),
+        "torch_dtype": ("engine.precision",),
         "cliprange": ("loss.clip_range",),
         "cliprange_value": ("advantage.value_clip_range",),
         "ddp_timeout": ("engine.collective_timeout_seconds",),

@@ -240,7 +240,14 @@ def explain(problem: Mapping[str, Any], model: type[BaseModel]) -> str:
         return f"{key}: missing; a table with kind {kinds} was expected" if kinds else f"{key}: missing"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] in ("model_type", "model_attributes_type"):
-        message = f"a table{_example(key.split('.'), problem['input'], model)} was expected"
+        example = _example(key.split("."), problem["input"], model)
+        message = f"a table{example} was expected"
+        if isinstance(problem["input"], list):
+            several = "; join several files into one" if len(problem["input"]) > 1 and "source" in example else ""
+            message = f"one table{example} was expected, not a list{several}"
+    if problem["type"] == "tuple_type":
+        example = _example(key.split("."), problem["input"], model).strip()
+        message = f"a list{f' [{example}]' if example else ''} was expected"
     if problem["type"] == "kind" and (kind := _foreign_kind(problem["input"])):
         message += f' (docs/algorithms.md: it is "{kind}" here)'
     simple = isinstance(problem["input"], str | int | float | bool)
@@ -258,6 +265,8 @@ def unknown_key(section: Sequence[str], key: str, model: type[BaseModel]) -> str
         )
     if not hint and not section:
         hint = _counterpart_in_a_section(key, model)
+    if not hint and section and key in model.model_fields and not _sections([key], model):
+        hint = f"it is a key of the whole job: write `{key}` above the first [section]"
     kinds = _or([f'"{kind}"' for kind in _kinds_with(key, section, model)])
     if not hint and kinds:
         hint = f"only a table of kind {kinds} has this key"
@@ -299,13 +308,17 @@ def _kinds_at(place: Sequence[str], model: type[BaseModel]) -> str:
 
 
 def _example(place: Sequence[str], value: Any, model: type[BaseModel]) -> str:
-    """Shows a value given without its table in the table's only required key, such as ` { source = "a.jsonl" }`; "" if
-    that is unclear.
+    """Shows a value given without its table, or in a list, in the table's only required key, such as
+    ` { source = "a.jsonl" }`; "" if that is unclear.
     """
+    first = value[0] if isinstance(value, list) and value else value
     required = [
         name for table in _sections(place, model) for name, field in table.model_fields.items() if field.is_required()
     ]
-    return f' {{ {required[0]} = "{value}" }}' if len(required) == 1 and isinstance(value, str) else ""
+    if len(required) != 1:
+        return ""
+    shown = first.get(required[0]) if isinstance(first, Mapping) else first
+    return f' {{ {required[0]} = "{shown}" }}' if isinstance(shown, str) else ""
 
 
 def _kinds_with(key: str, section: Sequence[str], model: type[BaseModel]) -> list[str]:

@@ -66,7 +66,13 @@ def shape_of(init_from: str, *, opens_models: bool) -> dict[str, Any]:
     built_in = None if opens_models or Path(init_from).is_dir() else built_in_shape(init_from)
     if built_in is not None:
         return built_in
-    folder = model_directory(init_from) if opens_models else shape_and_tokenizer(init_from)
+    try:
+        folder = model_directory(init_from) if opens_models else shape_and_tokenizer(init_from)
+    except ValueError as error:
+        if opens_models:
+            raise
+        names = ", ".join(built_in_names())
+        raise ValueError(f"{error}. These need no download, because their shapes are built in: {names}") from None
     kind = read_config(folder, purpose_of(folder))[0].kind
     # Ignore a head for scores or labels: the stage trains the model with the head that its kind is pretrained with.
     return read_config(folder, PURPOSES[PRETRAINED[kind]])[0].model_dump(mode="json")

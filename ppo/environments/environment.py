@@ -61,6 +61,11 @@ class Environment(Config, ABC):
     )
 
     @property
+    def short_name(self) -> str:
+        """The environment as reports call it."""
+        return str(getattr(self, "kind", type(self).__name__))
+
+    @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
         """JSON schemas of the functions that the policy may call. The chat template writes them into prompts."""
         return ()

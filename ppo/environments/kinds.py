@@ -39,6 +39,11 @@ class OwnEnvironment(Environment):
         return _loaded(self.class_name, json.dumps({**self.settings, **limits}, default=str))
 
     @property
+    def short_name(self) -> str:
+        """The class alone: its file's folder says nothing to a reader."""
+        return self.class_name.rpartition(":")[2]
+
+    @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
         return self.own.tools
 

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -348,10 +348,10 @@ class LabelingConfig(LabelForm):
             return cls.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             raise ValueError(f"{path}: no such file") from None
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: {error}") from error
         except ValidationError as error:
-            raise ValueError(f"{path}: {wrong_fields(error)}") from error
+            raise ValueError(f"{path}: {wrong_fields(error, cls)}") from error
 
     def with_form(self, form: Mapping[str, Any]) -> Self:
         """Returns a copy that asks what `form` does: values of all fields of `LabelForm`, in JSON's types."""
@@ -362,25 +362,53 @@ class LabelingConfig(LabelForm):
         try:
             server = ServerConfig.model_validate(self.server.model_dump() | dict(options))
         except ValidationError as error:
-            raise ValueError(f"server: {wrong_fields(error)}") from error
+            raise ValueError(f"server: {wrong_fields(error, ServerConfig)}") from error
         return self.model_copy(update={"server": server})
 
 
-def wrong_fields(error: ValidationError, models: Sequence[type[BaseModel]] = ()) -> str:
-    """Names each invalid field: what was expected and what was found, or which key an unknown one may stand for.
-
-    The keys are those of these `models` and of this module's.
+def wrong_fields(error: ValidationError, root: type[BaseModel]) -> str:
+    """Names each invalid field of a `root` table: what was expected and what was found, or which key an unknown one may
+    stand for.
     """
-    own = (LabelingConfig, LabelCriterion, QuizQuestion, Screening, OidcConfig, ServerConfig)
-    every: tuple[type[BaseModel], ...] = (*own, *models)
-    known = {name for model in every for name in model.model_fields}
     problems = []
     for problem in error.errors():
         key, value = ".".join(map(str, problem["loc"])), problem["input"]
         if problem["type"] == "extra_forbidden":
-            close = get_close_matches(str(problem["loc"][-1]), known, n=1)
-            problems.append(f"{key}: unknown key" + (f"; did you mean {close[0]}?" if close else ""))
+            *table, unknown = map(str, problem["loc"])
+            known = _keys_in(root, table)
+            close = get_close_matches(unknown, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known keys are {', '.join(sorted(known))}"
+            problems.append(f"{key}: unknown key; {hint}")
         else:
-            found = f", found {value!r}" if isinstance(value, str | int | float) else ""
-            problems.append(f"{key}: {problem['msg'].removeprefix('Value error, ')}{found}")
+            message = _EXPECTED.get(problem["type"], problem["msg"].removeprefix("Value error, "))
+            is_shown = isinstance(value, str | int | float) and problem["type"] != "missing"
+            problems.append(f"{key}: {message}{f', found {value!r}' if is_shown else ''}")
     return "; ".join(problems)
+
+
+# What to say for pydantic's types of errors, whose own messages speak of Python's types.
+_EXPECTED = {
+    "missing": "this key is missing",
+    "tuple_type": "a list was expected",
+    "list_type": "a list was expected",
+    "dict_type": "a table was expected",
+    "model_type": "a table was expected",
+    "model_attributes_type": "a table was expected",
+    "string_type": "a text was expected",
+}
+
+
+def _keys_in(model: type[BaseModel], table: Sequence[str]) -> list[str]:
+    """Returns the keys of a table below `model`'s, such as `quiz.0`."""
+    models = [model]
+    for name in table:
+        if not name.isdecimal():
+            fields = [of.model_fields[name] for of in models if name in of.model_fields]
+            models = [inner for field in fields for inner in _tables_in(field.annotation)]
+    return [name for of in models for name in of.model_fields]
+
+
+def _tables_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [table for inner in get_args(annotation) for table in _tables_in(inner)]

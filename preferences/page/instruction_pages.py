@@ -74,6 +74,19 @@ def take_quiz(accounts: Accounts, account: Account, config: LabelingConfig, chos
     return found
 
 
+def retry(feedback: Sequence[Feedback]) -> str:
+    """Returns what the page says above a try that was not all right: how much was, and what to read and do next."""
+    wrong = [one for one in feedback if not one.is_right]
+    num_right = len(feedback) - len(wrong)
+    found = f"{num_right} of {len(feedback)} answers {'is' if num_right == 1 else 'are'} right."
+    if not num_right:
+        found = "Your answer is not right." if len(feedback) == 1 else f"None of your {len(feedback)} answers is right."
+    explained = sum(bool(one.explanation) for one in wrong)
+    text = "instructions" if not explained else "explanation" if explained == 1 else "explanations"
+    what = "answer" if not num_right else f"answer the other{'' if len(wrong) == 1 else 's'}"
+    return f"{found} Read the {text} and {what} again."
+
+
 class InstructionPages:
     """The routes of the page."""
 
@@ -125,6 +138,7 @@ class InstructionPages:
             is_revised=earlier is not None,
             changes=changes(earlier, config.instructions) if earlier is not None else [],
             feedback=feedback,
+            retry=retry(feedback),
             fields=fields or Fields({}),
             wrong=wrong,
         )

@@ -69,7 +69,7 @@ class StudyConfig(BaseModel):
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: {error}") from error
         except ValidationError as error:
-            raise ValueError(f"{path}: {wrong_fields(error, (cls, StudyCondition))}") from error
+            raise ValueError(f"{path}: {wrong_fields(error, cls)}") from error
 
     def study(self, base: LabelingConfig) -> tuple[Study, list[LabelForm]]:
         """Returns the study to store, and each condition's complete form. `base` fills in what a condition leaves out.

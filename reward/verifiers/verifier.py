@@ -1,7 +1,7 @@
 """The reward "verifier": programs check a response by fields of its prompt's row (docs/rewards.md).
 
-A response scores 1 if it passes everything that its row asks for, and 0 if it does not. If it cannot be told which, the
-score is missing, with a reason.
+A response scores 1 if it passes everything that its row asks for, and 0 if it does not, or if it has no clear answer.
+If it cannot be told which, the score is missing, with a reason.
 """
 
 import math
@@ -24,6 +24,7 @@ from training.config import Config
 
 Check = Callable[[str], Scored]  # scores a response: 1, 0 or a failure
 Kind = Literal["number", "choice", "checks", "tests"]
+UNCLEAR = "unclear"  # the kind of failure of a response without a number or a choice, or with several
 FIELDS = ("answer", "choices", "checks", "tests")  # of a row
 
 
@@ -70,9 +71,9 @@ class Verifier(ExternalReward):
         ' pattern = "^Answer: [A-D]$" } (docs/rewards.md has the kinds).',
     )
     unclear: Literal["failed", "wrong"] = Field(
-        default="failed",
-        description="What a response is without a number or a choice, or with several: `failed` = it has no score and"
-        " is left out of the update, `wrong` = it scores 0.",
+        default="wrong",
+        description="What a response is without a number or a choice, or with several: `wrong` = it scores 0, and is"
+        " counted in the metric `failures/unclear`; `failed` = it has no score and is left out of the update.",
     )
     limits: CodeLimits = Field(default=CodeLimits(), description="What code and its tests may use.")
 
@@ -87,7 +88,7 @@ class Verifier(ExternalReward):
 
     @property
     def short_name(self) -> str:
-        return self.noun
+        return f"the {self.noun}"
 
     @property
     def reads_rows(self) -> bool:
@@ -175,8 +176,8 @@ class Verifier(ExternalReward):
 
     def _unclear(self, why: str) -> Scored:
         if self.unclear == "wrong":
-            return Scored(0.0)
-        return Scored(math.nan, f'unclear answer: {why} (unclear = "wrong" would score it 0)')
+            return Scored(0.0, failure_kind=UNCLEAR)
+        return Scored(math.nan, f'unclear answer: {why} (unclear = "wrong" would score it 0)', UNCLEAR)
 
     def _tests(self, where: str, row: Row) -> list[Check]:
         value = present(where, row, "tests")
@@ -213,10 +214,11 @@ def _row_checks(where: str, row: Mapping[str, Any]) -> list[Check]:
 
 
 def _all_of(parts: Iterable[Scored]) -> Scored:
-    """Returns 0 if one check found the response wrong, whatever the others could not tell; else the first failure; else
-    1.
+    """Returns the first 0 if a check found the response wrong, whatever the others could not tell; else the first
+    failure; else 1.
     """
     scored = [*parts]
-    if any(one.score == 0 for one in scored):
-        return Scored(0.0)
+    wrong = next((one for one in scored if one.score == 0), None)
+    if wrong is not None:
+        return wrong
     return next((one for one in scored if one.failure), Scored(1.0))

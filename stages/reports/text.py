@@ -33,13 +33,14 @@ FREE_STYLES = (
 
 @dataclass(frozen=True)
 class Names:
-    """What the report of a run calls the policy that training starts from, the algorithm of [ppo], and what scores its
-    responses. The defaults are those of the whole loop.
+    """What the report of a run calls the policy that training starts from, the algorithm of [ppo], what scores its
+    responses, and the loss of [dpo]. The defaults are those of the whole loop.
     """
 
     initial: str = "SFT"
     algorithm: str = "PPO"
     scorer: str = "reward model"
+    preference_loss: str = "DPO"
 
     @property
     def the_initial(self) -> str:
@@ -58,7 +59,7 @@ class Names:
     @property
     def titles(self) -> dict[str, str]:
         """Titles of the policies that do not always have the same one."""
-        return {"sft": in_capital(self.initial), "ppo": self.algorithm}
+        return {"sft": in_capital(self.initial), "ppo": self.algorithm, "dpo": self.preference_loss}
 
 
 DEFAULT_NAMES = Names()

@@ -223,7 +223,7 @@ PAIR = '[[conditions]]\nname = "one"\nbatch = "b"\n[[conditions]]\nname = "two"\
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (HEAD, r"conditions: Field required"),
+        (HEAD, r"conditions: this key is missing"),
         (HEAD + "tasks_per_condition = 2\npractice_tasks = 2\n" + PAIR, r"practice_tasks is 2; fewer than"),
         (HEAD.replace("bob", "ann") + PAIR, r"labelers: 'ann' is named twice"),
         (HEAD + PAIR.replace("two", "one"), r"conditions: 'one' is named twice"),

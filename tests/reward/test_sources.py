@@ -31,7 +31,7 @@ def functions(tmp_path: Path) -> Path:
 
 def sum_of(path: Path, **weights: float) -> RewardSum:
     sources = {
-        "right": {"kind": "verifier", "verifier": "number"},
+        "right": {"kind": "verifier", "verifier": "number", "unclear": "failed"},
         "length": {"kind": "function", "function": f"{path}:length"},
     }
     return RewardSum.model_validate({"sources": sources, "objective_weights": weights})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from stages.progress import POLL_SECONDS, StageProgress, follow, results_console
+from stages.progress import POLL_SECONDS, StageProgress, follow, in_words, results_console
 
 
 def test_a_table_in_a_pipe_cuts_no_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,3 +48,8 @@ def test_steps_that_were_lost_are_not_shown(tmp_path: Path) -> None:
         while progress.done == 0 and time.monotonic() < end:
             time.sleep(0.1)
         assert (progress.done, progress.total) == (40, 283)
+
+
+def test_failures_are_counted_by_kind_where_there_are_any() -> None:
+    line = {"step": 1, "score": 0.25, "failures/unclear": 9.0, "failures/budget": 0.0, "tokens_per_second": 37.0}
+    assert in_words(line) == "score 0.25  failures/unclear 9  37 tokens/s"

@@ -306,7 +306,7 @@ def _headlines_of(stage: StageFolder, results: CompareResults, style: PolicyStyl
     name, title, names = style.name, style.title, results.names
     policy, rate = results.policies[name], _over(results, name, "sft")
     if rate is not None:
-        span, detail = (rate.mean, rate.low, rate.high), f"{number(rate.num_prompts)} held-out prompts"
+        span, detail = (rate.mean, rate.low, rate.high), _prompts(results, rate)
         yield headline_of_share(stage, f"pairs.{name}/sft.win_rate", f"{title} over {names.the_initial}", span, detail)
     if isfinite(policy.gold_score.mean):
         sft = results.policies["sft"].gold_score.mean
@@ -323,7 +323,8 @@ def _headlines_of(stage: StageFolder, results: CompareResults, style: PolicyStyl
     if kl is not None and isfinite(kl.mean):
         # Replaces PPO's own headline, which shows the KL of its last iteration until the comparison has run.
         file, field = f"{stage.name}/results.json", f"policies.{name}.kl_nats.mean"
-        detail = ", ".join(part for part in (ends_of(kl, 1), "held-out prompts") if part)
+        on = "prompts" if results.num_seen else "held-out prompts"
+        detail = ", ".join(part for part in (ends_of(kl, 1), on) if part)
         about = names.kl if len(_trained(results)) == 1 else f"{names.kl}, {title}"
         yield Headline(f"{name}.kl_nats", file, field, kl.mean, about, f"{number(kl.mean, 1)} nats", detail)
 
@@ -371,7 +372,7 @@ def _answer_of(results: CompareResults, styles: Styles, name: str) -> Answer:
     if rate is None:
         return Answer("unclear", f"{title} and {names.the_initial} have not been compared.")
     policy, sft = results.policies[name], results.policies["sft"]
-    answer = _win_answer(rate, title, names.the_initial)
+    answer = _win_answer(rate, _prompts(results, rate), title, names.the_initial)
     kl = "" if policy.kl_nats is None else f" Its {names.kl} is {number(float(policy.kl_nats.mean), 1)} nats."
     scores = (
         f"The judge's mean score goes from {number(float(sft.gold_score.mean))} ({names.initial}) to"
@@ -403,8 +404,16 @@ def _rate_and_score(results: CompareResults) -> tuple[str, ...]:
     )
 
 
-def _win_answer(rate: WinRateResults, title: str, the_initial: str) -> Answer:
-    where = f"of the time on {number(rate.num_prompts)} held-out prompts (ties count half"
+def _prompts(results: CompareResults, rate: WinRateResults) -> str:
+    """Returns the number of prompts in words; they are held out unless [ppo] trains on some of them."""
+    if results.num_seen:
+        algorithm, seen = results.names.algorithm, f"{number(results.num_seen)} of {number(results.num_prompts)}"
+        return f"{number(rate.num_prompts)} prompts, not held out: {algorithm} trains on {seen} of them"
+    return f"{number(rate.num_prompts)} held-out prompts"
+
+
+def _win_answer(rate: WinRateResults, prompts: str, title: str, the_initial: str) -> Answer:
+    where = f"of the time on {prompts} (ties count half"
     if not (isfinite(rate.low) and isfinite(rate.high)):
         return Answer(
             "unclear", f"{title} beats {the_initial} {percent(rate.mean)} {where}), too few prompts for an interval"

@@ -149,7 +149,17 @@ def test_none_removes_a_key() -> None:
             r"`zzz`: unknown key in \[engine\]; known keys are checkpoint_activations, collective_timeout_seconds",
         ),
         ('pretrain.texts=[{sorce="a.txt"}]', r"`sorce`: unknown key in \[pretrain\.texts\.0\]; did you mean `source`"),
+        ("ppo.seed=3", r"`seed`: unknown key in \[ppo\]; it is a key of the whole job: write `seed` above the first"),
+        ("ppo.dtype=bf16", r"`dtype`: unknown key in \[ppo\]; Heed calls it `engine\.precision`$"),
         # Wrong types and values: the field and what was found.
+        (
+            'ppo.prompts=[{source="a.jsonl"},{source="b.jsonl"}]',
+            r"ppo\.prompts: one table \{ source = \"a\.jsonl\" \} was expected, not a list; join several",
+        ),
+        (
+            'sft.demonstrations={source="a.jsonl"}',
+            r"sft\.demonstrations: a list \[\{ source = \"a\.jsonl\" \}\] was expected$",
+        ),
         ("seed=soon", r"seed: .*integer.*found 'soon'"),
         ("workers=0", r"workers: .*greater than or equal to 1, found 0"),
         ("ppo.kl.coef=-0.5", r"ppo\.kl\.coef: .*greater than or equal to 0, found -0\.5"),

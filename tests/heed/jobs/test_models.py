@@ -87,6 +87,19 @@ def test_a_plan_knows_the_shape_of_a_published_model_without_the_network(
         load_job(path)
 
 
+def test_a_plan_of_a_model_that_cannot_be_read_names_the_built_in_shapes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fetch(name: str) -> Path:
+        raise ValueError(f"{name} is not here")
+
+    monkeypatch.setattr("heed.jobs.models.shape_and_tokenizer", fetch)
+    path = write(tmp_path / "job.toml", "")
+    path.write_text(path.read_text().replace("Qwen/Qwen2.5-0.5B", "owner/unknown"))
+    with pytest.raises(ValueError, match=r"ppo\.init_from: owner/unknown is not here\. These .* built in: .*gpt3-125m"):
+        load_job(path, opens_models=False)
+
+
 def test_a_shape_is_given_by_name() -> None:
     model = load_job(DEBUG, ["model=gpt3-125m"]).model
     assert (model.hidden_size, model.num_hidden_layers, model.sliding_window) == (768, 12, (0, 256))

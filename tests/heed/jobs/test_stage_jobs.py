@@ -136,6 +136,10 @@ def test_kto_learns_from_the_ratings_of_scripted_labelers(tmp_path: Path) -> Non
     assert "Held-out responses on the right side of the baseline" in report
     assert re.search(r"KTO puts [\d.]+% of \d+ held-out labels on the right side of the baseline", report)
     assert "KTO's estimate of the" in html.unescape(report)
+    assert "Desirable and undesirable labels, train" in report
+    assert "Comparisons, train" not in report
+    assert "The policy learns from labels of single responses" in report
+    assert "DPO" not in re.sub(r"<style>.*?</style>|<script>.*?</script>", "", report, flags=re.DOTALL)
 
 
 @pytest.mark.long

@@ -1,6 +1,8 @@
 """Jobs whose reward is a verifier or a sum: they run, score by the prompts' rows, and refuse rows that say nothing."""
 
 import json
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
 from heed.jobs.submission import named_paths
 from heed.worlds.instructions import ListRequest, checks_of
+from lm.tokenizer import CHAT_TEMPLATES
 from reward.verifiers import sandbox, verifier
 from reward.verifiers.verifier import Verifier
 from tests.heed.jobs.test_external_reward import JOBS, SMALL, ppo_job
@@ -95,12 +98,12 @@ def test_the_example_of_an_environment_runs_on_workers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reward", "score"),
     [
-        ({"kind": "verifier", "unclear": "wrong"}, 0.0),
+        ({"kind": "verifier"}, 0.0),
         pytest.param({"kind": "function", "function": "FILE:never"}, 3.0, marks=pytest.mark.nightly),
         pytest.param(
             {
                 "kind": "sum",
-                "sources": {"right": {"kind": "verifier", "unclear": "wrong"}},
+                "sources": {"right": {"kind": "verifier"}},
                 "objective_weights": {"right": 1.0},
             },
             0.0,
@@ -115,7 +118,16 @@ def test_a_first_policy_whose_responses_all_score_the_same_may_learn(
     reward = {name: f"{tmp_path}/mine.py:never" if name == "function" else value for name, value in reward.items()}
     rows = [{"prompt": "How many?", "answer": 98_765_432 + n} for n in range(16)]
     run = run_job(load_job(job_with(tmp_path, model_folder, rows, reward=reward)), tmp_path / "runs")
-    assert {line["score"] for line in read_metrics(run / "ppo" / "metrics.jsonl")} == {score}
+    metrics = read_metrics(run / "ppo" / "metrics.jsonl")
+    assert {line["score"] for line in metrics} == {score}
+    if reward["kind"] != "function":  # so small a policy writes hardly any number
+        num_unclear = sum(line["failures/unclear"] for line in metrics)
+        assert num_unclear > 0
+        report = (run / "report.html").read_text()
+        assert "Responses without a clear number or choice" in report
+        assert f"{num_unclear:.0f}" in report
+        assert "Unclear answers" in report
+        assert "score of the verifier" in report or reward["kind"] == "sum"
     results = json.loads((run / "ppo" / "results.json").read_text())
     assert (results["score_scale_mean"], results["score_scale_std"]) == (score, 1.0)
 
@@ -139,6 +151,37 @@ def test_every_row_is_checked_before_the_run(
         ValueError, match=rf"prompts\.jsonl: line 16: .*{words}"
     ):  # nothing of the first attempt is kept
         run_job(load_job(path), tmp_path / "runs")
+
+
+def test_the_quick_start_of_the_documentation_runs(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows and job, with a tiny model that writes short responses."""
+    page = (JOBS.parents[1] / "docs" / "rewards.md").read_text()
+    section = page.partition("### A quick start with a published model\n")[2].partition("\n### ")[0]
+    (rows, job) = (re.findall(rf"```{kind}\n(.*?)```", section, re.DOTALL)[0] for kind in ("json", "toml"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "math.jsonl").write_text(rows)
+    (tmp_path / "math.toml").write_text(job)
+    small = [f"ppo.init_from={model_folder}", "ppo.max_new_tokens=8", "ppo.on_overlong=truncate", "ppo.lora.rank=2"]
+    run = run_job(load_job(tmp_path / "math.toml", [*small, "engine.precision=fp32"]), tmp_path / "runs")
+    metrics = read_metrics(run / "ppo" / "metrics.jsonl")
+    assert [line["failed_scores"] for line in metrics] == [0, 0]
+    assert all(0 <= line["score"] <= 1 for line in metrics)
+
+
+def test_a_model_without_a_template_for_tools_is_named_with_what_to_do(tmp_path: Path, model_folder: Path) -> None:
+    """Its own template writes only texts, and [ppo] has no key for another."""
+    model = shutil.copytree(model_folder, tmp_path / "published")
+    (model / "chat_template.jinja").write_text(CHAT_TEMPLATES["continuation"])
+    rows = [{"prompt": f"What is {n} plus 1?", "answer": n + 1} for n in range(16)]
+    path = job_with(
+        tmp_path, model, rows, reward={"kind": "verifier"}, environment={"kind": "calculator"}, max_new_tokens=8
+    )
+    with pytest.raises(ValueError, match=r"prompts\.jsonl: line 1: chat_template leaves out tools\[0\];") as caught:
+        run_job(load_job(path), tmp_path / "runs")
+    assert f"[ppo] uses the template of ppo.init_from, which is in {model}. Start from a model" in str(caught.value)
+    assert 'move init_from to an [sft] section with chat_template = "chat"' in str(caught.value)
 
 
 def test_a_machine_without_a_sandbox_refuses_a_job_with_tests(

@@ -22,6 +22,7 @@ from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.environments.kinds import OwnEnvironment
 from ppo.rank import InitialModels, ScoreScale
+from ppo.report import names_of
 from ppo.roles import Roles
 from ppo.rollout import FAILURES, PPOBatch
 from reward.external import NoReward
@@ -151,6 +152,13 @@ def _check_rewards(batch: PPOBatch, config: PPOConfig, policy: Path) -> None:
         assert float(batch.scores_B[row]) == pytest.approx(float(expected.sum()), abs=1e-5)
         expected[place - 1] -= config.missing_eos_penalty * (not bool(rollout.finished_B[row]))
         torch.testing.assert_close(batch.rewards_BR[row], expected - config.kl.coef * log_ratio_BR[row])
+
+
+def test_reports_name_the_class_that_scores(setup: Callable[..., tuple[PPOConfig, InitialModels]]) -> None:
+    config, _ = setup()
+    assert names_of(config, starts_from_sft=False).score == "score of the environment Vowels"
+    config, _ = setup(environment={"kind": "guess"})
+    assert names_of(config, starts_from_sft=False).score == "score of the environment guess"
 
 
 def test_too_many_failures_end_the_run_with_the_first_cause(

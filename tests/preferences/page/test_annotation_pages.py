@@ -160,7 +160,14 @@ def test_other_criteria_are_another_version_and_none_are_none():
         ('criteria = [{ name = "a" }, { name = "a" }]', "criteria: the name 'a'; different names"),
         ('criteria = [{ name = "prompt" }]', "criteria: the name 'prompt'"),
         ('criteria = [{ name = "a", highest = 12 }]', "criteria.0.highest: Input should be less than or equal to 9"),
-        ('criteria = [{ nam = "a" }]', "did you mean name"),
+        ('criteria = [{ nam = "a" }]', "criteria.0.nam: unknown key; did you mean name?"),
+        ('criteria = "helpful"', "criteria: a list was expected, found 'helpful'"),
+        ('criteria = ["helpful"]', "criteria.0: a table was expected, found 'helpful'"),
+        (
+            'quiz = [{ question = "Why?", choices = ["a", "b"], correct = "a" }]',
+            "quiz.0.answer: this key is missing; "
+            "quiz.0.correct: unknown key; known keys are answer, choices, explanation, question",
+        ),
         ('span_labels = ["a", "a"]', "span_labels: different labels"),
     ],
 )

@@ -554,7 +554,7 @@ def test_who_is_in_a_usability_study_gets_its_tasks_first(
     page = ann.post("/instructions", data={"csrf": csrf(ann.get("/").text)})
     assert page.url.path == "/task"  # not back to the instructions, which have been read
     page = ann.get("/arena")
-    assert (page.url.path, "You take part in a usability study." in page.text) == ("/arena", True)
+    assert (page.url.path, "You are taking part in a usability study." in page.text) == ("/arena", True)
     assert ann.post("/arena", data={"csrf": csrf(page.text), "question": "Why?"}).status_code == 403
     assert ann.get(verdict_on).url.path == verdict_on
 

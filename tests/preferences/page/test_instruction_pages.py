@@ -5,7 +5,7 @@ import re
 import pytest
 
 from preferences.page.config import LabelingConfig, QuizQuestion
-from preferences.page.instruction_pages import Line, changes
+from preferences.page.instruction_pages import Feedback, Line, changes, retry
 from preferences.records import Message, Task
 
 QUIZ = (
@@ -33,7 +33,7 @@ def test_tasks_come_after_the_quiz_with_feedback_on_each_try(world, visit):
     assert (page.status_code, "Answer every question." in page.text) == (422, True)
     page = ann.post("/instructions", data=fields | {"quiz_0": "Same rank", "quiz_1": "yes"})
     assert page.status_code == 422
-    assert "1 of 2 are right" in page.text
+    assert "1 of 2 answers is right. Read the explanation and answer the other again." in page.text
     assert "<strong>Right.</strong> Ties are allowed." in page.text
     assert "<strong>Not right.</strong> Length does not count." in page.text
     assert re.findall(r'value="([^"]*)" checked', page.text) == ["Same rank", "yes"]
@@ -80,6 +80,26 @@ def test_what_is_new_is_shown_first(world, visit):
     assert "What is new" not in visit("bob", newer, has_read=False).get("/instructions").text  # who reads it first
     marks = plain.model_copy(update={"flags": ("rude",)})
     assert "The text is the same." in visit("ann", marks, has_read=False).get("/instructions").text
+
+
+@pytest.mark.parametrize(
+    ("tries", "words"),
+    [
+        ([(False, "")], "Your answer is not right. Read the instructions and answer again."),
+        ([(False, "Ties count.")], "Your answer is not right. Read the explanation and answer again."),
+        ([(False, "")] * 3, "None of your 3 answers is right. Read the instructions and answer again."),
+        (
+            [(True, "a"), (False, ""), (False, "")],
+            "1 of 3 answers is right. Read the instructions and answer the others",
+        ),
+        (
+            [(True, ""), (True, ""), (False, "a")],
+            "2 of 3 answers are right. Read the explanation and answer the other ",
+        ),
+    ],
+)
+def test_a_try_that_is_not_all_right_says_what_to_read(tries, words):
+    assert retry([Feedback("x", *one) for one in tries]).startswith(words)
 
 
 def test_changes_leave_out_what_is_the_same():

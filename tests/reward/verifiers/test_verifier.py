@@ -58,7 +58,7 @@ def score(row: dict[str, Any], response: str, **settings: Any) -> Scored:
 def test_right_is_1_wrong_is_0_and_what_cannot_be_told_is_missing(
     row: dict[str, Any], response: str, expected: float | str
 ) -> None:
-    scored = score(row, response)
+    scored = score(row, response, unclear="failed")
     if expected == MISSING:
         assert math.isnan(scored.score)
         assert scored.failure.startswith("unclear answer: ")
@@ -73,15 +73,16 @@ def test_a_pattern_that_takes_too_long_is_missing() -> None:
     assert scored.failure == "a regular expression of the row took too long"
 
 
-def test_unclear_answers_may_count_as_wrong() -> None:
-    assert score(NUMBER, "Either 17 or 18.", unclear="wrong") == Scored(0.0)
-    assert score(CHOICE, "I do not know.", unclear="wrong") == Scored(0.0)
-    assert math.isnan(score(SLOW, "a" * 100_000 + "b", unclear="wrong").score)  # not the response's doing
+def test_unclear_answers_are_wrong_by_default_and_counted() -> None:
+    assert score(NUMBER, "Either 17 or 18.") == Scored(0.0, failure_kind="unclear")
+    assert score(CHOICE, "I do not know.") == Scored(0.0, failure_kind="unclear")
+    assert score(NUMBER, "17") == Scored(0.0)
+    assert math.isnan(score(SLOW, "a" * 100_000 + "b").score)  # not the response's doing
 
 
 def test_a_sandbox_that_fails_leaves_the_score_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox.sandboxed, "__file__", "/nowhere/sandboxed.py")
-    scored = score(TESTS, "def double(x):\n    return 2 * x", unclear="wrong")
+    scored = score(TESTS, "def double(x):\n    return 2 * x")
     assert math.isnan(scored.score)
     assert scored.failure.startswith("the sandbox did not start: ")
 

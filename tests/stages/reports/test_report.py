@@ -617,6 +617,9 @@ def test_verdict_is_honest(run: Path) -> None:
         "PPO beats SFT 83% of the time on 200 held-out prompts (ties count half; 95% interval 79 to 87%)"
     )
     assert "Its KL from SFT is 5.2 nats." in text
+    change(run, "compare/results.json", "num_seen", 20)
+    assert "83% of the time on 200 prompts, not held out: PPO trains on 20 of 200 of them (ties" in answer(run).text
+    change(run, "compare/results.json", "num_seen", 0)
     tone, text = answer_with(run, 0.54, 0.48, 0.6)
     assert tone == "unclear"
     assert text.startswith("No difference between PPO and SFT is shown: PPO wins 54%")
