@@ -31,13 +31,18 @@ class PostgresServer:
         self.start()
 
     def start(self) -> None:
-        command = [str(self.programs / "postgres"), "-D", str(self.folder / "data"), "-k", str(self.folder), "-h", ""]
-        log = (self.folder / "log").open("ab")
-        self.process = subprocess.Popen(command, stdout=log, stderr=log, user=self.user, cwd=self.folder)
+        self._launch()
         deadline = time.monotonic() + READY_SECONDS
         while self._run("pg_isready", "-h", str(self.folder), check=False) != 0:
             assert time.monotonic() < deadline, (self.folder / "log").read_text()
+            if self.process.poll() is not None:  # a process that was killed may hold shared memory for a moment
+                self._launch()
             time.sleep(0.05)
+
+    def _launch(self) -> None:
+        command = [str(self.programs / "postgres"), "-D", str(self.folder / "data"), "-k", str(self.folder), "-h", ""]
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, user=self.user, cwd=self.folder)
 
     def kill(self) -> None:
         """Sends SIGKILL to the server and every process that it started."""

@@ -70,7 +70,8 @@ def rehearsed(figures: dict[str, tuple[str, ...]], out: Path) -> dict[str, Any]:
     steps: dict[str, Any] = found["steps"]
     assert {name: step["status"] for name, step in steps.items()} == dict.fromkeys(figures, "ok"), printed
     assert [key for step in steps.values() for key in step if key.endswith("_failed")] == []
-    missing = [(name, key) for name, keys in figures.items() for key in keys if not steps[name].get(key, 0) > 0]
+    # Some figures are differences of two times, which other work on the machine can turn round.
+    missing = [(name, key) for name, keys in figures.items() for key in keys if not abs(steps[name].get(key, 0)) > 0]
     assert missing == []
     return steps
 

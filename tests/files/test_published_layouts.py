@@ -111,7 +111,7 @@ def test_the_prompt_is_that_of_the_preference(name: str, tmp_path: Path) -> None
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(row))
     (ranking,) = read_rankings(RankingsConfig(source=str(path)))
-    assert [vars(message) for message in ranking.prompt] == prompt
+    assert [message.turn for message in ranking.prompt] == prompt
     assert ranking.responses[ranking.ranks.index(1)].strip() == ANSWER
 
 

@@ -254,6 +254,7 @@ def test_what_measures_labelers_is_no_training_data(
     said = {
         "criteria": Annotations((CriterionRatings("helpful", (5.0, 2.0)),)),
         "edits": Annotations(edits=("a better one", "")),
+        "turns": Annotations((CriterionRatings("right", (1.0, 0.0)),)),
     }
     rated = replace(act("ann", 0), ratings=(5.0, 2.0), annotations=said.get(name, NO_ANNOTATIONS))
     book = filled(new_store, [(task, "b", 1, [replace(rated, task_id=task.task_id)]) for task in (PAIR, GOLD, AGAIN)])
@@ -268,7 +269,7 @@ def test_what_measures_labelers_is_no_training_data(
         report_excluded(back)
         report = back.report
     else:
-        assert num_rows == len(rows) == (2 if name == "criteria" else 1)  # one per response
+        assert num_rows == len(rows) == (2 if name in ("criteria", "turns") else 1)  # one per response
     assert report.counts() == {"gold task": 1, "hidden repeat": 1}
     assert [ranking.task_id for ranking in book.rankings("b")] == ["t"]
 

@@ -197,7 +197,6 @@ def test_an_encoder_scores_no_steps(encoder_folder: Path) -> None:
         ({"step_labels": None}, "rankings and step_labels: neither given; one of them was expected"),
         ({"rankings": {"source": "r.jsonl"}}, "rankings and step_labels: both given"),
         ({"ties": "davidson"}, "ties belongs to rankings, but the model learns from step_labels"),
-        ({"step_labels": {"source": "s.jsonl", "separator": ""}}, "separator"),
     ],
 )
 def test_a_config_that_says_two_things_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
