@@ -704,7 +704,7 @@ def test_quiz_questions_and_a_change_are_accessible_at_a_phones_width(site):
     look(page, "what is new, and the quiz")
     page.get_by_label("no", exact=True).check()
     page.get_by_role("button", name="Check my answers").click()
-    expect(page.get_by_text("Not right.")).to_be_visible()
+    expect(page.get_by_text("Not right.", exact=True)).to_be_visible()
     look(page, "feedback")
     page.get_by_label("yes", exact=True).check()
     page.get_by_role("button", name="Check my answers").click()
