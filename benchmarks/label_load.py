@@ -229,8 +229,12 @@ def measure(url: str, given: argparse.Namespace) -> None:
                 found[name]["cpu_ms"] = used
         print(json.dumps(found, indent=2))
     finally:
-        server.kill()
-        server.wait()
+        server.terminate()  # so that it also ends the process that computes statistics
+        try:
+            server.wait(10)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
 
 
 async def work(address: str, sessions: Sequence[str], given: argparse.Namespace) -> dict[str, list[float]]:
