@@ -283,6 +283,23 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 # ---- the routes ----
 
 
+def signed_in(accounts: Accounts, bearer: HTTPAuthorizationCredentials | None) -> tuple[Account, str]:
+    """Returns whose session a request is part of, and its token. Raises: HTTPException 401 without a session."""
+    account = accounts.session(bearer.credentials) if bearer is not None else None
+    if bearer is None or account is None:
+        expected = "a session's token is expected: Authorization: Bearer …"
+        raise HTTPException(401, expected, {"WWW-Authenticate": "Bearer"})
+    return account, bearer.credentials
+
+
+def signed_in_lead(accounts: Accounts, bearer: HTTPAuthorizationCredentials | None) -> tuple[Account, str]:
+    """Like `signed_in`, for a lead. Raises: HTTPException 401 without a session, 403 for others."""
+    account, token = signed_in(accounts, bearer)
+    if account.role != "lead":
+        raise HTTPException(403, "this is for leads")
+    return account, token
+
+
 class Api:
     """The routes of the API."""
 
@@ -318,20 +335,6 @@ class Api:
         get("/export/{batch:path}", summary="A batch in a format, and what it leaves out (leads)")(self.export)
         get("/quality/{batch:path}", summary="Statistics of a batch (leads)")(self.quality)
 
-    def _signed_in(self, bearer: HTTPAuthorizationCredentials | None) -> tuple[Account, str]:
-        account = self.accounts.session(bearer.credentials) if bearer is not None else None
-        if bearer is None or account is None:
-            raise HTTPException(
-                401, "a session's token is expected: Authorization: Bearer …", {"WWW-Authenticate": "Bearer"}
-            )
-        return account, bearer.credentials
-
-    def _lead(self, bearer: HTTPAuthorizationCredentials | None) -> tuple[Account, str]:
-        account, token = self._signed_in(bearer)
-        if account.role != "lead":
-            raise HTTPException(403, "this is for leads")
-        return account, token
-
     # ---- signing in and out ----
 
     def sign_in(self, body: Credentials, request: Request) -> Session:
@@ -342,47 +345,47 @@ class Api:
         return Session(token=token, name=account.name, role=account.role)
 
     def sign_out(self, bearer: Bearer) -> None:
-        _, token = self._signed_in(bearer)
+        _, token = signed_in(self.accounts, bearer)
         self.accounts.sign_out(token)
 
     def sessions(self, bearer: Bearer) -> list[dict[str, Any]]:
-        account, token = self._signed_in(bearer)
+        account, token = signed_in(self.accounts, bearer)
         return [asdict(session) for session in self.accounts.sessions_of(account.name, token)]
 
     def sign_out_everywhere(self, bearer: Bearer) -> None:
-        account, _ = self._signed_in(bearer)
+        account, _ = signed_in(self.accounts, bearer)
         self.accounts.sign_out_everywhere(account.name)
 
     # ---- for labelers ----
 
     def instructions(self, bearer: Bearer) -> dict[str, Any]:
-        account, _ = self._signed_in(bearer)
+        account, _ = signed_in(self.accounts, bearer)
         config = self.service.config_for(account)
         quiz = [{"question": one.question, "choices": one.choices} for one in config.quiz]
         return {"version": config.version, "text": config.instructions, "flags": config.flags, "quiz": quiz}
 
     def take_quiz(self, body: QuizBody, bearer: Bearer) -> list[dict[str, Any]]:
-        account, _ = self._signed_in(bearer)
+        account, _ = signed_in(self.accounts, bearer)
         return [
             asdict(one) for one in take_quiz(self.accounts, account, self.service.config_for(account), body.answers)
         ]
 
     def confirm_reading(self, bearer: Bearer) -> None:
-        account, _ = self._signed_in(bearer)
+        account, _ = signed_in(self.accounts, bearer)
         config = self.service.config_for(account)
         if config.quiz and account.role == "labeler":
             raise HTTPException(403, "the instructions have a quiz; post its answers to /api/instructions/quiz")
         self.accounts.confirm_reading(account.name, config.version)
 
     def lease(self, bearer: Bearer) -> TaskBody | NoTask:
-        account, token = self._signed_in(bearer)
+        account, token = signed_in(self.accounts, bearer)
         if account.role == "lead":
             raise HTTPException(403, "leads adjudicate; labelers lease")
         presented = self.service.next_task(account, token)
         return self._as_body(presented) if isinstance(presented, PresentedTask) else NoTask(waiting=presented)
 
     def answer(self, body: AnswerBody, bearer: Bearer) -> None:
-        account, token = self._signed_in(bearer)
+        account, token = signed_in(self.accounts, bearer)
         form = body.form.task_form()
         config = self.service.shown_again(account, token, form).config
         if config.asks_ratings != bool(body.ratings):
@@ -402,22 +405,22 @@ class Api:
         self.service.answer(account, token, form, answer, CLIENT)
 
     def skip(self, body: SkipBody, bearer: Bearer) -> None:
-        account, token = self._signed_in(bearer)
+        account, token = signed_in(self.accounts, bearer)
         self.service.skip(account, token, body.form.task_form(), body.reason, CLIENT)
 
     def reveal(self, body: RevealBody, bearer: Bearer) -> None:
-        account, token = self._signed_in(bearer)
+        account, token = signed_in(self.accounts, bearer)
         self.service.reveal(account, token, body.form.task_form())
 
     def ask(self, body: QuestionBody, bearer: Bearer) -> None:
-        account, token = self._signed_in(bearer)
+        account, token = signed_in(self.accounts, bearer)
         lease = self.service.shown_again(account, token, body.form.task_form()).lease
         if account.role != "labeler" or lease.is_hidden:
             raise HTTPException(403, "labelers ask about tasks that they were shown")
         self.service.ask(account, lease, body.text)
 
     def threads(self, bearer: Bearer) -> list[dict[str, Any]]:
-        account, _ = self._signed_in(bearer)
+        account, _ = signed_in(self.accounts, bearer)
         rows = []
         for thread in self.questions.of(account):
             row = asdict(thread)
@@ -429,23 +432,23 @@ class Api:
         return rows
 
     def write_message(self, body: MessageOfThreadBody, bearer: Bearer) -> None:
-        account, _ = self._signed_in(bearer)
+        account, _ = signed_in(self.accounts, bearer)
         kind: ThreadState = "resolved" if body.resolved else "reply"
         self.questions.write(account, body.task, body.labeler, kind, "" if body.resolved else body.text)
 
     def undo(self, body: UndoBody, bearer: Bearer) -> None:
-        account, _ = self._signed_in(bearer)
+        account, _ = signed_in(self.accounts, bearer)
         self.service.undo(account, body.task, body.revision, CLIENT)
 
     def open_answer(self, body: OwnTaskBody, bearer: Bearer) -> TaskBody:
-        account, token = self._signed_in(bearer)
+        account, token = signed_in(self.accounts, bearer)
         presented = self.service.own_task(account, body.task, token) if account.role == "labeler" else None
         if presented is None:
             raise HTTPException(404, "you have no answer to this task that you could change")
         return self._as_body(presented)
 
     def history(self, bearer: Bearer) -> list[dict[str, Any]]:
-        account, _ = self._signed_in(bearer)
+        account, _ = signed_in(self.accounts, bearer)
         rows = []
         for event, is_current in self.service.history(account):
             judgment = asdict(event.judgment)
@@ -457,11 +460,11 @@ class Api:
     # ---- for leads ----
 
     def batches(self, bearer: Bearer) -> list[dict[str, Any]]:
-        self._lead(bearer)
+        signed_in_lead(self.accounts, bearer)
         return [asdict(counts) for counts in self.lead.batches()]
 
     def add_tasks(self, body: NewTasks, bearer: Bearer) -> None:
-        account, _ = self._lead(bearer)
+        account, _ = signed_in_lead(self.accounts, bearer)
         tasks = [
             Task(
                 task.task_id,
@@ -480,15 +483,15 @@ class Api:
         self.accounts.log(account.name, "added", f"{len(tasks)} tasks to {body.batch}")
 
     def reopened(self, task_id: str, bearer: Bearer) -> TaskBody:
-        account, token = self._lead(bearer)
+        account, token = signed_in_lead(self.accounts, bearer)
         return self._as_body(self.service.reopened(account, task_id, token))
 
     def void(self, body: VoidBody, bearer: Bearer) -> None:
-        account, _ = self._lead(bearer)
+        account, _ = signed_in_lead(self.accounts, bearer)
         self.service.void(account, body.task_id, body.labeler, body.revision, body.reason, CLIENT)
 
     def judgments(self, batch: str, bearer: Bearer, *, names: Names = False) -> list[dict[str, Any]]:
-        account, _ = self._lead(bearer)
+        account, _ = signed_in_lead(self.accounts, bearer)
         self._require_batch(batch)
         self.accounts.log(account.name, "exported", exported_what(batch, "judgments", with_names=names))
         tasks = {stored.task.task_id: stored.task for stored in self.service.store.tasks(batch)}
@@ -506,14 +509,14 @@ class Api:
         *,
         names: Names = False,
     ) -> ExportBody:
-        account, _ = self._lead(bearer)
+        account, _ = signed_in_lead(self.accounts, bearer)
         self._require_batch(batch)
         found = self.lead.export(batch, form, with_names=names, criterion=criterion)
         self.accounts.log(account.name, "exported", exported_what(batch, form, with_names=names))
         return ExportBody(rows=found.rows, left_out=found.report.counts())
 
     def quality(self, batch: str, bearer: Bearer) -> Mapping[str, Any]:
-        self._lead(bearer)
+        signed_in_lead(self.accounts, bearer)
         self._require_batch(batch)
         return self.lead.report(batch).as_dict()
 

@@ -25,7 +25,6 @@ from preferences.page.api import Api, describe_answers
 from preferences.page.arena import Arena
 from preferences.page.arena_pages import ArenaPages
 from preferences.page.config import LabelingConfig
-from preferences.page.forms import RETRY_SECONDS
 from preferences.page.instruction_pages import InstructionPages
 from preferences.page.labeler_pages import TOO_LATE, SignInPages, TaskPages
 from preferences.page.lead_api import LeadApi
@@ -34,7 +33,7 @@ from preferences.page.question_pages import QuestionPages, Questions
 from preferences.page.search_pages import SearchPages
 from preferences.page.security import MAX_BODY_BYTES, Attempts, Harden, TooManyTriesError
 from preferences.page.service import LabelingService, LeadView, RefusedError
-from preferences.page.site import SignInNeededError, Site
+from preferences.page.site import RETRY_SECONDS, SignInNeededError, Site
 from preferences.page.usability_pages import UsabilityApi, UsabilityPages
 from preferences.store import LabelStore
 

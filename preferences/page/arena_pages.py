@@ -20,7 +20,6 @@ from preferences.database import STORE_AWAY, reason_of
 from preferences.keys import BusyError
 from preferences.page.arena import CHOICES, MAX_QUESTION_CHARACTERS, WHY_CLOSED, Arena, Given
 from preferences.page.fields import Fields
-from preferences.page.forms import RETRY_SECONDS
 from preferences.page.security import HEADERS
 from preferences.page.service import RefusedError
 from preferences.page.site import Posted, SignInNeededError, Site, fields_of, redirect
@@ -228,24 +227,12 @@ class ArenaPages:
                 raise RefusedError(WHY_CLOSED["instructions"])
             return save(account, token, fields)
         except SignInNeededError:
-            return self._typed_page(request, posted, 401, "Your session has ended", SESSION_OVER)
+            return self.site.typed_page(request, 401, "Your session has ended", SESSION_OVER, _typed(posted))
         except RefusedError as error:
-            return self._typed_page(request, posted, 403, "Not possible", str(error))
+            return self.site.typed_page(request, 403, "Not possible", str(error), _typed(posted))
         except STORE_AWAY as error:
             LOG.error("a message or a verdict was not stored: %s", reason_of(error))
-            values = [(name, value) for name, value in posted.multi_items() if isinstance(value, str)]
-            path, typed = request.url.path, _typed(posted)
-            page = self.site.page("unsaved", None, "", 503, action=path, values=values, typed=typed)
-            page.headers["Retry-After"] = str(RETRY_SECONDS)
-            return page
-
-    def _typed_page(self, request: Request, posted: FormData, status: int, heading: str, text: str) -> Response:
-        """Says why this form cannot be stored, and shows what was typed so that it can be copied."""
-        account, token = self.site.who(request)
-        typed = _typed(posted)
-        if account is None and not typed:
-            raise SignInNeededError
-        return self.site.page("message", account, token, status, heading=heading, text=text, typed=typed)
+            return self.site.unsaved_page(request, posted, 503, _typed(posted))
 
 
 def _typed(posted: FormData) -> str:

@@ -234,10 +234,26 @@ class OidcConfig(BaseModel):
         return found
 
 
-class LabelForm(BaseModel):
-    """What labelers are told, and what the form asks about each task."""
+class TomlConfig(BaseModel):
+    """Settings that a TOML file holds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads a TOML file. Raises: ValueError naming the file and each invalid field."""
+        try:
+            return cls.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise ValueError(f"{path}: no such file") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: {error}") from error
+        except ValidationError as error:
+            raise ValueError(f"{path}: {wrong_fields(error, cls)}") from error
+
+
+class LabelForm(TomlConfig):
+    """What labelers are told, and what the form asks about each task."""
 
     instructions: str = Field(default=INSTRUCTIONS, description="Instructions to labelers, in Markdown.")
     flags: tuple[str, ...] = Field(
@@ -293,8 +309,6 @@ class LabelForm(BaseModel):
 class LabelingConfig(LabelForm):
     """What labelers see, and the order in which they get tasks."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     title: str = Field(default="Labeling", description="Title of the pages.")
     batches: tuple[str, ...] = Field(
         default=(), description="Batches in the order in which labelers get them; empty = all, in order of arrival."
@@ -340,18 +354,6 @@ class LabelingConfig(LabelForm):
             return ""
         found = f"it has {', '.join(map(repr, batches))}" if batches else "it has none yet"
         return f"The configuration names batches that the store does not have: {', '.join(missing)}; {found}."
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Reads a TOML file. Raises: ValueError naming the file and each invalid field."""
-        try:
-            return cls.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            raise ValueError(f"{path}: no such file") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: {error}") from error
-        except ValidationError as error:
-            raise ValueError(f"{path}: {wrong_fields(error, cls)}") from error
 
     def with_form(self, form: Mapping[str, Any]) -> Self:
         """Returns a copy that asks what `form` does: values of all fields of `LabelForm`, in JSON's types."""

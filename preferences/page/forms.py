@@ -23,7 +23,6 @@ MIN_RATING, MAX_RATING = 1, 7
 MAX_NOTE_CHARACTERS = 4_000
 MAX_REMEMBERED_BYTES = 64 * 2**20  # memory for the most recently shown tasks
 TASK_BYTES = 10_000  # memory that a task takes in addition to its texts
-RETRY_SECONDS = 10
 _TURN = re.compile(r"turn_\d{1,2}_\d{1,6}")  # the field of a turn's rating: criterion and turn
 
 

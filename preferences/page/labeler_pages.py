@@ -19,7 +19,7 @@ from preferences.page import forms
 from preferences.page.annotation_forms import is_same_text, max_edit, num_span_rows
 from preferences.page.config import DECLINES, LabelingConfig
 from preferences.page.fields import Fields
-from preferences.page.forms import RETRY_SECONDS, UnsavedForms, as_text
+from preferences.page.forms import UnsavedForms, as_text
 from preferences.page.search_pages import in_queue, next_in_queue
 from preferences.page.security import (
     MAX_SIGN_IN_BYTES,
@@ -29,7 +29,7 @@ from preferences.page.security import (
     use_link,
 )
 from preferences.page.service import MAX_LEFT, LabelingService, PresentedTask, RefusedError
-from preferences.page.site import Posted, SignInNeededError, Site, fields_of, redirect
+from preferences.page.site import RETRY_SECONDS, Posted, SignInNeededError, Site, fields_of, redirect
 from preferences.questions import MAX_QUESTION_CHARACTERS, Thread
 from preferences.records import ShownTask
 
@@ -354,13 +354,14 @@ class TaskPages:
         try:
             return save(request, posted)
         except SignInNeededError:
-            return self._typed_page(request, posted, 401, "Your session has ended", SESSION_OVER)
+            typed = as_text(fields_of(posted))
+            return self.site.typed_page(request, 401, "Your session has ended", SESSION_OVER, typed)
         except RefusedError as error:
-            return self._typed_page(request, posted, 403, "Not possible", str(error))
+            return self.site.typed_page(request, 403, "Not possible", str(error), as_text(fields_of(posted)))
         except LeaseLostError:
-            return self._typed_page(request, posted, 409, "Too late", TOO_LATE)
+            return self.site.typed_page(request, 409, "Too late", TOO_LATE, as_text(fields_of(posted)))
         except ValueError as error:
-            return self._typed_page(request, posted, 409, "Not stored", str(error))
+            return self.site.typed_page(request, 409, "Not stored", str(error), as_text(fields_of(posted)))
         except STORE_AWAY as error:
             LOG.error("an answer or a skip was not stored: %s", reason_of(error))
             return self._unsaved_page(request, posted, 503)
@@ -368,24 +369,13 @@ class TaskPages:
             LOG.exception("an answer or a skip was not stored")
             return self._unsaved_page(request, posted, 500)
 
-    def _typed_page(self, request: Request, posted: FormData, status: int, heading: str, text: str) -> Response:
-        """Says why this form can never be stored, and shows what was typed so that it can be copied."""
-        account, token = self.site.who(request)
-        typed = as_text(fields_of(posted))
-        if account is None and not typed:
-            raise SignInNeededError
-        return self.site.page("message", account, token, status, heading=heading, text=text, typed=typed)
-
     def _unsaved_page(self, request: Request, posted: FormData, status: int) -> Response:
         """Shows the filled-in form so that it can be sent again, without the task's texts if they are not in memory."""
         token, fields = self.site.token(request), fields_of(posted)
         known = self.unsaved.failed(token, forms.task_form(fields), fields)
-        if known is not None:
-            page = self._task_page(known.account, token, known.presented, fields, status=status, is_unsaved=True)
-        else:
-            values = [(name, value) for name, value in posted.multi_items() if isinstance(value, str)]
-            path, typed = request.url.path, as_text(fields)
-            page = self.site.page("unsaved", None, "", status, action=path, values=values, typed=typed)
+        if known is None:
+            return self.site.unsaved_page(request, posted, status, as_text(fields))
+        page = self._task_page(known.account, token, known.presented, fields, status=status, is_unsaved=True)
         page.headers["Retry-After"] = str(RETRY_SECONDS)
         return page
 

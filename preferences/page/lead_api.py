@@ -4,14 +4,13 @@ from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, HTTPException, Query
-from fastapi.security import HTTPAuthorizationCredentials
 from pydantic import Field
 
 from preferences import adjudication, organizing, search
-from preferences.accounts import MAX_DAILY_QUOTA, Account, Accounts
+from preferences.accounts import MAX_DAILY_QUOTA, Accounts
 from preferences.adjudication import Threshold
 from preferences.assignment import MAX_TAG_CHARACTERS, MAX_TAGS
-from preferences.page.api import ERRORS, IS_WHOLE, MAX_TASKS_AT_ONCE, STORABLE, Bearer, Body, Name, Text
+from preferences.page.api import ERRORS, IS_WHOLE, MAX_TASKS_AT_ONCE, STORABLE, Bearer, Body, Name, Text, signed_in_lead
 from preferences.page.config import ServerConfig
 from preferences.page.service import LeadView
 from preferences.records import MAX_LABELERS
@@ -122,22 +121,14 @@ class LeadApi:
         ):
             post(path, summary=f"{summary} (leads)", status_code=204)(route)
 
-    def _lead(self, bearer: HTTPAuthorizationCredentials | None) -> Account:
-        account = self.accounts.session(bearer.credentials) if bearer is not None else None
-        if account is None:
-            expected = "a session's token is expected: Authorization: Bearer …"
-            raise HTTPException(401, expected, {"WWW-Authenticate": "Bearer"})
-        if account.role != "lead":
-            raise HTTPException(403, "this is for leads")
-        return account
-
-    def _change(self, account: Account) -> dict[str, Any]:
+    def _change(self, bearer: Bearer) -> dict[str, Any]:
+        account, _ = signed_in_lead(self.accounts, bearer)
         return {"by": account.name, "now": self.store.now()}
 
     # ---- reading ----
 
     def progress(self, bearer: Bearer) -> dict[str, Any]:
-        self._lead(bearer)
+        signed_in_lead(self.accounts, bearer)
         found = self.lead.pace(self.lead.batches())
         batches = {
             name: asdict(found["settings"][name]) | asdict(estimate) for name, estimate in found["estimates"].items()
@@ -152,7 +143,7 @@ class LeadApi:
         fewer_than: Annotated[int, Query(ge=0, le=MAX_LABELERS)] = 0,
         start: Start = 0,
     ) -> dict[str, Any]:
-        self._lead(bearer)
+        signed_in_lead(self.accounts, bearer)
         threshold = Threshold(batch, min_disagreement, fewer_than)
         with self.store.reading() as connection:
             found = adjudication.queued(connection, threshold, start=start, limit=MAX_ROWS)
@@ -170,7 +161,7 @@ class LeadApi:
         after: Start = 0,
     ) -> list[dict[str, Any]]:
         """`after` is the position of the last task of the page before."""
-        self._lead(bearer)
+        signed_in_lead(self.accounts, bearer)
         wanted = Search(words=words, batch=batch, sort=sort, state=state, min_disagreement=min_disagreement)
         with self.store.reading() as connection:
             return [asdict(one) for one in search.find_tasks(connection, wanted, after=after, limit=MAX_ROWS)]
@@ -189,7 +180,7 @@ class LeadApi:
         before: Start = 0,
     ) -> list[dict[str, Any]]:
         """`before` is the `number` of the last event of the page before."""
-        self._lead(bearer)
+        signed_in_lead(self.accounts, bearer)
         wanted = Search(
             words=words, batch=batch, labeler=labeler, kind=kind, mark=mark, note=note, since=since, until=until
         )
@@ -200,81 +191,81 @@ class LeadApi:
     # ---- changing ----
 
     def set_batch_labelers(self, body: BatchOverlapBody, bearer: Bearer) -> None:
-        how = self._change(self._lead(bearer))
+        how = self._change(bearer)
         with self.store.writing() as connection:
             positions = organizing.positions_in(connection, body.batch)
             organizing.set_num_labelers(connection, positions, body.num_labelers, **how)
 
     def set_closed(self, body: ClosedBody, bearer: Bearer) -> None:
-        how = self._change(self._lead(bearer))
+        how = self._change(bearer)
         with self.store.writing() as connection:
             organizing.set_closed(connection, body.batch, is_closed=body.is_closed, **how)
 
     def set_batch_tags(self, body: BatchTagsBody, bearer: Bearer) -> None:
-        how = self._change(self._lead(bearer))
+        how = self._change(bearer)
         with self.store.writing() as connection:
             organizing.set_required(connection, body.batch, body.tags, **how)
 
     def set_task_labelers(self, body: TaskOverlapBody, bearer: Bearer) -> None:
-        how = self._change(self._lead(bearer))
+        how = self._change(bearer)
         with self.store.writing() as connection:
             positions = organizing.positions_of(connection, body.task_ids)
             organizing.set_num_labelers(connection, positions, body.num_labelers, **how)
 
     def set_archived(self, body: ArchivedBody, bearer: Bearer) -> None:
-        how = self._change(self._lead(bearer))
+        how = self._change(bearer)
         with self.store.writing() as connection:
             positions = organizing.positions_of(connection, body.task_ids)
             organizing.set_archived(connection, positions, is_archived=body.is_archived, **how)
 
     def set_task_tags(self, body: TaskTagsBody, bearer: Bearer) -> None:
-        how = self._change(self._lead(bearer))
+        how = self._change(bearer)
         with self.store.writing() as connection:
             positions = organizing.positions_of(connection, body.task_ids)
             organizing.set_required_of_tasks(connection, positions, body.tags, **how)
 
     def set_assignment(self, body: AssignmentBody, bearer: Bearer) -> None:
-        account = self._lead(bearer)
+        account, _ = signed_in_lead(self.accounts, bearer)
         self.accounts.set_assignment(body.name, body.tags, body.daily_quota, by=account.name)
 
     # ---- people ----
 
     def list_accounts(self, bearer: Bearer) -> list[dict[str, Any]]:
-        self._lead(bearer)
+        signed_in_lead(self.accounts, bearer)
         pseudonyms = self.accounts.pseudonyms()
         return [{**asdict(account), "pseudonym": pseudonyms[account.name]} for account in self.accounts.all()]
 
     def invitations(self, bearer: Bearer) -> list[dict[str, Any]]:
-        self._lead(bearer)
+        signed_in_lead(self.accounts, bearer)
         return [asdict(link) for link in self.accounts.links()]
 
     def invite(self, body: InvitationBody, bearer: Bearer) -> dict[str, str]:
-        account = self._lead(bearer)
+        account, _ = signed_in_lead(self.accounts, bearer)
         code = self.accounts.invite(body.name, body.role, by=account.name)
         return {"link": self.server.link(code)}
 
     def revoke(self, body: RevocationBody, bearer: Bearer) -> None:
-        account = self._lead(bearer)
+        account, _ = signed_in_lead(self.accounts, bearer)
         self.accounts.revoke(body.name, by=account.name)
 
     def held_about(self, name: str, bearer: Bearer) -> dict[str, Any]:
-        account = self._lead(bearer)
+        account, _ = signed_in_lead(self.accounts, bearer)
         if name not in self.accounts.pseudonyms():
             raise HTTPException(404, f"the store holds nothing under the name {name!a}")
         return self.accounts.held_about(name, by=account.name)
 
     def erase(self, body: ErasureBody, bearer: Bearer) -> dict[str, str]:
-        account = self._lead(bearer)
+        account, _ = signed_in_lead(self.accounts, bearer)
         if body.name == account.name:
             raise HTTPException(403, "you cannot erase yourself; another lead can")
         return {"pseudonym": self.accounts.erase(body.name, by=account.name)}
 
     def audit_log(self, bearer: Bearer, *, sign_ins: SignIns = False) -> list[dict[str, Any]]:
-        self._lead(bearer)
+        signed_in_lead(self.accounts, bearer)
         return [asdict(event) for event in self.accounts.audit_log(sign_ins=sign_ins)]
 
     def set_state(self, body: StateBody, bearer: Bearer) -> None:
-        account = self._lead(bearer)
+        account, _ = signed_in_lead(self.accounts, bearer)
         if body.name == account.name:
             raise HTTPException(403, "you cannot close your own account; another lead can")
         self.accounts.set_state(body.name, body.state, by=account.name)

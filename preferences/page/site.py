@@ -30,6 +30,7 @@ CHECKBOXES = "flags_"  # prefix of fields that may occur several times
 MAX_FIELDS = 5_000  # of a form: ratings of every turn, and passages of every response
 SENT_CHARACTERS = 2**18  # characters of a download to send at a time
 ONLY_LEADS = "this page is for leads"
+RETRY_SECONDS = 10
 
 TEMPLATES = Environment(
     loader=PackageLoader("preferences.page"),
@@ -151,6 +152,20 @@ class Site:
         """Renders a page that says what went wrong."""
         account, token = self.who(request)
         return self.page("message", account, token, status, heading=heading, text=text, typed="")
+
+    def typed_page(self, request: Request, status: int, heading: str, text: str, typed: str) -> Response:
+        """Says why a form can never be stored, and shows what was typed so that it can be copied."""
+        account, token = self.who(request)
+        if account is None and not typed:
+            raise SignInNeededError
+        return self.page("message", account, token, status, heading=heading, text=text, typed=typed)
+
+    def unsaved_page(self, request: Request, posted: FormData, status: int, typed: str) -> Response:
+        """Shows what was typed into a form that is not stored yet, so that it can be sent again."""
+        values = [(name, value) for name, value in posted.multi_items() if isinstance(value, str)]
+        page = self.page("unsaved", None, "", status, action=request.url.path, values=values, typed=typed)
+        page.headers["Retry-After"] = str(RETRY_SECONDS)
+        return page
 
 
 def fields_of(form: FormData) -> Fields:

@@ -1,12 +1,10 @@
 """The configuration of a usability study: its labelers, and its conditions, each a batch and a form."""
 
-import tomllib
-from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from preferences.page.config import LabelForm, LabelingConfig, wrong_fields
+from preferences.page.config import LabelForm, LabelingConfig, TomlConfig
 from preferences.usability import Condition, Study
 
 MAX_CONDITIONS, MAX_NAME_CHARACTERS = 8, 40
@@ -27,10 +25,8 @@ class StudyCondition(LabelForm):
         return name
 
 
-class StudyConfig(BaseModel):
+class StudyConfig(TomlConfig):
     """A usability study: which forms are compared, by whom, and on how many tasks."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(min_length=1, max_length=MAX_NAME_CHARACTERS, description="The study's name.")
     labelers: tuple[str, ...] = Field(
@@ -58,18 +54,6 @@ class StudyConfig(BaseModel):
             if again := [name for name in names if list(names).count(name) > 1]:
                 raise ValueError(f"{what}: {again[0]!r} is named twice; different names were expected")
         return self
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Reads a TOML file. Raises: ValueError naming the file and each invalid field."""
-        try:
-            return cls.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            raise ValueError(f"{path}: no such file") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: {error}") from error
-        except ValidationError as error:
-            raise ValueError(f"{path}: {wrong_fields(error, cls)}") from error
 
     def study(self, base: LabelingConfig) -> tuple[Study, list[LabelForm]]:
         """Returns the study to store, and each condition's complete form. `base` fills in what a condition leaves out.

@@ -7,16 +7,14 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse
-from fastapi.security import HTTPAuthorizationCredentials
 from pydantic import Field
 
 from files.records import as_json
 from preferences import usability
 from preferences.accounts import Account, Accounts
 from preferences.database import STORE_AWAY, reason_of
-from preferences.page.api import ERRORS, IS_WHOLE, STORABLE, Bearer, Body
+from preferences.page.api import ERRORS, IS_WHOLE, STORABLE, Bearer, Body, signed_in
 from preferences.page.fields import Fields
-from preferences.page.forms import RETRY_SECONDS
 from preferences.page.service import LabelingService
 from preferences.page.site import ONLY_LEADS, Posted, Site, redirect
 from preferences.questionnaire import LOAD, LOAD_CHOICES, LOAD_STEP, MAX_LOAD, MAX_SUS, MIN_SUS, SUS, SUS_CHOICES
@@ -56,11 +54,7 @@ class UsabilityPages:
             self.service.store_questionnaire(account, answer)
         except STORE_AWAY as error:
             LOG.error("a questionnaire was not stored: %s", reason_of(error))
-            values = [(name, value) for name, value in posted.multi_items() if isinstance(value, str)]
-            typed = fields.text("comment")
-            page = self.site.page("unsaved", None, "", 503, action="/usability", values=values, typed=typed)
-            page.headers["Retry-After"] = str(RETRY_SECONDS)
-            return page
+            return self.site.unsaved_page(request, posted, 503, fields.text("comment"))
         if not stage.is_last:
             return redirect("/task")
         text = "You have finished the study. Your answers about all forms are stored."
@@ -181,15 +175,8 @@ class UsabilityApi:
         self.router.post("/usability", summary="Answer the questionnaire", status_code=204)(self.answer)
         self.router.get("/usability/{study:path}", summary="Results of a usability study (leads)")(self.results)
 
-    def _signed_in(self, bearer: HTTPAuthorizationCredentials | None) -> tuple[Account, str]:
-        account = self.accounts.session(bearer.credentials) if bearer is not None else None
-        if bearer is None or account is None:
-            expected = "a session's token is expected: Authorization: Bearer …"
-            raise HTTPException(401, expected, {"WWW-Authenticate": "Bearer"})
-        return account, bearer.credentials
-
     def questionnaire(self, bearer: Bearer) -> dict[str, Any]:
-        account, token = self._signed_in(bearer)
+        account, token = signed_in(self.accounts, bearer)
         stage = _due(self.service, account, token)
         if stage is None:
             raise HTTPException(404, "no questionnaire is due")
@@ -203,7 +190,7 @@ class UsabilityApi:
         }
 
     def answer(self, body: QuestionnaireBody, bearer: Bearer) -> None:
-        account, token = self._signed_in(bearer)
+        account, token = signed_in(self.accounts, bearer)
         said = body.model_dump() | {"load": tuple(body.load), "sus": tuple(body.sus)}
         if account.role == "lead":
             raise HTTPException(403, "only labelers answer questionnaires")
@@ -214,7 +201,7 @@ class UsabilityApi:
         self.service.store_questionnaire(account, QuestionnaireAnswer(account.name, **said))
 
     def results(self, study: str, bearer: Bearer) -> dict[str, Any]:
-        account, _ = self._signed_in(bearer)
+        account, _ = signed_in(self.accounts, bearer)
         if account.role != "lead":
             raise HTTPException(403, ONLY_LEADS)
         with self.service.store.reading() as connection:
