@@ -450,7 +450,7 @@ def test_a_real_policy_against_a_changed_copy(
         writers.close()
     with LabelStore(path) as store:
         tasks = [one.task for one in store.tasks("arena")]
-    # Not of each: seeds are drawn anew in every run, and a right answer may be one word.
+    # Not every answer: each run draws new seeds, and a right answer may have one word.
     assert any(len(response.split()) > 2 for task in tasks for response in task.responses)
     assert run("replay", path, "--task", tasks[0].task_id) == 0
     assert capsys.readouterr().out.count("the same bits as recorded") == 2
