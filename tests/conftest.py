@@ -128,6 +128,13 @@ def _leave_out_long_ones(config: pytest.Config, items: list[pytest.Item]) -> Non
     config.hook.pytest_deselected(items=[item for item, is_out in is_left_out.items() if is_out])
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Otherwise what a test draws without a seed would depend on which tests this process has run before."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
+
+
 def pytest_collection_finish() -> None:
     """What the imports of all tests have made stays: collections of garbage need not look at it again."""
     gc.collect()
