@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from files.ports import free_port
 from lm.tool_calls import AssistantMessage, ToolCall
 from ppo.environments.environment import Episode, Reply
 from ppo.environments.openenv import OpenEnv
@@ -29,9 +29,7 @@ def said(text: str = "", *calls: ToolCall) -> AssistantMessage:
 @contextmanager
 def running(kind: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     pytest.importorskip("openenv", reason="the package openenv is not installed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     server = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("openenv_server.py")), kind, port], stderr=subprocess.DEVNULL
     )

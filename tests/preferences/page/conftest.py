@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import pytest
 import uvicorn
 from fastapi.testclient import TestClient
 
+from files.ports import free_port
 from preferences.accounts import Accounts, Role
 from preferences.page.app import make_app
 from preferences.page.client import LabelClient
@@ -95,9 +95,7 @@ class Server:
     def __init__(self, url: str, folder: Path, config: str = "asks_ratings = false\n") -> None:
         self.url, self.config, self.log = url, folder / "label.toml", folder / "server.log"
         self.config.write_text(config)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.address = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:

@@ -1,7 +1,6 @@
 """The API's client: its error messages; it neither loses nor repeats an answer."""
 
 import functools
-import socket
 import threading
 from dataclasses import dataclass, replace
 
@@ -9,6 +8,7 @@ import httpx
 import pytest
 
 from benchmarks.known_labelers import FLAG, TRAITS, KnownLabeler, Size, draw_tasks
+from files.ports import free_port
 from preferences.page.client import LabelClient, answer_in_turns
 from preferences.page.config import LabelingConfig
 from preferences.records import Labeler, Skip
@@ -71,9 +71,7 @@ def test_refusals_say_why(run_server, tmp_path):
 
 def test_a_door_waits_for_a_server_that_is_away(run_server, tmp_path):
     drawn = draw_tasks(Size(num_ordinary=4, num_gold=0, num_repeats=0), 0)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     away = run_server(str(tmp_path / "labels.db"), CONFIG, port=port)
     away.store.add_tasks([task for task, _ in drawn], batch="b", num_labelers=1)
     away.join("careful")

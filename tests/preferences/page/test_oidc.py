@@ -318,12 +318,11 @@ def test_in_a_browser(world, provider, tmp_path, browser):
     config = configured(provider, tmp_path)
     port = listening("127.0.0.1", 0)
     number = port.getsockname()[1]
-    port.close()
     # localhost and 127.0.0.1 are different sites, as the company's provider and this server are
     server = config.server.model_copy(update={"public_url": f"http://localhost:{number}"})
     app = make_app(world.store, world.accounts, config.model_copy(update={"server": server}))
-    running = uvicorn.Server(uvicorn.Config(app, port=number, log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=running.run, daemon=True)
+    running = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=running.run, args=([port],), daemon=True)
     thread.start()
     while not running.started:
         assert thread.is_alive()
