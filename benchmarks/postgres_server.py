@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PROGRAMS = ("initdb", "postgres", "pg_isready", "createdb")
@@ -50,7 +50,8 @@ class PostgresServer:
             ["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True, check=False
         ).stdout.split()
         for pid in (self.process.pid, *map(int, children)):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
     def stop(self) -> None:
