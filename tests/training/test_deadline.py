@@ -91,7 +91,8 @@ def folder(
 @pytest.mark.parametrize("zero_stage", in_ci(ZERO_STAGES, ZERO_STAGES[1:]))
 def test_a_rank_that_hangs_is_noticed_in_time(folder: Path, zero_stage: int) -> None:
     seconds, message = (folder / f"error-{zero_stage}").read_text().split(maxsplit=1)
-    assert SECONDS - 1 < float(seconds) < 4 * SECONDS
+    # Without the setting it would be gloo's own half an hour; a busy machine takes some of the time before the wait.
+    assert SECONDS - 1 < float(seconds) < 20 * SECONDS
     assert "Timed out waiting 10000ms" in message
 
 
