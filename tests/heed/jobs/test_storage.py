@@ -2,7 +2,6 @@
 
 import errno
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -25,20 +24,24 @@ def make_stage(run: Path) -> Path:
 
 
 def test_a_folder_that_is_away_for_a_while_costs_a_stage_no_more_than_that(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, ended, tries = make_stage(tmp_path / "run"), list[str](), list[int]()
 
     def come_back() -> None:
-        time.sleep(1.0)
         (tmp_path / "away").rename(tmp_path / "run")
+
+    def wait(stage_folder: Path, seconds: float) -> bool:
+        threading.Timer(1.0, come_back).start()
+        return wait_for_storage(stage_folder, seconds)
 
     def work() -> None:
         tries.append(1)
         if len(tries) == 1:
             (tmp_path / "run").rename(tmp_path / "away")
-            threading.Thread(target=come_back).start()
         (folder / "samples.writing").write_text("samples")
+
+    monkeypatch.setattr(recovery_module, "wait_for_storage", wait)
 
     run_to_end("collect", folder, work, lambda: ended.append("workers"))
     assert (len(tries), ended) == (2, ["workers"])

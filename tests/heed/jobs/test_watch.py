@@ -151,8 +151,8 @@ def test_time_left_without_metrics_ranks_and_restarts() -> None:
 def test_the_status_of_a_run_elsewhere_waits_for_no_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert now_in_words(tmp_path / "of another machine") == ""
     write_json(tmp_path / "status.json", as_json(replace(STATUS, updated=time.time() - 300)))
-    words = "No update in ppo for 5 min 00 s: the job may have been killed, or its storage or head may hang."
-    assert now_in_words(tmp_path) == words
+    words = r"No update in ppo for 5 min \d\d s: the job may have been killed, or its storage or head may hang\."
+    assert re.fullmatch(words, now_in_words(tmp_path))
     back = threading.Event()
 
     def hang(_watched: Watched) -> Now:
@@ -186,4 +186,5 @@ def test_a_write_that_does_not_return_is_reported_on_the_console(
             time.sleep(0.02)
             said += capsys.readouterr().err
         back.set()
-    assert said == f"{tmp_path}: a write has not returned for 0 s; the run waits for its storage\n"
+    # On a busy disk, the write before may take as long, and be reported too.
+    assert {*said.splitlines()} == {f"{tmp_path}: a write has not returned for 0 s; the run waits for its storage"}

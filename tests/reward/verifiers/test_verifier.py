@@ -1,6 +1,7 @@
 """The reward "verifier": what a row asks for, what is right, wrong or missing, and rows that cannot be verified."""
 
 import math
+import threading
 import time
 from typing import Any
 
@@ -98,12 +99,13 @@ def test_responses_are_scored_in_order_with_their_own_rows() -> None:
 def test_code_runs_on_the_threads_of_its_rank_however_small_a_pass_is(
     num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running, most = [], []
+    running, most, all_at_once = [], [], threading.Barrier(num_threads)
 
     def passes(*_: Any) -> tuple[bool, str]:
         running.append(1)
         most.append(len(running))
-        time.sleep(0.2)
+        all_at_once.wait(60)
+        time.sleep(0.1)  # for a thread too many, if there were one
         running.pop()
         return True, ""
 
