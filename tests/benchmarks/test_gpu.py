@@ -125,7 +125,8 @@ def test_generation_is_measured_in_both_kinds_of_steps(monkeypatch: pytest.Monke
     assert Counter(asked) == {("eager", 1): 3, ("fixed", 12): 3, ("eager", 12): 3}
     assert found["decoded_bytes"] == decoded_bytes(row.sizes)  # type: ignore[arg-type]
     whole = 4 * 12 / found["tokens_per_second"]
-    assert 0 < found["decoding_seconds"] < whole
+    # A difference of two times, which other work on the machine can turn round.
+    assert found["decoding_seconds"] < whole
 
 
 def test_an_iteration_is_the_sum_of_its_phases() -> None:
