@@ -126,6 +126,7 @@ def test_a_conversation_by_keyboard_alone(site: Site) -> None:
     page.keyboard.press("Control+Enter")
     expect(page.get_by_text("B is better. Saved.")).to_be_visible()
     expect(page.get_by_role("radio", name="answer B")).to_be_checked()  # the better one, unless they say otherwise
+    page.wait_for_load_state()  # keys work once the page is whole
     page.get_by_label("Your message").focus()
     page.keyboard.type("Two?")
     page.keyboard.press("Control+Enter")

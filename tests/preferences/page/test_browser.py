@@ -538,7 +538,8 @@ def test_the_adjudication_queue(site, has_scripts):
             answer = Answer(tuple(ranks[index] for index in lease.order), 4_000)
             opened.store.submit(lease, answer, client="test", instructions_version="1")
     eve = opened.visit("eve", "lead", "/lead/queue", java_script_enabled=has_scripts)
-    eve.get_by_role("link", name="Start with the first").click()
+    with eve.expect_navigation():  # keys work once the page is whole
+        eve.get_by_role("link", name="Start with the first").click()
     assert shown_task(eve) == "t1"
     if has_scripts:
         with eve.expect_navigation():

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Page
+from playwright.sync_api import Page, expect
 
 from preferences import usability
 from preferences.accounts import Accounts
@@ -122,7 +122,7 @@ def test_no_page_of_a_study_has_a_barrier(site):
     judge("ann")
     last, lead = visit("ann", "/usability", **narrow), visit("eve", "/lead/usability", **narrow)
     last.get_by_role("button", name="Save and finish").click()
-    assert last.get_by_text("Say which form you would rather work with").count() == 1
+    expect(last.get_by_text("Say which form you would rather work with")).to_have_count(1)
     for page in (last, lead):
         assert barriers(page) == []
         assert page.evaluate("document.documentElement.scrollWidth") <= 320
