@@ -24,7 +24,7 @@ OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # in CSV; the
 
 HINT = 'on_invalid = "skip" in a job\'s source, or --on-invalid skip of heed init, leaves such rows out'
 SHOWN_ROWS, KEPT_ROWS = 5, 1000  # invalid rows named in an error, and the most that are kept
-LOADED_ROWS = 8  # rows that `datasets` reads at a time from Parquet files in a folder or on the hub
+LOADED_ROWS = 8  # rows that `datasets` passes on at a time from a Parquet group, which it unpacks whole
 TEXT_CHARACTERS = 2**20  # characters of a plain text to read at a time
 COUNTED_ROWS = 1_000_000  # the most rows read after the first refused one, to count other invalid ones
 
