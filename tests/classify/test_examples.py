@@ -25,6 +25,7 @@ from classify.rows import LabelledText, Question, TaggedWords
 from lm.tokenizer import Tokenizer
 from stages.sizes import RowSample
 from tests.classify.conftest import config_for, write_tokens
+from tests.examples import examples
 from training.tokens import FITS, SKIPPED, TRUNCATED
 
 
@@ -108,6 +109,7 @@ def test_a_question_without_an_answer_points_at_the_first_token(words_tokenizer:
         assert example.targets == [BEGINS | ENDS, *[0] * (len(example.tokens) - 1)]
 
 
+@examples(100)
 @given(st.integers(0, 60), st.integers(1, 12), st.integers(1, 12))
 def test_windows_cover_a_text_and_each_token_is_best_in_the_one_that_shows_most(
     length: int, room: int, stride: int
