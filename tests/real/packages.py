@@ -5,8 +5,10 @@ What they depend on is not needed: some bring compilers, or a second torch.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,16 @@ PACKAGES = ROOT / ".packages"
 
 def unpacked(requirement: str) -> Path:
     """The folder of a package's files, downloaded if needed; a test is skipped where that is impossible."""
-    folder = PACKAGES / requirement
+    folder = PACKAGES / str(sys.implementation.cache_tag) / requirement  # a wheel may be for one version of Python
     if folder.is_dir():
         return folder
-    download = PACKAGES / f"{requirement}-{id(requirement)}.downloading"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    download = Path(tempfile.mkdtemp(prefix="downloading-", dir=folder.parent))
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--dest", str(download), requirement]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     if found.returncode:
+        shutil.rmtree(download)
         pytest.skip(f"{requirement} could not be downloaded: {found.stderr.strip().splitlines()[-1]}")
     for wheel in download.glob("*.whl"):
         with zipfile.ZipFile(wheel) as file:
@@ -38,6 +42,7 @@ def unpacked(requirement: str) -> Path:
     try:
         download.rename(folder)
     except OSError:  # another test process was first
+        shutil.rmtree(download)
         assert folder.is_dir()
     return folder
 
