@@ -25,7 +25,7 @@ def twin(q: Tensor, k: Tensor, v: Tensor, mask: OwnKeys) -> Tensor:
     return attend_written_out.plain(q.double(), k.double(), v.double(), mask.written_out)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=40, derandomize=True)
 @given(
     st.integers(0, 10**6), st.lists(LENGTHS, min_size=1, max_size=3), HEADS, st.sampled_from([2, 16, 20, 64]),
     st.sampled_from(DTYPES), st.sampled_from([0, 1, 7, SPLIT + 3]),
