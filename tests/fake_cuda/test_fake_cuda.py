@@ -16,6 +16,8 @@ import pytest
 from tests.real.packages import unpacked
 from tests.tiers import in_ci, tried
 
+# One program runs all files, in two minutes, or in five on a busy machine.
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1_200)]
 ROOT = Path(__file__).parents[2]
 FEWEST = {
     "tests/gpu": 43,
@@ -52,7 +54,6 @@ def run(found: Path, tests: Iterable[str], **variables: str) -> Counter[str]:
     return Counter(case.attrib["classname"] for case in cases if case.find("skipped") is None)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("tests", in_ci(FEWEST, FEWEST.keys() - {REHEARSAL}))
 def test_it_passes_on_the_fake_device(passed: Counter[str], tests: str) -> None:
     module = tests.removesuffix(".py").replace("/", ".")
@@ -60,7 +61,6 @@ def test_it_passes_on_the_fake_device(passed: Counter[str], tests: str) -> None:
     assert number >= FEWEST[tests]
 
 
-@pytest.mark.long
 def test_the_triton_kernels_pass_on_the_fake_device(tmp_path: Path) -> None:
     path = os.pathsep.join([str(ROOT), str(unpacked("triton==3.7.1"))])
     passed = run(tmp_path / "tests.xml", KERNELS, PYTHONPATH=path, TRITON_INTERPRET="1")
