@@ -1,7 +1,6 @@
 """How a process gets a Ray of its own: what is refused before, what is started, and what is left."""
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -40,12 +39,11 @@ def _own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def too_long(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def too_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """A folder in which Ray cannot start: the paths of its sockets would be too long."""
-    path = f"/tmp/{'x' * 100}"
+    path = str(tmp_path / ("x" * 100))
     monkeypatch.setenv("RAY_TMPDIR", path)
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
+    return path
 
 
 @pytest.mark.usefixtures("_own_ray", "too_long")
