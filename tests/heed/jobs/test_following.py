@@ -118,8 +118,10 @@ def test_a_head_that_stops_answering_for_a_while(
         )
     go.touch()
     assert follower.wait() == 0, follower.said
-    first, _, *rest, over = follower.lines
-    assert [first, *rest] == ["first line", f"{ray_head.address} answers again", "last line"]
+    *said, over = follower.lines
+    assert f"{ray_head.address} answers again" in said
+    # On a busy machine, the head may also be slow to answer before or after this.
+    assert [line for line in said if ray_head.address not in line] == ["first line", "last line"]
     assert over.startswith(f"{job_id}: SUCCEEDED after ")
 
 
@@ -189,7 +191,9 @@ def test_a_connection_that_is_refused_for_a_while(ray_head: Any, talker: tuple[s
     go.touch()
     tunnel.open()
     assert follower.wait() == 0, follower.said
-    first, _, *rest, over = follower.lines
-    assert [first, *rest] == ["first line", f"{address} answers again", "last line"]
+    *said, over = follower.lines
+    assert f"{address} answers again" in said
+    # On a busy machine, the head may also be slow to answer before or after this.
+    assert [line for line in said if address not in line] == ["first line", "last line"]
     assert over.startswith(f"{job_id}: SUCCEEDED after ")
     tunnel.close()
