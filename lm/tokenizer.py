@@ -207,16 +207,24 @@ class Tokenizer:
 
     def __eq__(self, other: object) -> bool:
         """Whether both turn every conversation into the same tokens."""
-        return isinstance(other, Tokenizer) and self._written() == other._written()
+        if not isinstance(other, Tokenizer) or self._own_part() != other._own_part():
+            return False
+        return self._bpe is other._bpe or self._vocabulary_hash == other._vocabulary_hash
 
-    def _written(self) -> tuple[str, ...]:
+    def _own_part(self) -> tuple[str, ...]:
+        """What `==` compares, without the vocabulary."""
         target_start = () if self.target_start in ("", self.end) else (self.target_start,)
-        return self._bpe.to_str(), self.end, self.start, self.chat_template, *target_start
+        return self.end, self.start, self.chat_template, *target_start
+
+    @cached_property
+    def _vocabulary_hash(self) -> bytes:
+        """A hash of the vocabulary, which writes several MB of text. A scorer compares tokenizers in each iteration."""
+        return hashlib.sha256(self._bpe.to_str().encode()).digest()
 
     @property
     def sha256(self) -> str:
         """A hash of everything that `==` compares."""
-        return hashlib.sha256(json.dumps(self._written()).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([self._bpe.to_str(), *self._own_part()]).encode()).hexdigest()
 
     @property
     def vocabulary(self) -> BPE:

@@ -38,6 +38,7 @@ from files.hashes import derive_seed
 from files.records import as_json
 from lm.tokenizer import Messages, Tokenizer
 from ppo.config import AlarmConfig, PeopleSource
+from ppo.prompts import before_repeat, order_of
 from ppo.rank import ScoreScale
 from ppo.rollout import Rollout
 from reward.external import Scored, score_in_parts
@@ -115,9 +116,12 @@ class SpotChecks:
         num_iterations: int,
         seed: int,
         resume_step: int,
+        sizes: Sequence[int] = (),
+        weights: Sequence[float] = (),
     ) -> None:
+        """`sizes` and `weights` are those of the sources of the prompts, if they have weights."""
         self.config, self.prompts, self.tokenizer, self.scale, self.seed = config, prompts, tokenizer, scale, seed
-        self.num_iterations = num_iterations
+        self.num_iterations, self._sizes, self._weights = num_iterations, sizes, weights
         self.rang: Rang | None = None  # the first alarm
         self._lines = StepLines(folder / SPOT_CHECKS, resume_step=resume_step)
         self._checks: list[SpotCheck] = []
@@ -127,12 +131,15 @@ class SpotChecks:
             self._listen(says=False)
 
     def initial_rows(self, rows_multiple: int) -> list[int]:
-        """Returns the rows of the prompts of the initial checks. Some may occur twice, so that their number is a
-        multiple of `rows_multiple`.
+        """Returns the rows of the prompts of the initial checks, from each source in the share that iterations have.
+        Some may occur twice, so that their number is a multiple of `rows_multiple`.
         """
-        number = min(self.config.initial_checks, len(self.prompts))
-        order = np.random.default_rng(derive_seed(self.seed, "ppo", "alarm")).permutation(len(self.prompts))
-        return [int(row) for row in np.resize(order[:number], -(-number // rows_multiple) * rows_multiple)]
+        number, seed = min(self.config.initial_checks, len(self.prompts)), derive_seed(self.seed, "ppo", "alarm")
+        if self._weights:
+            rows = before_repeat(order_of(self._sizes, self._weights, 1, seed), number)
+        else:
+            rows = np.random.default_rng(seed).permutation(len(self.prompts))[:number].tolist()
+        return [int(row) for row in np.resize(rows, -(-len(rows) // rows_multiple) * rows_multiple)]
 
     def add(self, rollout: Rollout, scores_B: Sequence[float], *, iteration: int, policy: int) -> dict[str, float]:
         """Check responses of a rollout, each to a different prompt. Returns the metrics. `scores_B` are before scaling;

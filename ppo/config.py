@@ -5,7 +5,7 @@ kind is a class with the keys that it needs. Those of the algorithm are in `ppo.
 `reward.external`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
@@ -15,6 +15,8 @@ from lm.config import exact_div
 from lm.lora import LoRAConfig
 from ppo.algorithm import GAE, Advantage, CutImportance, Importance, KLConfig, PolicyLoss, TeacherConfig, TokenLoss
 from ppo.environments.kinds import AnyEnvironment
+from ppo.placement import Colocated, HeedSampler, Placement, Sampler
+from ppo.prompts import Prompts, PromptSource, unmet_needs, with_scored_by
 from reward.external import ExternalReward, ModelReward, NoReward, RemoteReward, RewardFunction
 from reward.judge import JudgeReward
 from reward.sources import Reward, RewardSum
@@ -22,105 +24,6 @@ from reward.steps import StepsConfig
 from reward.verifiers.verifier import Verifier
 from training.config import BatchConfig, Config, OptimizerConfig, by_kind, check_lora, lora_field
 from training.data import NO_FIELDS, DataConfig, OnOverlong, RowFields, overlong_field
-
-
-class SamplerConfig(Config):
-    """What the samplers have in common."""
-
-    tensor_parallel_size: int = Field(
-        default=1,
-        ge=1,
-        description="Ranks that sample together as one generator, each with a share of the policy's weights; for a"
-        " policy that does not fit on one GPU. Ranks with consecutive numbers, which are on the same machine if it has"
-        " room for all of them, work together.",
-    )
-
-
-class HeedSampler(SamplerConfig):
-    """The learner's own core samples. A run that resumes samples the same bits."""
-
-    model_config = ConfigDict(title="Sampler heed")
-    has_own_process: ClassVar[bool] = False
-
-    kind: Literal["heed"] = Field(default="heed", description="The kind of this table.")
-
-
-class VLLM(SamplerConfig):
-    """vLLM samples, in processes of its own and under its own Python (docs/samplers.md)."""
-
-    model_config = ConfigDict(title="Sampler vllm")
-    has_own_process: ClassVar[bool] = True
-
-    kind: Literal["vllm"] = Field(default="vllm", description="The kind of this table.")
-    python: str = Field(
-        default="",
-        description="Python interpreter with vLLM and Heed on every machine; empty = the one that `make vllm` makes.",
-    )
-
-
-class Colocated(Config):
-    """Every worker has all roles: it samples, scores and learns in turns."""
-
-    model_config = ConfigDict(title="Placement colocated")
-    roles_share_ranks: ClassVar[bool] = True
-    weight_transport: ClassVar[Literal["auto"]] = "auto"
-    num_generators: ClassVar[int] = 0
-    num_scorers: ClassVar[int] = 0
-    max_staleness: ClassVar[int] = 0
-
-    kind: Literal["colocated"] = Field(default="colocated", description="The kind of this table.")
-
-
-class SeparateRanks(Config):
-    """What the placements have in common in which generators and scorers have ranks of their own."""
-
-    roles_share_ranks: ClassVar[bool] = False
-
-    num_generators: int = Field(
-        default=1, ge=1, description="Ranks that sample; a multiple of `sampler.tensor_parallel_size`."
-    )
-    num_scorers: int = Field(
-        default=1, ge=1, description="Ranks that hold the frozen models: reward model, reference, teachers."
-    )
-
-
-class Disaggregated(SeparateRanks):
-    """The job's workers learn, and other ranks sample and score."""
-
-    model_config = ConfigDict(title="Placement disaggregated")
-    max_staleness: ClassVar[int] = 0
-
-    kind: Literal["disaggregated"] = Field(default="disaggregated", description="The kind of this table.")
-    weight_transport: Literal["auto", "broadcast", "object_store"] = Field(
-        default="auto",
-        description="How weights are sent to the generators: by broadcast (NCCL or gloo) or Ray's object store; `auto`"
-        " broadcasts between GPUs.",
-    )
-
-
-class Asynchronous(SeparateRanks):
-    """As `disaggregated`, while generators sample the next responses with weights that are a few iterations old.
-    Weights reach them through Ray's object store, so learners never wait for generators.
-    """
-
-    model_config = ConfigDict(title="Placement asynchronous")
-    weight_transport: ClassVar[Literal["object_store"]] = "object_store"
-
-    kind: Literal["asynchronous"] = Field(default="asynchronous", description="The kind of this table.")
-    max_staleness: int = Field(
-        ge=1,
-        description="Number of iterations N by which generators run ahead: iteration i learns from responses sampled"
-        " with the weights that iteration max(0, i - N) started with.",
-    )
-
-
-Sampler = Annotated[Annotated[HeedSampler, Tag("heed")] | Annotated[VLLM, Tag("vllm")], by_kind("heed", "vllm")]
-Placement = Annotated[
-    Annotated[Colocated, Tag("colocated")]
-    | Annotated[Disaggregated, Tag("disaggregated")]
-    | Annotated[Asynchronous, Tag("asynchronous")],
-    by_kind("colocated", "disaggregated", "asynchronous"),
-]
 
 
 class PPOLoRAConfig(LoRAConfig):
@@ -185,7 +88,7 @@ class PeopleSource(Config):
             )
         return store
 
-    def check(self, _rows: Sequence[Any]) -> None:
+    def check(self, _rows: Iterable[Any]) -> None:
         """Check that the store can be opened. Raises: ValueError."""
         from preferences.database import require_store  # needs SQLAlchemy, which a bare GPU machine lacks
 
@@ -271,8 +174,15 @@ class PPOConfig(Config):
         default="",
         description="Model directory, .gguf file or hub id of the initial policy; empty = the SFT stage's model.",
     )
-    prompts: DataConfig = Field(description="Prompts to sample responses to.")
+    prompts: Prompts = Field(
+        description="Prompts to sample responses to: one table, or a list of tables, each with a `weight` and a `name`"
+        " if it needs one (docs/rewards.md)."
+    )
     on_overlong: OnOverlong = overlong_field()
+    chat_template: str = Field(
+        default="",
+        description="Chat template of a model without one: `chat`, `plain` or a Jinja template; empty = its own.",
+    )
     num_iterations: int = Field(ge=1, description="Iterations of sampling and learning.")
     rollout_batch_size: int = Field(
         ge=1, description="Responses per iteration; each of its prompts gets `advantage.samples_per_prompt` of them."
@@ -395,6 +305,28 @@ class PPOConfig(Config):
         return self
 
     def _unmet_needs(self) -> Iterator[str]:
+        if not self.prompt_sources:
+            yield "prompts is an empty list; at least one table was expected"
+        yield from unmet_needs(self.named_sources, self.reward_sources)
+        yield from self._unmet_needs_of_loss()
+        yield from self._unmet_needs_of_body()
+        yield from self._unmet_needs_of_teachers()
+        yield from self._unmet_needs_of_alarm()
+        if self.environment is not None and self.steps is not None:
+            yield "environment with reward.steps: turns have rewards of their own; only one of the two was expected"
+        if self.environment is not None and self.sampler.tensor_parallel_size > 1:
+            yield (
+                f"sampler.tensor_parallel_size {self.sampler.tensor_parallel_size} with environment.kind"
+                f" {self.environment.kind!r}: the ranks of a team would each converse with an environment of their own;"
+                " 1 was expected"
+            )
+        if self.local_judges and self.memory != "fast":
+            yield (
+                f"memory {self.memory!r} moves frozen models away from the device, but the judge"
+                f' {self.local_judges[0].model} stays on it; "fast" was expected (or a judge that an endpoint serves)'
+            )
+
+    def _unmet_needs_of_loss(self) -> Iterator[str]:
         if self.placement.max_staleness and self.kl.kind == "loss":
             yield (
                 'kl.kind "loss" has the KL\'s gradient only on samples of the current weights, but with'
@@ -427,23 +359,10 @@ class PPOConfig(Config):
                 f"loss.kind {self.loss.kind!r} has one ratio per response, but with reward.steps advantages differ from"
                 ' step to step; "token" was expected'
             )
+
+    def _unmet_needs_of_body(self) -> Iterator[str]:
         if self.shared_body and self.steps is not None:
             yield "lora.shared_body with reward.steps: a shared body's reward model scores whole responses only"
-        yield from self._unmet_needs_of_teachers()
-        yield from self._unmet_needs_of_alarm()
-        if self.environment is not None and self.steps is not None:
-            yield "environment with reward.steps: turns have rewards of their own; only one of the two was expected"
-        if self.environment is not None and self.sampler.tensor_parallel_size > 1:
-            yield (
-                f"sampler.tensor_parallel_size {self.sampler.tensor_parallel_size} with environment.kind"
-                f" {self.environment.kind!r}: the ranks of a team would each converse with an environment of their own;"
-                " 1 was expected"
-            )
-        if self.local_judges and self.memory != "fast":
-            yield (
-                f"memory {self.memory!r} moves frozen models away from the device, but the judge"
-                f' {self.local_judges[0].model} stays on it; "fast" was expected (or a judge that an endpoint serves)'
-            )
         if self.shared_body and self.external_reward is not None:
             yield (
                 "lora.shared_body needs a reward model trained by Heed with [reward] lora; without one, leave"
@@ -506,6 +425,34 @@ class PPOConfig(Config):
             )
 
     @property
+    def prompt_sources(self) -> tuple[DataConfig, ...]:
+        """The sources of the prompts."""
+        return (self.prompts,) if isinstance(self.prompts, DataConfig) else self.prompts
+
+    @property
+    def only_source(self) -> DataConfig:
+        """The only source of the prompts. Raises: ValueError if there are several."""
+        if len(self.prompt_sources) > 1:
+            raise ValueError(f"ppo.prompts has {len(self.prompt_sources)} sources; one was expected here")
+        return self.prompt_sources[0]
+
+    @property
+    def named_sources(self) -> tuple[PromptSource, ...]:
+        """The sources of the prompts if `prompts` is a list; () for one table, which needs no name."""
+        return () if isinstance(self.prompts, DataConfig) else self.prompts
+
+    @property
+    def samples_world(self) -> bool:
+        """Whether all prompts are those of the job's world."""
+        return all(source.source.startswith("world:") for source in self.prompt_sources)
+
+    @property
+    def prompt_weights(self) -> tuple[float, ...]:
+        """The weights of the sources; () if they have none."""
+        weights = tuple(source.weight for source in self.named_sources)
+        return weights if any(weights) else ()
+
+    @property
     def teacher_names(self) -> tuple[str, ...]:
         """What metrics call the teachers."""
         return tuple(teacher.name or str(number) for number, teacher in enumerate(self.teachers, 1))
@@ -556,6 +503,11 @@ class PPOConfig(Config):
         return self.reward if isinstance(self.reward, ExternalReward) else None
 
     @property
+    def reward_sources(self) -> tuple[str, ...]:
+        """The names of the sources of a reward of kind "sum"."""
+        return tuple(self.reward.sources) if isinstance(self.reward, RewardSum) else ()
+
+    @property
     def steps(self) -> StepsConfig | None:
         """What the scores of a response's steps amount to, if the reward scores steps."""
         steps: StepsConfig | None = getattr(self.reward, "steps", None)  # most kinds have none
@@ -579,6 +531,10 @@ class PPOConfig(Config):
         if self.environment is not None:
             kept = kept.and_those(self.environment.row_fields)
         return kept if self.alarm is None else kept.and_those(self.alarm.source.row_fields)
+
+    def row_fields_of(self, source: DataConfig) -> RowFields:
+        """The fields that the rows of one of `prompt_sources` keep."""
+        return with_scored_by(self.row_fields, source.scored_by if isinstance(source, PromptSource) else ())
 
     @property
     def num_minibatches(self) -> int:

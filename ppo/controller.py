@@ -34,6 +34,7 @@ from ppo.experience import Experience, require_one_policy, require_same_policy, 
 from ppo.groups import StepRewards, informative_groups
 from ppo.learner import Learner
 from ppo.people import PeopleChecks
+from ppo.prompts import Mixture, NamedSources, order_of
 from ppo.rank import ScoreScale
 from ppo.roles import Roles
 from ppo.rollout import PolicyBatch, PPOBatch, ResponseKL, Rollout, ValueBatch
@@ -46,6 +47,7 @@ DEFAULT_MAX_DIFFERENCE = max_difference("bf16", 2)  # nats per token
 # computes them again: only then can the ratio show that passes with and without gradients disagree.
 REPEATED_EVERY = 16
 GoldScores = Callable[[Rollout], Tensor]  # a world's scores [B] of the responses; higher is better
+ScoredBy = Callable[[Rollout], Tensor]  # which objectives score which responses [B, O]
 PHASES = ("sampling", "scoring", "spot_checks", "policy_updates", "value_updates", "sync")
 
 
@@ -70,6 +72,8 @@ class PPOController:
         spot_checks: SpotChecks | PeopleChecks | None = None,
         enter: Callable[[str], None] = lambda _phase: None,
         gold: GoldScores | None = None,
+        sources: NamedSources | None = None,
+        scored_by: ScoredBy | None = None,
     ) -> None:
         """`samples` logs responses to be read; `rollouts` logs which weights sampled each response; `spot_checks` may
         ring the alarm.
@@ -77,7 +81,8 @@ class PPOController:
         `followed` are row numbers of prompts whose responses are logged at intervals; no update learns from those.
         `max_difference` is how far rounding may take the log-probs of sampler and learner apart, in nats per token
         (`lm.samplers.engine`). `enter` is called with the name of each phase when it begins. `gold` scores what a judge
-        scores, to log how far the two are apart.
+        scores, to log how far the two are apart. `sources` are those of the prompts if there are several, and
+        `scored_by` says which objectives score a rollout's responses, if not all.
         """
         self.config, self.roles, self.prompts, self.scale, self.seed = config, roles, prompts, scale, seed
         self.followed, self.max_difference, self.samples, self.rollouts = followed, max_difference, samples, rollouts
@@ -90,7 +95,8 @@ class PPOController:
         self.started_with: dict[int, int] = {}  # digest of the weights that an iteration started with
         self.evidence = NO_EVIDENCE  # that sampled tokens are not draws from the policy
         self.in_flight: dict[int, Pending[Rollout]] = {}  # by the iteration that will learn from it
-        self.prompt_order = prompt_order(config, len(prompts), seed)
+        self.sources, self.scored_by = sources, scored_by
+        self.prompt_order = prompt_order(config, sources.sizes if sources else (len(prompts),), seed)
         self.ptx_order = Sampler(max(1, num_pretraining_rows), config.ptx_rows, derive_seed(seed, "ppo", "ptx"))
 
     def step(self, iteration: int) -> dict[str, float]:
@@ -200,6 +206,7 @@ class PPOController:
         return Experience(
             rollout=rollout,
             scores_BO=scores_BO,
+            scored_by_BO=self._scored_by_BO(rollout),
             scores_B=scores_B,
             scored_B=scored_B,
             scaled_scores_B=self._scaled(rollout, scores_B),
@@ -238,13 +245,21 @@ class PPOController:
 
     def _scores_of(self, rollout: Rollout, scores_BO: Tensor) -> Tensor:
         """Returns one score per response [B]: the weighted sum of its objectives' scores, plus what an environment
-        gave for its turns; NaN where either failed. Objectives with weight 0 may have failed. The scores of steps are
+        gave for its turns; NaN where either failed. Objectives with weight 0 may have failed, and those that do not
+        score the response have no part in it. The scores of steps are
         [B, R], and are summed; a response without any has failed.
         """
         if self.config.steps is not None:
             return torch.where(scores_BO.isnan().all(dim=1), math.nan, scores_BO.nansum(dim=1))
-        weighted_B = torch.where(self.weights_O != 0, scores_BO * self.weights_O, 0.0).sum(dim=1)
+        counted_BO = self._scored_by_BO(rollout) & (self.weights_O != 0)
+        weighted_B = torch.where(counted_BO, scores_BO * self.weights_O, 0.0).sum(dim=1)
         return torch.where(rollout.failure_B == 0, weighted_B + rollout.turn_rewards_BR.sum(dim=1), math.nan)
+
+    def _scored_by_BO(self, rollout: Rollout) -> Tensor:
+        """Returns which objectives score which responses."""
+        if self.scored_by is None:
+            return torch.ones(len(rollout), len(self.weights_O), dtype=torch.bool)
+        return self.scored_by(rollout)
 
     def _step_rewards(self, rollout: Rollout, paid_BR: Tensor, scored_B: Tensor) -> StepRewards:
         """Returns the rewards of steps: what they are paid, in standard deviations of the initial policy's scores. The
@@ -347,7 +362,7 @@ class PPOController:
             values_BR=outputs.values_BR,
             returns_BR=estimate.returns_BR,
         )
-        own = self._metrics(experience, kl_B) | self._gold_metrics(experience)
+        own = self._metrics(experience, kl_B) | self._gold_metrics(experience) | self._source_metrics(experience)
         return batch, importance_metrics | estimate.metrics | experience.metrics(config) | own
 
     def _gold_metrics(self, experience: Experience) -> dict[str, float]:
@@ -357,6 +372,18 @@ class PPOController:
         scored_B = experience.scored_B
         gold = float(self.gold(experience.rollout)[scored_B].mean())
         return {"gold": gold, "judge_minus_gold": float(experience.scores_B[scored_B].mean()) - gold}
+
+    def _source_metrics(self, experience: Experience) -> dict[str, float]:
+        """Returns the metrics of each source of prompts, if there are several."""
+        if self.sources is None:
+            return {}
+        return self.sources.metrics(
+            experience.rollout,
+            experience.scores_B,
+            experience.scaled_scores_B,
+            self.config.advantage.samples_per_prompt,
+            has_score=self.config.has_score,
+        )
 
     def _metrics(self, experience: Experience, kl_B: Tensor) -> dict[str, float]:
         """Returns the metrics that depend on the controller's state: means over the responses that have a score."""
@@ -489,10 +516,10 @@ class PPOController:
             return self.spot_checks.add(rollout, scores_B.tolist(), iteration=iteration, policy=policy)
 
 
-def prompt_order(config: PPOConfig, num_rows: int, seed: int) -> Sampler:
-    """Returns which rows of the prompts each iteration samples responses to."""
+def prompt_order(config: PPOConfig, sizes: Sequence[int], seed: int) -> Sampler | Mixture:
+    """Returns which rows of the prompts each iteration samples responses to. `sizes` are the prompts of each source."""
     num_prompts = config.sampled_batch_size // config.advantage.samples_per_prompt
-    return Sampler(num_rows, num_prompts, derive_seed(seed, "ppo", "prompts"))
+    return order_of(sizes, config.prompt_weights, num_prompts, derive_seed(seed, "ppo", "prompts"))
 
 
 def _value_batch(minibatch: PPOBatch) -> ValueBatch:

@@ -29,7 +29,8 @@ class Experience:
 
     rollout: Rollout
     scores_BO: Tensor  # score per objective, higher is better; NaN where scoring failed (steps: see `Scorers`)
-    scores_B: Tensor  # weighted sum over the objectives
+    scored_by_BO: Tensor  # True = the objective scores this response; a row may choose (`scored_by`)
+    scores_B: Tensor  # weighted sum over the objectives that score the response
     scored_B: Tensor  # True = has a score
     scaled_scores_B: Tensor  # scores in the rewards' unit, minus the penalty for a missing EOS; 0 where scoring failed
     outputs: ModelOutputs  # log-probs under policy, reference and teachers, and values
@@ -69,12 +70,14 @@ class Experience:
         weights, scores_BO = config.reward.objective_weights, self.scores_BO
         reward = config.external_reward
         may_be_left_out = reward is not None and reward.leaves_parts_out
-        means_O, failed_O = scores_BO.nanmean(dim=0), scores_BO.isnan().float().mean(dim=0)
+        num_asked_O = self.scored_by_BO.sum(dim=0)
+        means_O = scores_BO.nanmean(dim=0)
+        failed_O = (scores_BO.isnan() & self.scored_by_BO).sum(dim=0) / num_asked_O  # NaN if it was asked for none
         found = {f"failures/{kind}": float(number) for kind, number in self.failures.items()}
         for (name, weight), mean, failed in zip(weights.items(), means_O.tolist(), failed_O.tolist(), strict=False):
             if math.isfinite(mean):  # a mean of no scores is not
                 found[f"score/{name}"] = mean
-            if weight or not may_be_left_out:
+            if math.isfinite(failed) and (weight or not may_be_left_out):
                 found[f"failed/{name}"] = failed
         return found
 

@@ -196,7 +196,7 @@ class Learner(Rank):
     def _value_source(self) -> ModelSource[ScalarModel]:
         """Returns the initial value function. It is called when the policy is in memory."""
         weights, scale = self.config.reward.objective_weights, self.models.scale
-        whole = value_source(self.models.sft, self.models.reward, weights, scale)
+        whole = value_source(self.models.sft, self.models.reward, weights, scale, self.models.chat_template)
         return adapted(whole, self.config.lora, derive_seed(self.models.adapter_seed, "value"))
 
     @property

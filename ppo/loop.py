@@ -10,6 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from shutil import copytree, rmtree
 
+import torch
+from torch import Tensor
+
 from cluster.remote import Pending
 from files.atomic import atomic_folder, remove_unfinished
 from lm.adapters import ADAPTER
@@ -19,13 +22,15 @@ from lm.tokenizer import Tokenizer
 from lm.weights import read_config
 from ppo.alarm import Rang, SpotChecks
 from ppo.config import PeopleSource, PPOConfig
-from ppo.controller import GoldScores, PPOController, prompt_order
+from ppo.controller import GoldScores, PPOController, ScoredBy, prompt_order
 from ppo.people import PeopleChecks
+from ppo.prompts import NamedSources
 from ppo.rank import InitialModels
 from ppo.report import PPOResults
 from ppo.roles import Roles
 from ppo.rollout import Rollout
 from ppo.rollout_log import RolloutLog, SampleLog, followed_rows
+from reward.sources import RewardSum
 from stages.data import Fitting
 from training.checkpoint import Resumption, find_resumption
 from training.engine import StageContext
@@ -56,7 +61,7 @@ def train(
     Raises:
         ValueError: a prompt leaves no room for a response, or too many scores fail.
     """
-    tokenizer, checkpoints = Tokenizer.load(models.sft), context.folder / "checkpoints"
+    tokenizer, checkpoints = models.tokenizer, context.folder / "checkpoints"
     resumption = _find_resumption(context, config, roles)
     first = resumption.step
     with (
@@ -70,7 +75,7 @@ def train(
             config,
             roles,
             models,
-            fitting.tokens,
+            fitting,
             samples=samples,
             rollouts=rollouts,
             spot_checks=spot_checks,
@@ -90,6 +95,7 @@ def train(
             models.scale.std,
             overlong=fitting.overlong or None,
             sources=fitting.sources,
+            num_prompts=dict(zip((source.title for source in config.named_sources), fitting.sizes, strict=True)),
             generator=config.sampler.kind,
             alarm=_alarm_that_rang(context.folder, config, spot_checks, done),
         )
@@ -108,7 +114,7 @@ def _spot_checks(
                 context.folder,
                 fitting.prompts,
                 tokenizer,
-                prompt_order(config, len(fitting.prompts), context.seed),
+                prompt_order(config, _sizes_of(fitting), context.seed),
                 num_iterations=config.num_iterations,
                 seed=context.seed,
                 resume_step=first,
@@ -124,8 +130,15 @@ def _spot_checks(
             num_iterations=config.num_iterations,
             seed=context.seed,
             resume_step=first,
+            sizes=fitting.sizes,
+            weights=config.prompt_weights,
         )
     )
+
+
+def _sizes_of(fitting: Fitting) -> tuple[int, ...]:
+    """Returns the number of prompts of each source."""
+    return fitting.sizes or (len(fitting.prompts),)
 
 
 def _alarm_that_rang(
@@ -158,7 +171,7 @@ def controller_of(
     config: PPOConfig,
     roles: Roles,
     models: InitialModels,
-    prompts: Sequence[Sequence[int]],
+    fitting: Fitting,
     *,
     samples: SampleLog | None = None,
     rollouts: RolloutLog | None = None,
@@ -166,15 +179,18 @@ def controller_of(
     enter: Callable[[str], None] = lambda _phase: None,
     gold: GoldScores | None = None,
 ) -> PPOController:
-    """Build the controller as it is before its first iteration. For prompts and keywords, see `PPOController`."""
+    """Build the controller as it is before its first iteration. For the keywords, see `PPOController`."""
     stream = models.pretraining
     num_rows = len(stream_rows(stream.path, stream.seq_len)) if stream else 0
-    followed = followed_rows(len(prompts), roles.rows_multiple, context.seed) if config.follow_every_iterations else ()
+    followed: Sequence[int] = ()
+    if config.follow_every_iterations:
+        followed = followed_rows(_sizes_of(fitting), config.prompt_weights, roles.rows_multiple, context.seed)
+    names = [source.title for source in config.named_sources]
     shape, _, _ = read_config(models.sft, "language")
     return PPOController(
         config,
         roles,
-        prompts,
+        fitting.tokens,
         models.scale,
         num_pretraining_rows=num_rows,
         seed=context.seed,
@@ -185,7 +201,23 @@ def controller_of(
         spot_checks=spot_checks,
         enter=enter,
         gold=gold,
+        sources=NamedSources(names, fitting.sizes) if names else None,
+        scored_by=_scored_by(config, fitting),
     )
+
+
+def _scored_by(config: PPOConfig, fitting: Fitting) -> ScoredBy | None:
+    """Returns what says which sources of a sum score the responses of a rollout; None for other rewards."""
+    if not isinstance(config.reward, RewardSum):
+        return None
+    reward = config.reward
+
+    def scored_by(rollout: Rollout) -> Tensor:
+        rows = [fitting.prompts[row].row for row in rollout.prompt_rows_B.tolist()]
+        chosen = [reward.parts_for(row) for row in rows]
+        return torch.tensor([[name in names for name in reward.parts] for names in chosen])
+
+    return scored_by
 
 
 def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, first: int, log: MetricsLog) -> int:

@@ -35,6 +35,7 @@ from files.hashes import derive_seed, json_hash
 from lm.tokenizer import Messages, Tokenizer
 from ppo.alarm import ACTIONS, NUM_BEGINNINGS, Evidence, Rang
 from ppo.config import AlarmConfig, PeopleSource
+from ppo.prompts import Mixture
 from ppo.rollout import Rollout
 from training.data import Prompt
 from training.notices import say
@@ -84,7 +85,7 @@ class PeopleChecks:
         folder: Path,
         prompts: Sequence[Prompt],
         tokenizer: Tokenizer,
-        order: Sampler,
+        order: Sampler | Mixture,
         *,
         num_iterations: int,
         seed: int,
@@ -287,7 +288,7 @@ class PeopleChecks:
         return LabelStore(self.source.store)
 
 
-def planned_rows(order: Sampler, num_iterations: int, config: AlarmConfig, seed: int) -> dict[int, list[int]]:
+def planned_rows(order: Sampler | Mixture, num_iterations: int, config: AlarmConfig, seed: int) -> dict[int, list[int]]:
     """Returns the rows of the prompts that each iteration may have compared, each row once in the whole run.
 
     They are spread evenly: every iteration gets its first prompt before any gets its second, up to `initial_checks`.

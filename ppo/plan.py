@@ -8,6 +8,7 @@ from lm.config import ModelConfig
 from lm.lora import LoRAConfig
 from lm.samplers.vllm_engine import GPU_MEMORY_SHARE, GPU_MEMORY_SHARE_OF_GUEST
 from lm.sequence_parallel import check_sequence_split
+from lm.tokenizer import Tokenizer
 from ppo.config import PPOConfig
 from pretrain.stage import STAGE as PRETRAIN
 from reward.external import ModelReward
@@ -15,8 +16,10 @@ from reward.stage import STAGE as REWARD
 from stages.planner import RANK, Planner, StagePlan, rows_and_passes, scoring_rows
 from stages.planning.memory import Counts, Memory, count, forward_pass
 from stages.planning.ppo import PPOModels, PPOWork, generator, keeps_passes, kept_passes, learner, ppo_memory, scorer
-from stages.sizes import Lengths
+from stages.run import StageRun
+from stages.sizes import Lengths, mixed
 from training.config import OptimizerConfig
+from training.data import DataConfig
 
 FP32_BYTES = 4  # per number of an adapter that is sent alone: generators merge it before they round
 FROZEN = OptimizerConfig(learning_rate=1.0)  # for counting parameters that no optimizer trains
@@ -25,9 +28,7 @@ FROZEN = OptimizerConfig(learning_rate=1.0)  # for counting parameters that no o
 def plan(planner: Planner, config: PPOConfig) -> StagePlan:
     """Estimate an iteration: sampling, the passes before the updates, and the updates."""
     layout, batch, models = planner.layout, config.minibatch, _models(planner, config)
-    lengths = planner.answered(
-        config.prompts, config.max_new_tokens, config.on_overlong, lambda run: run.tokenizer_of("sft")
-    )
+    lengths = _lengths(planner, config)
     planner.sizes.assume("assumes that every response is max_new_tokens long")
     if config.environment is not None:
         planner.sizes.assume("counts an environment's tokens as the policy's, and not the time that it takes")
@@ -59,6 +60,23 @@ def plan(planner: Planner, config: PPOConfig) -> StagePlan:
     seconds = max(learning, sampling) if config.placement.max_staleness else learning + sampling
     memory = _memory(planner, config, models, work)
     return planner.planned("responses", numbers, memory, config.num_iterations, seconds)
+
+
+def policy_tokenizer(run: StageRun, config: PPOConfig) -> Tokenizer:
+    """Returns the policy's tokenizer, known before the model that it starts from is trained."""
+    return run.tokenizer_of("sft").with_template(config.chat_template)
+
+
+def _lengths(planner: Planner, config: PPOConfig) -> Lengths:
+    """Returns the lengths of prompts with their responses, from each source in its share."""
+
+    def of(source: DataConfig) -> Lengths:
+        limits = config.max_new_tokens, config.on_overlong
+        return planner.answered(source, *limits, lambda run: policy_tokenizer(run, config))
+
+    parts = [of(source) for source in config.prompt_sources]
+    shares = config.prompt_weights or [planner.sizes.num_rows(source) for source in config.prompt_sources]
+    return parts[0] if len(parts) == 1 else mixed(parts, shares)
 
 
 def _models(planner: Planner, config: PPOConfig) -> PPOModels:

@@ -69,6 +69,7 @@ class InitialModels:
     pretraining: TokenStream | None
     adapter_seed: int = 0  # draws new adapters, with `ppo.lora`
     teachers: tuple[Path, ...] = ()  # in the order of `ppo.teachers`
+    chat_template: str = ""  # of the policy; "" = its own
 
     def on_this_machine(self) -> Self:
         """Returns the same models with their folders on this machine."""
@@ -79,11 +80,20 @@ class InitialModels:
     @property
     def reward_reads_texts(self) -> bool:
         """Whether the reward reads texts: it is not a model, or its tokenizer differs from the policy's."""
-        return not isinstance(self.reward, Path) or Tokenizer.load(self.reward) != Tokenizer.load(self.sft)
+        return not isinstance(self.reward, Path) or Tokenizer.load(self.reward) != self.tokenizer
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The policy's tokenizer, with the template that it is trained in."""
+        return Tokenizer.load(self.sft).with_template(self.chat_template)
 
 
 def value_source(
-    policy: Path, reward: Path | ExternalReward, weights: Mapping[str, float], scale: ScoreScale
+    policy: Path,
+    reward: Path | ExternalReward,
+    weights: Mapping[str, float],
+    scale: ScoreScale,
+    chat_template: str = "",
 ) -> ModelSource[ScalarModel]:
     """Returns the initial value function: the reward model, scaled to predict in the rewards' units. The heads of
     several objectives become one, which gives the weighted sum of their scores.
@@ -95,7 +105,8 @@ def value_source(
     Raises:
         ValueError: the weights do not fit the reward model.
     """
-    is_same = isinstance(reward, Path) and Tokenizer.load(reward) == Tokenizer.load(policy)
+    tokenizer = Tokenizer.load(policy).with_template(chat_template)
+    is_same = isinstance(reward, Path) and Tokenizer.load(reward) == tokenizer
     if isinstance(reward, Path) and is_same and purpose_of(reward) == "score" and step_separator(reward) is None:
         return joined_heads(ModelFolder(reward, ScalarModel), reward, weights, scale)
     return JoinedHeads(WithNewHead(policy, LanguageModel, ScalarModel, seed=0), (0.0,), 0.0)
@@ -146,7 +157,7 @@ class Rank:
 
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels) -> None:
         self.config, self.engine_config, self.models = config, engine_config, models.on_this_machine()
-        self.tokenizer = Tokenizer.load(self.models.sft)
+        self.tokenizer = self.models.tokenizer
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.num_workers = 1  # ranks that share this role's batches
         self.sequences: SequenceGroup | None = None  # ranks that split the tokens of this role's rows

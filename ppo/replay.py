@@ -87,7 +87,7 @@ def replay_iterations(
     records = read_rollouts(read_metrics(stage.folder / ROLLOUTS))
     require_recorded(stage.folder / ROLLOUTS, records, iteration, response)
     setup = placed(stage, config, _scale_of(stage.folder / "results.json"))
-    controller = controller_of(stage.context(), config, setup.roles, setup.models, setup.fitting.tokens)
+    controller = controller_of(stage.context(), config, setup.roles, setup.models, setup.fitting)
     # A checkpoint contains the rollouts that older weights sampled. To sample those again, start from an earlier one.
     checkpoint = checkpoint_before(stage.folder / "checkpoints", iteration - config.placement.max_staleness)
     first = 0
@@ -97,7 +97,7 @@ def replay_iterations(
     for number in range(first, iteration):
         controller.step(number)
         on_progress(number + 1 - first, iteration - first)
-    tokenizer, record = Tokenizer.load(setup.models.sft), records[iteration]
+    tokenizer, record = setup.models.tokenizer, records[iteration]
     replayed = _replayed(controller, setup.fitting.prompts, tokenizer, record, response, first)
     setup.roles.close()
     return replayed

@@ -4,14 +4,16 @@ during training, and other responses from training (samples.jsonl).
 Shape letter: P prompts.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import isfinite
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import isfinite, nan
 
 import numpy as np
 from pydantic import ValidationError
 
 from ppo.alarm import Rang
+from ppo.algorithm import TeacherConfig
 from ppo.config import PPOConfig
 from ppo.rollout_log import TrainingSample
 from preferences.statistics.estimates import Interval
@@ -83,6 +85,7 @@ class PPOResults:
     score_scale_std: float
     overlong: Overlong | None = None  # of the prompts
     sources: tuple[SourceRows, ...] = ()  # of the prompts, if rows are unusual
+    num_prompts: Mapping[str, int] = field(default_factory=dict)  # by source, if there are several
     generator: str = "heed"
     alarm: Rang | None = None
 
@@ -188,6 +191,14 @@ DIAGNOSTICS = (
 )
 
 
+# Of each source of prompts, if there are several: metric, title, unit, and whether it is a share.
+SOURCE_DIAGNOSTICS = (
+    ("eos_rate", "Responses that end", "before the length limit", True),
+    ("tokens", "Response length", "tokens", False),
+    ("informative_share", "Informative groups", "prompts whose responses' scores differ", True),
+)
+
+
 def report(stage: StageFolder) -> StageReport:
     names = names_in(stage)
     config = _config_of(stage)
@@ -200,6 +211,11 @@ def report(stage: StageFolder) -> StageReport:
         Panel(f"KL from the teacher {label(name)}", "nats per response", _ppo(f"teacher_kl_nats/{name}"))
         for name in fields_under(stage, "teacher_kl_nats")
     ]
+    sources = fields_under(stage, "source_share")
+    objectives += [
+        Panel(f"Score, {label(name)}", "mean over the responses to this source's prompts", _ppo(f"source_score/{name}"))
+        for name in sources
+    ]
     figures = metric_figures(stage, _named((*_panels(names), *objectives), names), "iteration")
     failures = tuple(
         Panel(
@@ -211,23 +227,18 @@ def report(stage: StageFolder) -> StageReport:
         )
         for kind in fields_under(stage, "failures")
     )
-    diagnostics = metric_figures(stage, _named((*DIAGNOSTICS, *failures), names), "iteration", "diagnostics")
+    of_sources = tuple(
+        Panel(f"{title}, {label(name)}", unit, _ppo(f"source_{metric}/{name}"), is_share=is_share)
+        for metric, title, unit, is_share in SOURCE_DIAGNOSTICS
+        for name in sources
+    )
+    panels = _named((*DIAGNOSTICS, *of_sources, *failures), names)
+    diagnostics = metric_figures(stage, panels, "iteration", "diagnostics")
     results, samples = stage.results(PPOResults), stage.samples_as(TrainingSample)
-    facts: tuple[tuple[str, str], ...] = ()
-    if results is not None:
-        facts = (
-            ("Iterations", count(results.num_iterations)),
-            ("Final KL coefficient", number(results.final_kl_coef, 4)),
-            ("Sampled by", SAMPLERS[results.generator]),
-            *(("Teacher", f"{of.model}, weight {number(of.weight)}, kind {of.kind}") for of in teachers),
-            *((("Prompts read", str(results.overlong)),) if results.overlong else ()),
-            *(rows.fact for rows in results.sources),
-            *((("Alarm", _alarm(results.alarm)),) if results.alarm else ()),
-            *_unclear(stage),
-        )
     parts = (
-        stage_block(stage, facts, figures),
+        stage_block(stage, () if results is None else _facts(stage, results, teachers), figures),
         *(Note(text, "aside") for text in _kl_notes(stage, names)),
+        *_sources_part(stage, sources, {} if results is None else results.num_prompts),
         *((Details("Diagnostics", (Columns(tuple(diagnostics), "grid"),)),) if diagnostics else ()),
         *followed_part(samples),
     )
@@ -238,6 +249,56 @@ def report(stage: StageFolder) -> StageReport:
         sentence=_sentence(stage, names),
         styles=tuple(styles_of(["ppo"]).values()) if samples else (),
     )
+
+
+def _facts(stage: StageFolder, results: PPOResults, teachers: Sequence[TeacherConfig]) -> tuple[tuple[str, str], ...]:
+    """Returns titles and texts of what is known at the end."""
+    return (
+        ("Iterations", count(results.num_iterations)),
+        ("Final KL coefficient", number(results.final_kl_coef, 4)),
+        ("Sampled by", SAMPLERS[results.generator]),
+        *(("Teacher", f"{of.model}, weight {number(of.weight)}, kind {of.kind}") for of in teachers),
+        *((("Prompts read", str(results.overlong)),) if results.overlong else ()),
+        *(rows.fact for rows in results.sources),
+        *((("Alarm", _alarm(results.alarm)),) if results.alarm else ()),
+        *_unclear(stage),
+    )
+
+
+def _sources_part(stage: StageFolder, names: Sequence[str], num_prompts: Mapping[str, int]) -> tuple[Part, ...]:
+    """Returns a table of the sources of prompts, with means over the first and the last fifth of the iterations."""
+    if not names:
+        return ()
+    fifth = max(1, len(stage.metrics) // 5)
+    ends = (stage.metrics[:fifth], stage.metrics[-fifth:])
+
+    def means(metric: str, name: str) -> list[float]:
+        values = [[line.get(f"source_{metric}/{name}") for line in lines] for lines in ends]
+        known = [[value for value in of if isinstance(value, float)] for of in values]
+        return [sum(of) / len(of) if of else nan for of in known]
+
+    def change(values: Sequence[float], shown: Callable[[float], str]) -> Cell:
+        return Cell(" → ".join(shown(value) if isfinite(value) else UNKNOWN for value in values))
+
+    rows = tuple(
+        Row(
+            (label(name),),
+            (
+                Cell(count(num_prompts[name]) if name in num_prompts else UNKNOWN),
+                change(means("share", name)[1:], percent),
+                change(means("score", name), number),
+                change(means("tokens", name), partial(number, digits=0)),
+                change(means("eos_rate", name), percent),
+            ),
+        )
+        for name in names
+    )
+    caption = (
+        f"Means over the first → the last {count_of(fifth, 'iteration')}. A score is comparable between sources only if"
+        " the same reward gives both."
+    )
+    columns = ("Source", "Prompts", "Share of responses", "Score", "Tokens", "End")
+    return (Table(caption, columns, rows, "by-policy", "Sources of prompts"),)
 
 
 def _unclear(stage: StageFolder) -> tuple[tuple[str, str], ...]:

@@ -22,6 +22,7 @@ from files.hashes import derive_seed
 from files.records import as_json
 from lm.samplers.engine import shown
 from lm.tokenizer import Messages, Tokenizer
+from ppo.prompts import first_distinct, order_of
 from ppo.rollout import Rollout
 from training.data import Prompt
 from training.metrics import StepLines
@@ -61,12 +62,16 @@ class ScoredRollout:
     kl_B: Tensor  # nats
 
 
-def followed_rows(num_prompts: int, rows_multiple: int, seed: int) -> list[int]:
-    """Draw the rows of the prompts to follow. Their number divides evenly among the ranks, so some occur twice if the
-    job has few prompts.
+def followed_rows(sizes: Sequence[int], weights: Sequence[float], rows_multiple: int, seed: int) -> list[int]:
+    """Draw the rows of the prompts to follow, from sources of these sizes as the iterations draw theirs. Their number
+    divides evenly among the ranks, so some occur twice if the job has few prompts.
     """
-    number = -(-min(NUM_FOLLOWED, num_prompts) // rows_multiple) * rows_multiple
-    order = np.random.default_rng(derive_seed(seed, "ppo", "followed")).permutation(num_prompts)
+    num_followed, own_seed = min(NUM_FOLLOWED, sum(sizes)), derive_seed(seed, "ppo", "followed")
+    number = -(-num_followed // rows_multiple) * rows_multiple
+    if weights:
+        order = np.array(first_distinct(order_of(sizes, weights, 1, own_seed), NUM_FOLLOWED))
+    else:
+        order = np.random.default_rng(own_seed).permutation(sum(sizes))
     return [int(row) for row in np.resize(order, number)]
 
 

@@ -3,7 +3,7 @@
 `ppo.loop` is the training itself.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -21,11 +21,13 @@ from lm.samplers.vllm_engine import require_vllm
 from lm.tensor_parallel import largest_team, require_divisible
 from lm.tokenizer import Tokenizer
 from lm.weights import read_config
-from ppo.config import VLLM, PPOConfig
-from ppo.controller import GoldScores
+from ppo.config import PPOConfig
+from ppo.controller import GoldScores, prompt_order
 from ppo.environments.environment import Environment
 from ppo.loop import train
-from ppo.plan import plan
+from ppo.placement import VLLM
+from ppo.plan import plan, policy_tokenizer
+from ppo.prompts import PromptSource, first_distinct
 from ppo.rank import InitialModels, ScoreScale, TokenStream
 from ppo.report import REPORTER
 from ppo.roles import Roles
@@ -43,9 +45,9 @@ from reward.sources import REWARD_KEYS
 from reward.stage import STAGE as REWARD
 from reward.verifiers.verifier import Verifier
 from stages.contract import Parent, Stage
-from stages.data import SAMPLES, Fitting, OnAccess, fitting_prompts
+from stages.data import SAMPLES, Fitting, OnAccess, fitting_prompts, joined
 from stages.run import JobView, StageRun
-from training.data import Prompt
+from training.data import Prompt, untold
 from training.notices import say
 from training.tokens import array_path
 
@@ -126,6 +128,7 @@ def _measured_scale(
         objective_weights=config.reward.objective_weights,
         steps=None if config.external_reward else config.steps,
         external_reward=None if isinstance(judge, Path) else judge,
+        chat_template=config.chat_template,
     )
     # Workers that only learn may be of a number that their generators' teams do not divide.
     shape = read_config(policy, "language")[0]
@@ -144,6 +147,38 @@ def _measured_scale(
     return ScoreScale(mean(scores), stdev(scores))
 
 
+def _scale_prompts(config: PPOConfig, fitting: Fitting, seed: int) -> Sequence[Prompt]:
+    """Returns the prompts whose first ones the scale is measured on. With several sources, these are the prompts that
+    the first iterations draw.
+    """
+    if not fitting.sizes:
+        return fitting.prompts
+    rows = first_distinct(prompt_order(config, fitting.sizes, seed), SCALE_PROMPTS)
+    return [fitting.prompts[row] for row in rows]
+
+
+def prompts_of(
+    stage: StageRun, config: PPOConfig, tokenizer: Tokenizer, tell: Callable[[str], None] = untold
+) -> Fitting:
+    """Returns the prompts of all sources with their tokens. For `tell` and what it raises, see `fitting_prompts`."""
+    parts = [
+        fitting_prompts(
+            stage,
+            tokenizer,
+            source,
+            config.max_new_tokens,
+            config.on_overlong,
+            tell,
+            config.row_fields_of(source),
+            config.tools,
+            name=f"prompts-of-{source.title}" if isinstance(source, PromptSource) else "prompts",
+        )
+        for source in config.prompt_sources
+    ]
+    names = [source.title for source in config.named_sources]
+    return joined(names, parts) if names else parts[0]
+
+
 @dataclass(frozen=True)
 class Placed:
     """PPO's roles on their ranks, and what they work on."""
@@ -156,16 +191,8 @@ class Placed:
 def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) -> Placed:
     """Measure the scale of the scores unless it is given, and place the roles on workers."""
     policy = stage.start("sft")
-    tokenizer = Tokenizer.load(policy)
-    fitting = fitting_prompts(
-        stage,
-        tokenizer,
-        config.prompts,
-        config.max_new_tokens,
-        config.on_overlong,
-        keeps=config.row_fields,
-        tools=config.tools,
-    )
+    tokenizer = Tokenizer.load(policy).with_template(config.chat_template)
+    fitting = prompts_of(stage, config, tokenizer)
     prompts = fitting.prompts
     external = config.external_reward
     judge = stage.start("reward") if external is None else external.prepared(stage.folder)
@@ -177,10 +204,11 @@ def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) 
         assert pretraining is not None, "pretraining rows come from the pretraining stage, a parent of this one"
         tokens = tokenize(stage.at(PRETRAIN.name), stage.resolve(pretraining))
         stream = TokenStream(array_path(tokens.training, "tokens"), pretraining.seq_len)
-    scale = replace(scale or score_scale(stage, policy, judge, prompts, config), coef=config.score_coef)
+    scale = scale or score_scale(stage, policy, judge, _scale_prompts(config, fitting, stage.seed), config)
+    scale = replace(scale, coef=config.score_coef)
     adapter_seed = derive_seed(stage.seed, "ppo", "lora")
     teachers = tuple(model_directory(teacher.model) for teacher in config.teachers)
-    models = InitialModels(policy, judge, scale, stream, adapter_seed, teachers)
+    models = InitialModels(policy, judge, scale, stream, adapter_seed, teachers, config.chat_template)
     learners = generators = scorers = stage.workers()
     python = generator_python(config)
     if not config.placement.roles_share_ranks:
@@ -207,10 +235,10 @@ def run_ppo(stage: StageRun, config: PPOConfig) -> None:
 def _gold_scores(stage: StageRun, config: PPOConfig, ppo: Placed) -> GoldScores | None:
     """Returns the world's scorer of rollouts; None unless a judge scores responses to prompts of the job's world."""
     section, world = stage.job.section(STAGE), stage.opened_world
-    is_of_world = section is not None and section.prompts.source.startswith("world:")
+    is_of_world = section is not None and section.samples_world
     if world is None or not is_of_world or not isinstance(config.reward, JudgeReward):
         return None
-    tokenizer, prompts = Tokenizer.load(ppo.models.sft), ppo.fitting.prompts
+    tokenizer, prompts = ppo.models.tokenizer, ppo.fitting.prompts
 
     def gold(rollout: Rollout) -> Tensor:
         asked = [str(prompts[row].messages[-1]["content"]) for row in rollout.prompt_rows_B.tolist()]
@@ -292,8 +320,8 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
     """
     generator_python(config)
     for number, teacher in enumerate(config.teachers):
-        _check_teacher(stage, f"ppo.teachers.{number}.model", teacher.model)
-    tokenizer, limits = stage.tokenizer_of("sft"), (config.max_new_tokens, config.on_overlong)
+        _check_teacher(stage, f"ppo.teachers.{number}.model", teacher.model, config)
+    tokenizer = policy_tokenizer(stage, config)
     if isinstance(config.reward, ModelReward) and config.reward.model:
         judge = stage.start(REWARD.name)
         if config.environment is not None and Tokenizer.load(judge) != tokenizer:
@@ -308,9 +336,7 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
         elif config.shared_body:  # the policy is still to be trained
             adapter_of(judge)
     with _saying_whose_template(stage, config):
-        fitting = fitting_prompts(
-            stage, tokenizer, config.prompts, *limits, stage.tell, config.row_fields, config.tools
-        )
+        fitting = prompts_of(stage, config, tokenizer, stage.tell)
         if config.environment is not None:
             _check_replies(tokenizer, config.environment)
     rows = OnAccess(len(fitting.prompts), lambda row: fitting.prompts[row].row)
@@ -323,20 +349,21 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
 
 @contextmanager
 def _saying_whose_template(stage: StageRun, config: PPOConfig) -> Iterator[None]:
-    """Add to an error about the chat template where the template comes from, for [ppo] has no key for it."""
+    """Add to an error about the chat template where the template comes from, and how to set another."""
     try:
         yield
     except ValueError as error:
         if "chat_template" not in str(error):
             raise
+        if config.chat_template:
+            raise ValueError(f"{error}. [ppo] uses the template ppo.chat_template") from None
         if not config.init_from:
             raise ValueError(
                 f'{error}. [ppo] uses the template of [sft]: set sft.chat_template, such as to "chat"'
             ) from None
         raise ValueError(
             f"{error}. [ppo] uses the template of ppo.init_from, which is in {stage.start('sft')}. Start from a model"
-            " that was trained in such a template, or train this one in it first: move init_from to an [sft] section"
-            ' with chat_template = "chat"'
+            ' that was trained in such a template, or set ppo.chat_template, such as to "chat"'
         ) from None
 
 
@@ -351,7 +378,7 @@ def _check_replies(tokenizer: Tokenizer, environment: Environment) -> None:
         raise ValueError(f"ppo.environment: a reply of the role {role!r}: {error}") from None
 
 
-def _check_teacher(stage: StageRun, field: str, name: str) -> None:
+def _check_teacher(stage: StageRun, field: str, name: str, config: PPOConfig) -> None:
     """Check that a teacher is a language model with the policy's tokenizer, and can read whatever the policy samples.
 
     Raises: ValueError naming field and folders.
@@ -361,7 +388,7 @@ def _check_teacher(stage: StageRun, field: str, name: str) -> None:
         shape = read_config(folder, "language")[0]
     except ValueError as error:
         raise ValueError(f"{field}: {error}") from None
-    if Tokenizer.load(folder) != stage.tokenizer_of("sft"):
+    if Tokenizer.load(folder).with_template(config.chat_template) != policy_tokenizer(stage, config):
         raise ValueError(
             f"{field}: the tokenizer of {name} differs from that of the policy, {stage.start('sft')}; a teacher that"
             " reads the same tokens was expected"
@@ -388,7 +415,7 @@ STAGE = Stage(
         Parent("pretrain", is_read=lambda config, _: config.ptx_rows > 0),
     ),
     policy_from="sft",
-    tokenizer=lambda run, _: run.tokenizer_of("sft"),
+    tokenizer=policy_tokenizer,
     model_fields=("init_from", "reward.model", "reward.sources.*.model", "teachers.*.model", "alarm.source.model"),
     function_fields=(
         "reward.function",

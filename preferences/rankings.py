@@ -2,8 +2,9 @@
 
 Judgments are only ever appended, so which of them are current is computed here.
 
-Held-out comparisons are split by prompt: no prompt is ever on both sides. A prompt's side depends only on its own text,
-the share and the seed, not on the rest of the data, so a batch collected later never moves a prompt to the other side.
+Held-out comparisons are split by conversation: no prompt is ever on both sides, nor are two turns of a conversation,
+whose later prompt contains the earlier one. A prompt's side depends only on its own text, the share and the seed, not
+on the rest of the data, so a batch collected later never moves a prompt to the other side.
 """
 
 import hashlib
@@ -117,9 +118,10 @@ def judgment_by(judgment: Judgment, criterion: str) -> Judgment:
 
 
 def is_heldout(prompt: Sequence[Message], share: float, seed: int) -> bool:
-    """Returns whether the prompt is held out. Over many prompts, a fraction `share` (0 to 1) is.
+    """Returns whether the prompt is held out. Over many conversations, a fraction `share` (0 to 1) is.
 
-    Prompts that differ only in letter case or spacing fall on the same side.
+    The turns up to the user's first one decide, so all prompts of a conversation fall on the same side, and so do
+    conversations that begin alike. Letter case and spacing make no difference.
 
     Raises: ValueError for a share outside 0 to 1.
     """
@@ -127,10 +129,16 @@ def is_heldout(prompt: Sequence[Message], share: float, seed: int) -> bool:
         raise ValueError(f"heldout share is {share}; a number from 0 to 1 was expected")
     turns = [
         [message.role, " ".join(message.content.split()).casefold(), *([message.more] if message.more else [])]
-        for message in prompt
+        for message in opening(prompt)
     ]
     digest = hashlib.sha256(json.dumps(["heldout", seed, turns]).encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def opening(prompt: Sequence[Message]) -> Sequence[Message]:
+    """Returns the turns of a prompt up to the user's first one, which all prompts of a conversation share."""
+    first = next((place for place, message in enumerate(prompt) if message.role == "user"), len(prompt))
+    return prompt[: first + 1]
 
 
 def split_rankings(rankings: Sequence[Ranking], heldout_share: float, seed: int) -> tuple[list[Ranking], list[Ranking]]:

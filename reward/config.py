@@ -31,7 +31,11 @@ class ComparisonsConfig(FineTuningConfig):
     rankings: RankingsConfig = Field(description="Rankings to learn from.")
     on_overlong: OnOverlong = overlong_field()
     heldout_share: float = Field(
-        default=0.1, gt=0, lt=1, description="Fraction of the prompts whose rankings are held out."
+        default=0.1,
+        gt=0,
+        lt=1,
+        description="Fraction of the conversations whose rankings are held out. What comes up to the user's first"
+        " turn decides, so all turns of a conversation are on the same side.",
     )
     num_epochs: float = Field(default=1.0, gt=0, description="Passes over the comparisons.")
     ties: Ties = Field(

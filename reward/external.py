@@ -106,13 +106,17 @@ class ExternalReward(Config, ABC):
         """
         return {}
 
-    def check(self, rows: Sequence[Row]) -> None:
+    def check(self, rows: Iterable[Row]) -> None:
         """Check before a run that this machine can score responses to the prompts of these rows. Raises: ValueError."""
 
     @property
     def parts(self) -> Mapping[str, "ExternalReward"]:
         """The sources that score one by one, by the name of their objective; itself, under "", if it is only one."""
         return {"": self}
+
+    def parts_for(self, row: Row) -> Sequence[str]:  # noqa: ARG002  # for the kinds whose prompts choose
+        """Returns the names of the parts that score responses to the prompt of this row."""
+        return list(self.parts)
 
     def columns(
         self, conversations: Sequence[Messages], responses: Sequence[str], size: int, rows: Sequence[Row] = ()

@@ -237,6 +237,7 @@ def tokenize(
         "keeps_end": config.keeps_end,
         "least_responses": config.least_responses,
         "heldout_share": str(config.heldout_share),
+        "split": "by opening",
         "seed": run.seed,
     }
     folder = token_folder(run, "rankings", templated, (config.rankings,), ARRAYS, parts, **settings)
@@ -291,7 +292,7 @@ def weights_of_labelers(split: Split, config: ComparisonsConfig) -> LabelerWeigh
 
 
 def split_of(rankings: Sequence[Ranking], config: ComparisonsConfig, seed: int) -> Split:
-    """Select the rankings of the objectives to learn, and split them by prompt. Raises: as `objectives_of`."""
+    """Select the rankings of the objectives to learn, and split them by conversation. Raises: as `objectives_of`."""
     train, heldout = split_rankings(rankings, config.heldout_share, seed)
     counts = Counter((ranking.objective, side is heldout) for side in (train, heldout) for ranking in side)
     objectives = objectives_of(counts, config)
@@ -320,7 +321,8 @@ def objectives_of(counts: Counter[tuple[str, bool]], config: ComparisonsConfig) 
             raise ValueError(
                 f"{config.section}.heldout_share {config.heldout_share} splits the rankings{of} of {source} into"
                 f" {train} for training and {heldout} held out; both need at least one: give more rankings or a"
-                f" {'larger' if train else 'smaller'} share"
+                f" {'larger' if train else 'smaller'} share (prompts that begin with the same turn of a user are never"
+                " split; text that all prompts share belongs in a system turn)"
             )
     return objectives
 

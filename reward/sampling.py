@@ -40,8 +40,8 @@ class SamplingSpec:
 
     `objective_weights` apply to a reward model with several objectives, `steps` to one that scores steps.
     `external_reward` scores instead of a reward model. `template_of` names a directory whose chat template replaces the
-    policy's own. With `meeting`, workers form teams there, each of which computes one policy; only the first worker of
-    a team scores its samples.
+    policy's own, and `chat_template` replaces that, too. With `meeting`, workers form teams there, each of which
+    computes one policy; only the first worker of a team scores its samples.
     """
 
     policy: Path
@@ -56,6 +56,7 @@ class SamplingSpec:
     steps: StepsConfig | None = None
     external_reward: ExternalReward | None = None
     template_of: str = ""
+    chat_template: str = ""
     meeting: Rendezvous | None = None
 
     def on_this_machine(self) -> Self:
@@ -151,7 +152,8 @@ class Sampler:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        return Tokenizer.load(Path(self.spec.template_of) if self.spec.template_of else self.spec.policy)
+        folder = Path(self.spec.template_of) if self.spec.template_of else self.spec.policy
+        return Tokenizer.load(folder).with_template(self.spec.chat_template)
 
     @cached_property
     def _policy(self) -> LanguageModel:

@@ -1,15 +1,24 @@
 """All kinds of rewards, which are the tables that `[ppo.reward]` may be, and the weighted sum of several of them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, FiniteFloat, Tag, model_validator
 
+from files.fields import shown
 from files.rows import Row
 from lm.tokenizer import Messages
-from reward.external import ExternalReward, ModelReward, NoReward, RemoteReward, RewardFunction, Scored
+from reward.external import (
+    ExternalReward,
+    ModelReward,
+    NoReward,
+    RemoteReward,
+    RewardFunction,
+    Scored,
+    score_in_parts,
+)
 from reward.judge import JudgeReward
 from reward.verifiers.verifier import Verifier
 from training.config import by_kind
@@ -23,9 +32,13 @@ Source = Annotated[
 ]
 
 
+SCORED_BY = "scored_by"  # the field of a prompt's row that names the sources of a sum that score its responses
+
+
 class RewardSum(ExternalReward):
-    """The weighted sum of several sources that score texts. A response has a score if every source with a weight other
-    than 0 scores it; a source with weight 0 is only logged.
+    """The weighted sum of several sources that score texts, or of those that the prompt's row names in `scored_by`. A
+    response has a score if every such source with a weight other than 0 scores it; a source with weight 0 is only
+    logged.
     """
 
     model_config = ConfigDict(title="Reward sum")
@@ -57,9 +70,38 @@ class RewardSum(ExternalReward):
     def score(
         self, conversations: Sequence[Messages], responses: Sequence[str], rows: Sequence[Row] = ()
     ) -> list[Scored]:
-        weights = {name: weight for name, weight in self.objective_weights.items() if weight}
-        columns = [self.parts[name].score(conversations, responses, rows) for name in weights]
-        return [self._sum(dict(zip(weights, of_response, strict=True))) for of_response in zip(*columns, strict=True)]
+        of_responses: list[dict[str, Scored]] = [{} for _ in responses]
+        for name in (name for name, weight in self.objective_weights.items() if weight):
+            column = self._column(name, conversations, responses, max(1, len(responses)), rows)
+            for place in self._scored_by(name, len(responses), rows):
+                of_responses[place][name] = column[place]
+        return [self._sum(of_response) for of_response in of_responses]
+
+    def columns(
+        self, conversations: Sequence[Messages], responses: Sequence[str], size: int, rows: Sequence[Row] = ()
+    ) -> list[list[Scored]]:
+        return [self._column(name, conversations, responses, size, rows) for name in self.parts]
+
+    def _column(
+        self, name: str, conversations: Sequence[Messages], responses: Sequence[str], size: int, rows: Sequence[Row]
+    ) -> list[Scored]:
+        """Returns a source's scores; NaN without a failure for responses that it does not score."""
+        places, column = self._scored_by(name, len(responses), rows), [Scored(math.nan)] * len(responses)
+        asked, answered = [conversations[place] for place in places], [responses[place] for place in places]
+        own_rows = [rows[place] for place in places] if rows else ()
+        for place, scored in zip(
+            places, score_in_parts(self.parts[name], asked, answered, size, own_rows), strict=True
+        ):
+            column[place] = scored
+        return column
+
+    def _scored_by(self, name: str, num_responses: int, rows: Sequence[Row]) -> list[int]:
+        """Returns the places of the responses that a source scores."""
+        return [place for place in range(num_responses) if not rows or name in self.parts_for(rows[place])]
+
+    def parts_for(self, row: Row) -> Sequence[str]:
+        named: Sequence[str] = row.get(SCORED_BY) or ()
+        return [name for name in self.parts if name in named] if named else list(self.parts)
 
     def _sum(self, scored: Mapping[str, Scored]) -> Scored:
         failure = next((f"{name}: {one.failure}" for name, one in scored.items() if one.failure), "")
@@ -70,17 +112,33 @@ class RewardSum(ExternalReward):
 
     @property
     def reads_rows(self) -> bool:
-        return any(source.reads_rows for source in self.sources.values())
+        return True  # at least `scored_by`
 
     def fields_of(self, where: str, row: Row) -> Row:
-        fields: Row = {}
-        for source in self.sources.values():
+        named = row.get(SCORED_BY)
+        fields: Row = {} if named is None else {SCORED_BY: self._checked_names(where, named)}
+        for name in self.parts_for(fields):
+            source = self.sources[name]
             fields |= source.fields_of(where, row) if source.reads_rows else {}
         return fields
 
-    def check(self, rows: Sequence[Row]) -> None:
-        for source in self.sources.values():
-            source.check(rows)
+    def _checked_names(self, where: str, named: Any) -> list[str]:
+        """Returns the sources that a row names. Raises: ValueError unless they exist and one of them has a weight."""
+        if not isinstance(named, list) or not named or not all(name in self.sources for name in named):
+            raise ValueError(
+                f"{where}: field {SCORED_BY!r} is {shown(named)}; a list of sources of the reward was expected:"
+                f" {', '.join(self.sources)}"
+            )
+        if not any(self.objective_weights[name] for name in named):
+            raise ValueError(
+                f"{where}: field {SCORED_BY!r} is {shown(named)}, whose objective_weights are all 0; a source with a"
+                " weight other than 0 was expected"
+            )
+        return named
+
+    def check(self, rows: Iterable[Row]) -> None:
+        for name, source in self.sources.items():
+            source.check(row for row in rows if name in self.parts_for(row))
 
     @property
     def parts(self) -> Mapping[str, ExternalReward]:

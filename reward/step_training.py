@@ -119,6 +119,7 @@ def tokenize_steps(
         "max_tokens": max_tokens,
         "on_overlong": config.on_overlong,
         "heldout_share": str(config.heldout_share),
+        "split": "by opening",
         "seed": run.seed,
     }
     found = StepLabels(token_folder(run, "steps", templated, (data,), ARRAYS, parts, **settings))

@@ -46,6 +46,10 @@ class RejectionConfig(FineTuningConfig):
 
     prompts: DataConfig = Field(description="Prompts to sample responses to.")
     on_overlong: OnOverlong = overlong_field()
+    chat_template: str = Field(
+        default="",
+        description="Chat template of a model without one: `chat`, `plain` or a Jinja template; empty = its own.",
+    )
     reward_from: str = Field(
         default="", description="Model directory or hub id of the reward model that chooses; empty = [reward]'s."
     )
@@ -90,6 +94,7 @@ def _sample(run: StageRun, config: RejectionConfig, start: Path, prompts: Sequen
         precision=run.engine.resolved_precision(),
         reward=str(run.start(REWARD.name)),
         objective_weights=config.objective_weights,
+        chat_template=config.chat_template,
     )
     samples = sample_everywhere(run, "samples", spec, prompts)
     best = best_responses(samples)
@@ -176,7 +181,7 @@ def _tokenize(run: StageRun, config: RejectionConfig, tokenizer: Tokenizer, path
 
 def train(context: StageContext, config: RejectionConfig, start: Path, data: TokenFolders) -> Trained:
     """Train on this rank; rank 0 writes `model/`. Returns the losses."""
-    tokenizer = Tokenizer.load(start, end=config.end_token)
+    tokenizer = Tokenizer.load(start, end=config.end_token).with_template(config.chat_template)
     training, heldout = (
         PackedObjective(Packed(Sequences.read(folder), config.seq_len, tokenizer.pad_id))
         for folder in (data.training, data.heldout)
@@ -199,8 +204,8 @@ def train(context: StageContext, config: RejectionConfig, start: Path, data: Tok
 
 
 def load_tokenizer(run: StageRun, config: RejectionConfig) -> Tokenizer:
-    """Returns the policy's tokenizer, which training does not change."""
-    return run.tokenizer_of("sft", config.end_token)
+    """Returns the policy's tokenizer, whose vocabulary training does not change."""
+    return run.tokenizer_of("sft", config.end_token).with_template(config.chat_template)
 
 
 def check(config: RejectionConfig, job: JobView) -> None:

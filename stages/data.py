@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import shutil
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from training.data import (
     SourceConfig,
     SourceRows,
     stream_prompts,
+    sum_of,
     untold,
 )
 from training.tokens import (
@@ -120,6 +122,7 @@ class Fitting:
     tokens: Sequence[list[int]]
     overlong: Overlong = NONE_OVERLONG
     sources: tuple[SourceRows, ...] = ()  # of the prompts, if rows are unusual
+    sizes: tuple[int, ...] = ()  # prompts of each source, whose rows follow each other; () = there is one source
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -139,6 +142,35 @@ class Fitting:
 
         num = len(token_ends)
         return cls(OnAccess(num, prompt), OnAccess(num, tokens_of), read_overlong(folder), read_sources(folder))
+
+
+def joined(names: Sequence[str], parts: Sequence[Fitting]) -> Fitting:
+    """Returns the prompts of several sources, one source after another. The id of a prompt begins with its source's
+    name, which also groups it in reports if its row has no `kind`.
+    """
+    sizes = tuple(len(part.prompts) for part in parts)
+    ends = list(itertools.accumulate(sizes))
+
+    def place(row: int) -> tuple[int, int]:
+        number = bisect_right(ends, row)
+        return number, row - (ends[number] - sizes[number])
+
+    def prompt(row: int) -> Prompt:
+        number, own_row = place(row)
+        own, name = parts[number].prompts[own_row], names[number]
+        return own.model_copy(update={"prompt_id": f"{name}/{own.prompt_id}", "kind": own.kind or name})
+
+    def tokens_of(row: int) -> list[int]:
+        number, own_row = place(row)
+        return parts[number].tokens[own_row]
+
+    return Fitting(
+        OnAccess(ends[-1], prompt),
+        OnAccess(ends[-1], tokens_of),
+        sum_of(part.overlong for part in parts),
+        tuple(itertools.chain.from_iterable(part.sources for part in parts)),
+        sizes,
+    )
 
 
 def _entry(array: NDArray[Any], ends: NDArray[np.int64], row: int) -> NDArray[Any]:
@@ -189,10 +221,11 @@ def fitting_prompts(
     tell: Callable[[str], None] = untold,
     keeps: RowFields = NO_FIELDS,
     tools: Sequence[Mapping[str, Any]] = (),
+    name: str = "prompts",
 ) -> Fitting:
     """Read and encode the prompts once, into files, and skip or shorten those that leave no room for a response, as
     `PromptLimit.fit` does. `tell` receives lines about what was read. Each prompt keeps the fields `keeps` of its row,
-    and offers `tools` in addition to its own.
+    and offers `tools` in addition to its own. `name` tells the files of a stage's sources apart.
 
     Raises: ValueError if no prompt is left, if a prompt is too long or the chat template refuses it (naming file and
         line), or if a row is not a prompt (naming the field too).
@@ -229,7 +262,7 @@ def fitting_prompts(
 
     settings = {"room": limit.room, "on_overlong": on_overlong} | ({"fields": keeps.key} if keeps.key else {})
     settings |= {"tools": json.dumps(list(tools))} if tools else {}
-    fitting = Fitting.read(token_folder(run, "prompts", tokenizer, (data,), PROMPTS, parts, **settings))
+    fitting = Fitting.read(token_folder(run, name, tokenizer, (data,), PROMPTS, parts, **settings))
     if fitting.overlong:
         tell(f"{data.source}: {fitting.overlong} ({run.name}.max_new_tokens leaves {limit.room} tokens for a prompt)")
     if not fitting.prompts:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from files.rows import InvalidRows
-from training.data import Overlong, SourceConfig, read_valid
+from training.data import Overlong, SourceConfig, read_valid, sum_of
 from training.tokens import SKIPPED, TRUNCATED
 
 SAMPLE_ROWS = 1000  # the longest in bytes, plus one to two times as many rows spread evenly over the source
@@ -152,6 +152,21 @@ class Lengths:
         sampled = f" (estimated from {self.num_measured:,} of them, the longest texts included)"
         overlong = f"; {self.overlong}" if self.overlong else ""
         return text + (sampled if self.num_measured < self.num_rows else "") + overlong
+
+
+def mixed(parts: Sequence[Lengths], weights: Sequence[float]) -> Lengths:
+    """Returns the lengths of rows that are drawn from several sources in proportion to `weights`."""
+    total = sum(weights)
+    return Lengths(
+        num_rows=sum(part.num_rows for part in parts),
+        num_measured=sum(part.num_measured for part in parts),
+        mean=sum(weight * part.mean for weight, part in zip(weights, parts, strict=True)) / total,
+        shortest=min(part.shortest for part in parts),
+        longest=max(part.longest for part in parts),
+        longest_response=max(part.longest_response for part in parts),
+        response_share=max(part.response_share for part in parts),
+        overlong=sum_of(part.overlong for part in parts),
+    )
 
 
 class RowSample(Generic[Row]):

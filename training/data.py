@@ -2,7 +2,7 @@
 
 import itertools
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -87,6 +87,16 @@ class Overlong:
         long = self.num_truncated + self.num_skipped
         counts = ((self.num_truncated, "truncated"), (self.num_skipped, "skipped"))
         return f"{long:,} of {self.num_rows:,} too long: " + ", ".join(f"{n:,} {what}" for n, what in counts if n)
+
+
+def sum_of(counts: Iterable[Overlong]) -> Overlong:
+    """Returns the counts of several sources together."""
+    found = list(counts)
+    return Overlong(
+        sum(one.num_rows for one in found),
+        sum(one.num_truncated for one in found),
+        sum(one.num_skipped for one in found),
+    )
 
 
 @dataclass(frozen=True)

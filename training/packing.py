@@ -196,8 +196,13 @@ class Sampler:
 
     def batch(self, step: int) -> IntArray:
         """Row numbers [batch_size] of step 0, 1, ..."""
-        places = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
-        return np.concatenate([self._rows(epoch, places) for epoch in np.unique(places // self.num_rows)])
+        return self.rows(step * self.batch_size, (step + 1) * self.batch_size)
+
+    def rows(self, start: int, stop: int) -> IntArray:
+        """Row numbers of the places `start` to `stop` (exclusive) of the epochs, one after another."""
+        places = np.arange(start, stop)
+        of_epochs = [self._rows(epoch, places) for epoch in np.unique(places // self.num_rows)]
+        return np.concatenate(of_epochs) if of_epochs else places
 
     def _rows(self, epoch: int, places: IntArray) -> IntArray:
         if epoch != self._epoch:

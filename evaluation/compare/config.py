@@ -18,6 +18,11 @@ class CompareConfig(Config):
         description="Field of the prompts' rows that says which prompts depend on each other, such as the template they"
         " were made from; intervals and tests are then over these clusters. Empty = the prompts are independent.",
     )
+    scored_by: tuple[str, ...] = Field(
+        default=(),
+        description='Names of the sources of a `reward` of kind "sum" that score responses to these prompts, as in'
+        " ppo.prompts; empty = all. A row's own `scored_by` replaces it.",
+    )
     judge_from: str = Field(
         default="", description="Model directory or hub id of a reward model that judges; empty = the world's judge."
     )

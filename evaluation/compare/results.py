@@ -110,7 +110,7 @@ class CompareResults:
     training_scores: tuple[float, ...] = ()
     samples: tuple[SampledPrompt, ...] = ()
     hacking: RewardHacking | None = None
-    num_seen: int = 0  # of the prompts, how many [ppo] trains on too
+    num_seen: int = 0  # of the prompts, how many [ppo] or [rejection] trains on too
     overlong: Overlong | None = None  # of the prompts
     sources: tuple[SourceRows, ...] = ()  # of the prompts, if rows are unusual
     names: Names = DEFAULT_NAMES

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 from dpo.report import title_of
@@ -28,6 +29,7 @@ from files.records import record_of
 from lm.hub import model_directory
 from lm.tokenizer import Tokenizer
 from ppo.config import PPOConfig
+from ppo.prompts import unmet_scorers, with_scored_by
 from ppo.report import names_of
 from ppo.rollout_log import SAMPLES, TrainingSample
 from ppo.stage import STAGE as PPO
@@ -35,6 +37,7 @@ from reward.external import ExternalReward, NoReward, RewardFunction
 from reward.sampling import Sample, SamplingSpec, sample_everywhere
 from reward.stage import STAGE as REWARD
 from reward.steps import StepsConfig
+from sft.rejection import STAGE as REJECTION
 from stages.contract import POLICIES, Parent, Stage
 from stages.data import OnAccess, fitting_prompts
 from stages.planner import Planner, StagePlan
@@ -56,7 +59,13 @@ class PolicyStart:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self.run.tokenizer_of(self.parent)
+        return self.run.tokenizer_of(self.parent).with_template(self.chat_template)
+
+    @property
+    def chat_template(self) -> str:
+        """The template that the stage trains in; "" if it is the model's own."""
+        section = self.run.job.section(self.run.job.stage(self.run.name))
+        return str(getattr(section, "chat_template", ""))
 
     @property
     def is_sft(self) -> bool:
@@ -86,7 +95,7 @@ def run_compare(run: StageRun, config: CompareConfig) -> None:
     start, ppo_config = start_of(run), run.job.section(PPO)
     tokenizer, initial, proxy = start.tokenizer, start.model(), proxy_of(run)
     fitting = fitting_prompts(
-        run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong, keeps=_row_fields(run.job)
+        run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong, keeps=_row_fields(run.job, config)
     )
     prompts = with_clusters(fitting.prompts, config.prompts, config.cluster_by)
 
@@ -105,6 +114,7 @@ def run_compare(run: StageRun, config: CompareConfig) -> None:
             steps=proxy.steps,
             external_reward=proxy.external,
             template_of=str(initial),
+            chat_template=start.chat_template,
         )
         return sample_everywhere(run, name, spec, prompts)
 
@@ -129,11 +139,10 @@ def run_compare(run: StageRun, config: CompareConfig) -> None:
         return lambda done, total: run.show(done, total, step)
 
     results = compare_sampled(run.folder, config, sampled, judge_of(run, config), progress)
-    num_seen = 0 if ppo_config is None else _num_seen_in_training(prompts, run.resolve(ppo_config).prompts)
     run.write_results(
         replace(
             results,
-            num_seen=num_seen,
+            num_seen=max((_num_seen(run, prompts, sources) for sources in _trained_on(run.job).values()), default=0),
             overlong=fitting.overlong or None,
             sources=fitting.sources,
             names=sampled.names,
@@ -173,10 +182,10 @@ def proxy_of(run: StageRun) -> Proxy:
     return Proxy(model, ppo.reward.objective_weights, external and external.prepared(run.folder_of(PPO.name)), steps)
 
 
-def _row_fields(job: JobView) -> RowFields:
+def _row_fields(job: JobView, config: CompareConfig) -> RowFields:
     """Returns the fields that prompts keep for PPO's reward, which scores the samples too."""
     ppo = job.section(PPO)
-    return NO_FIELDS if ppo is None else ppo.row_fields
+    return NO_FIELDS if ppo is None else with_scored_by(ppo.row_fields, config.scored_by)
 
 
 def judge_of(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJudge:
@@ -238,6 +247,8 @@ def check(config: CompareConfig, job: JobView) -> None:
         named = ", ".join(f"compare.{field}" for field in JUDGES)
         raise ValueError(f"compare has no judge: {named} or a [world] was expected")
     ppo = job.section(PPO)
+    if problem := unmet_scorers("compare.scored_by", config.scored_by, () if ppo is None else ppo.reward_sources):
+        raise ValueError(problem)
     has_reward = reward is not None if ppo is None else not isinstance(ppo.reward, NoReward)
     if config.judge_reward and not has_reward:
         raise ValueError("compare.judge_reward: the job has no reward; [reward], [ppo] or another judge was expected")
@@ -253,7 +264,7 @@ def _drawn(run: StageRun, config: CompareConfig, ppo: PPOConfig) -> list[Trainin
     world's and the prompts are not, because a world's judge scores only answers to its own prompts.
     """
     is_gold = not (config.judge_from or config.judge_function)
-    if config.judge_people or config.judge_reward or (is_gold and not ppo.prompts.source.startswith("world:")):
+    if config.judge_people or config.judge_reward or (is_gold and not ppo.samples_world):
         return []
     path = run.folder_of(PPO.name) / SAMPLES
     found = [record_of(line, TrainingSample, str(path)) for line in read_metrics(path)]
@@ -266,24 +277,34 @@ def preflight(run: StageRun, config: CompareConfig) -> None:
         judge_of(run, config)
     tokenizer = start_of(run).tokenizer
     limits = config.max_new_tokens, config.on_overlong
-    fitting = fitting_prompts(run, tokenizer, config.prompts, *limits, run.tell, _row_fields(run.job))
+    fitting = fitting_prompts(run, tokenizer, config.prompts, *limits, run.tell, _row_fields(run.job, config))
     with_clusters(fitting.prompts, config.prompts, config.cluster_by)
     ppo = run.job.section(PPO)
-    if ppo is None:
-        return
-    if ppo.external_reward is not None:  # it scores these samples too
+    if ppo is not None and ppo.external_reward is not None:  # it scores these samples too
         ppo.external_reward.check(OnAccess(len(fitting.prompts), lambda row: fitting.prompts[row].row))
-    if num_seen := _num_seen_in_training(fitting.prompts, run.resolve(ppo).prompts):
-        run.tell(
-            f"{config.prompts.source}: {num_seen:,} of {len(fitting.prompts):,} prompts of [compare] are also among"
-            f" those of [ppo] ({ppo.prompts.source}), so they are not held out"
-        )
+    for stage, sources in _trained_on(run.job).items():
+        if num_seen := _num_seen(run, fitting.prompts, sources):
+            names = ", ".join(source.source for source in sources)
+            run.tell(
+                f"{config.prompts.source}: {num_seen:,} of {len(fitting.prompts):,} prompts of [compare] are also among"
+                f" those of [{stage}] ({names}), so they are not held out"
+            )
 
 
-def _num_seen_in_training(prompts: Sequence[Prompt], trained_on: DataConfig) -> int:
-    """Returns how many prompts have the messages of a prompt that PPO trains on, whatever their ids are."""
+def _trained_on(job: JobView) -> dict[str, tuple[DataConfig, ...]]:
+    """Returns the prompts that policies of the job are trained on, by stage. The prompts of rankings are not among
+    them, so nothing is said of [dpo].
+    """
+    ppo, rejection = job.section(PPO), job.section(REJECTION)
+    of_ppo = {} if ppo is None else {PPO.name: ppo.prompt_sources}
+    return of_ppo if rejection is None else {**of_ppo, REJECTION.name: (rejection.prompts,)}
+
+
+def _num_seen(run: StageRun, prompts: Sequence[Prompt], trained_on: Sequence[DataConfig]) -> int:
+    """Returns how many prompts have the messages of a prompt in these sources, whatever their ids are."""
     compared = Counter(json.dumps(prompt.messages) for prompt in prompts)
-    trained = (json.dumps(prompt.messages) for _, prompt in stream_prompts(trained_on))  # may be many more
+    streamed = chain.from_iterable(stream_prompts(run.resolve(source)) for source in trained_on)  # may be many more
+    trained = (json.dumps(prompt.messages) for _, prompt in streamed)
     return sum(compared[messages] for messages in {messages for messages in trained if messages in compared})
 
 

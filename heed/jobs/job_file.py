@@ -268,6 +268,8 @@ def unknown_key(section: Sequence[str], key: str, model: type[BaseModel]) -> str
     if not hint and section and key in model.model_fields and not _sections([key], model):
         hint = f"it is a key of the whole job: write `{key}` above the first [section]"
     kinds = _or([f'"{kind}"' for kind in _kinds_with(key, section, model)])
+    if not hint and not kinds and key in known:
+        hint = f"only tables in a list have this key: `{'.'.join(section)} = [{{ ... }}]`"
     if not hint and kinds:
         hint = f"only a table of kind {kinds} has this key"
     if not hint:
@@ -312,13 +314,14 @@ def _example(place: Sequence[str], value: Any, model: type[BaseModel]) -> str:
     ` { source = "a.jsonl" }`; "" if that is unclear.
     """
     first = value[0] if isinstance(value, list) and value else value
-    required = [
+    required = {
         name for table in _sections(place, model) for name, field in table.model_fields.items() if field.is_required()
-    ]
+    }
     if len(required) != 1:
         return ""
-    shown = first.get(required[0]) if isinstance(first, Mapping) else first
-    return f' {{ {required[0]} = "{shown}" }}' if isinstance(shown, str) else ""
+    (name,) = required
+    shown = first.get(name) if isinstance(first, Mapping) else first
+    return f' {{ {name} = "{shown}" }}' if isinstance(shown, str) else ""
 
 
 def _kinds_with(key: str, section: Sequence[str], model: type[BaseModel]) -> list[str]:
@@ -365,7 +368,7 @@ def _without_tags(location: Sequence[str | int], model: type[BaseModel]) -> list
         is_tag = not is_below_tag and len(_sections(place, model)) > 1
         if not is_tag:
             place.append(str(part))
-        is_below_tag = is_tag
+        is_below_tag = is_tag or (is_below_tag and str(part).isdigit())  # a list of tables
     return place
 
 

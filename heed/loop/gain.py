@@ -125,6 +125,7 @@ def _samples(
         seed=derive_seed(run.job.seed, GAIN, name),
         precision=run.engine.resolved_precision(),
         reference=reference,
+        chat_template=start_of(run).chat_template,
     )
     return sample_everywhere(run, name, spec, prompts)
 

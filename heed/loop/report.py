@@ -167,7 +167,7 @@ def loop_section(
     parts: list[Part] = [
         Note(
             "Each round asks for labels, trains the reward model on all labels so far and then the policy, and compares"
-            " it with the policy of the round before on the same held-out prompts. The loop stops when the interval of"
+            " it with the policy of the round before on the same prompts. The loop stops when the interval of"
             f" a round's gain lies below {config.least_gain:g} per hundred labels, or the labels are used."
         ),
         facts,
@@ -303,5 +303,5 @@ COLLECT_REPORTER = StageReporter(
     "Labels of a round", "Samples of the newest policy, of which a rule chooses what labelers rank.", _report_collected
 )
 GAIN_REPORTER = StageReporter(
-    "Gain of a round", "The round's policy against the one before, on held-out prompts.", _report_gain
+    "Gain of a round", "The round's policy against the one before, on the same prompts.", _report_gain
 )

@@ -384,7 +384,7 @@ def _rejection(name: str, job: JobConfig, folder: Path, best_of: int) -> Arm:
     section = {
         "init_from": str(folder / "base" / "sft" / "model"),
         "reward_from": str(folder / "reward-full" / "reward" / "model"),
-        "prompts": {**ppo.prompts.model_dump(mode="json", exclude_defaults=True), "max_rows": num_prompts},
+        "prompts": {**ppo.only_source.model_dump(mode="json", exclude_defaults=True), "max_rows": num_prompts},
         "num_samples": best_of,
         "max_new_tokens": ppo.max_new_tokens,
         "seq_len": sft.seq_len,

@@ -56,7 +56,7 @@ def write_teacher_samples(folder: Path, job: JobConfig) -> None:
     record = sampling_record(folder)
     if record.is_file() and json.loads(record.read_text(encoding="utf-8"))["teacher"] == made_from:
         return
-    prompts = world_prompts(folder, ppo.prompts)[: ppo.num_iterations * ppo.rollout_batch_size]
+    prompts = world_prompts(folder, ppo.only_source)[: ppo.num_iterations * ppo.rollout_batch_size]
     console.print(f"[dim]{folder.name}: sampling the teacher on {len(prompts)} prompts")
     started = time.monotonic()
     drawn = draw(

@@ -98,7 +98,7 @@ class Verifier(ExternalReward):
         self._checks_of(where, row)
         return {name: row[name] for name in FIELDS if row.get(name) is not None}
 
-    def check(self, rows: Sequence[Row]) -> None:
+    def check(self, rows: Iterable[Row]) -> None:
         """Raises: ValueError if a row has tests, and this machine cannot limit what they do."""
         if any("tests" in self._kinds(row) for row in rows):
             check_sandbox()

@@ -23,9 +23,10 @@ from cluster.failures import WorkerError, WorkerLostError
 from cluster.group import WorkerGroup
 from lm.samplers import engine
 from ppo import learner
-from ppo.config import Disaggregated, PPOConfig
+from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.kept_passes import Repeated
+from ppo.placement import Disaggregated
 from ppo.rank import InitialModels
 from ppo.roles import Roles
 from ppo.rollout import Rollout

@@ -23,8 +23,9 @@ from ppo.algorithm import (
     token_rewards,
     token_weights,
 )
-from ppo.config import VLLM, PPOConfig
+from ppo.config import PPOConfig
 from ppo.groups import group_advantages, informative_groups
+from ppo.placement import VLLM
 from tests.examples import examples
 
 YES = torch.ones(4, dtype=torch.bool)

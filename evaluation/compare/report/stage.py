@@ -265,7 +265,9 @@ def _samples(results: CompareResults, styles: Styles) -> tuple[Part, ...]:
         _shown(sample, styles, kinds, results.names.scorer, is_open=place < NUM_OPEN_SAMPLES)
         for place, sample in enumerate(results.samples)
     )
-    about = Note("The first sample of each policy on held-out prompts, unselected.")
+    about = Note(
+        f"The first sample of each policy on {'held-out prompts' if _are_heldout(results) else 'prompts'}, unselected."
+    )
     return about, Samples(prompts, len(prompts), categories=tuple(kinds))
 
 
@@ -323,7 +325,7 @@ def _headlines_of(stage: StageFolder, results: CompareResults, style: PolicyStyl
     if kl is not None and isfinite(kl.mean):
         # Replaces PPO's own headline, which shows the KL of its last iteration until the comparison has run.
         file, field = f"{stage.name}/results.json", f"policies.{name}.kl_nats.mean"
-        on = "prompts" if results.num_seen else "held-out prompts"
+        on = "held-out prompts" if _are_heldout(results) else "prompts"
         detail = ", ".join(part for part in (ends_of(kl, 1), on) if part)
         about = names.kl if len(_trained(results)) == 1 else f"{names.kl}, {title}"
         yield Headline(f"{name}.kl_nats", file, field, kl.mean, about, f"{number(kl.mean, 1)} nats", detail)
@@ -405,11 +407,19 @@ def _rate_and_score(results: CompareResults) -> tuple[str, ...]:
 
 
 def _prompts(results: CompareResults, rate: WinRateResults) -> str:
-    """Returns the number of prompts in words; they are held out unless [ppo] trains on some of them."""
+    """Returns the number of prompts in words, and whether they are held out, as far as that is known."""
     if results.num_seen:
-        algorithm, seen = results.names.algorithm, f"{number(results.num_seen)} of {number(results.num_prompts)}"
+        algorithm = results.names.algorithm if "ppo" in results.policies else "rejection sampling"
+        seen = f"{number(results.num_seen)} of {number(results.num_prompts)}"
         return f"{number(rate.num_prompts)} prompts, not held out: {algorithm} trains on {seen} of them"
-    return f"{number(rate.num_prompts)} held-out prompts"
+    return f"{number(rate.num_prompts)} {'held-out ' if _are_heldout(results) else ''}prompts"
+
+
+def _are_heldout(results: CompareResults) -> bool:
+    """Returns whether no policy is trained on any of the prompts. That is not known of [dpo]: its rankings have prompts
+    of their own.
+    """
+    return not results.num_seen and not any(name.partition("_")[0] == "dpo" for name in results.policies)
 
 
 def _win_answer(rate: WinRateResults, prompts: str, title: str, the_initial: str) -> Answer:
@@ -448,4 +458,4 @@ def _warnings(results: CompareResults, styles: Styles, policy: str) -> list[str]
     return found
 
 
-REPORTER = StageReporter("Comparison", "All policies on held-out prompts.", report)
+REPORTER = StageReporter("Comparison", "All policies answer the same prompts, and a judge compares them.", report)

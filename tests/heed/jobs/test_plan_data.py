@@ -138,6 +138,19 @@ def test_prompts_are_as_long_as_they_are(folder: Path, tokenizer: Tokenizer) -> 
     assert not any(line.startswith("assumes at most ") for line in stage.assumptions)
 
 
+def test_prompts_of_several_sources_count_by_their_shares(folder: Path, tokenizer: Tokenizer) -> None:
+    """By their weights, or by their rows if they have none."""
+    write(folder / "short.jsonl", prompts_of(tokenizer, [60] * 30))
+    write(folder / "long.jsonl", prompts_of(tokenizer, [100] * 10))
+    one = '{ source = "prompts.jsonl" }'
+    for weights, mean in ((("", ""), 70), ((", weight = 1", ", weight = 3"), 90)):
+        both = "".join(f'{{ source = "{n}.jsonl"{w} }}, ' for n, w in zip(("short", "long"), weights, strict=True))
+        (stage,) = plan_of(folder, GRPO.replace(one, f"[{both}]")).stages
+        assert stage.batch["tokens per iteration"] == 48 * (mean + 48)
+        assert "short.jsonl: 30 prompts of 60 tokens on average, 60 at most" in stage.assumptions
+        assert "long.jsonl: 10 prompts of 100 tokens on average, 100 at most" in stage.assumptions
+
+
 LONG = "~ " * CONTEXT  # more tokens than any model here reads
 LONG_ROWS: dict[str, tuple[str, str, dict[str, str], str]] = {
     "ppo": (GRPO, "prompts", {"prompt": LONG}, "prompt '2' has "),

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from cluster.connection import connect, disconnect
+from evaluation.compare.stage import start_of
 from heed.jobs import recovery
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
+from heed.jobs.run import Run
 from heed.jobs.submission import named_paths
 from heed.worlds.instructions import ListRequest, checks_of
-from lm.tokenizer import CHAT_TEMPLATES
+from lm.tokenizer import CHAT_TEMPLATES, Tokenizer
 from reward.verifiers import sandbox, verifier
 from reward.verifiers.verifier import Verifier
 from tests.heed.jobs.test_external_reward import JOBS, SMALL, ppo_job
@@ -78,6 +80,44 @@ def test_the_example_job_runs_and_scores_by_its_rows(tmp_path: Path) -> None:
         assert sample["score"] == 0.5 * sum(sample["response"].count(vowel) for vowel in "aeiou")
     lineage = json.loads((run / "ppo" / "lineage.json").read_text())
     assert f"{tmp_path}/rewards.py:vowels" in lineage["data"]  # another function means another stage
+
+
+@pytest.mark.long
+def test_the_example_of_mixed_prompts_runs_and_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    """A function that the test can predict stands for the world's judge. The policies are compared on its prompts."""
+    (tmp_path / "mine.py").write_text("def vowels(prompts, responses):\n    return [len(text) for text in responses]\n")
+    small = [
+        *SMALL, "ppo.minibatch.batch_size=32", "ppo.minibatch.micro_batch_size=32", "world.num_verified_prompts=40",
+        "ppo.rollout_batch_size=64", "ppo.save_every_iterations=1", "world.num_compare_prompts=8",
+        f"ppo.reward.sources.gold.function={tmp_path}/mine.py:vowels",
+        "compare={prompts={source='world:compare_prompts'}, max_new_tokens=8, best_of=2, judge_reward=true}",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"compare_prompts\.jsonl: line 1: found .*; a field 'answer', 'checks' or"):
+        run_job(load_job(JOBS / "mixture.toml", small), tmp_path / "runs")
+    with pytest.raises(ValueError, match=r"compare\.scored_by has 'god'; some of right, gold were expected"):
+        load_job(JOBS / "mixture.toml", [*small, "compare.scored_by=['god']"])
+    job = load_job(JOBS / "mixture.toml", [*small, "compare.scored_by=['gold']"])
+    run = run_job(job, tmp_path / "runs")
+    metrics = read_metrics(run / "ppo" / "metrics.jsonl")
+    assert [(line["source_share/lists"], line["source_share/questions"]) for line in metrics] == [(0.25, 0.75)] * 2
+    for line in metrics:
+        assert (line["failed/gold"], line["failed/right"], line["failed_scores"]) == (0, 0, 0)
+        assert line["source_score/lists"] == line["score/right"]
+        assert line["source_score/questions"] == pytest.approx(line["score/gold"])
+        assert line["score"] == pytest.approx(0.25 * line["score/right"] + 0.75 * line["score/gold"])
+    samples = read_metrics(run / "ppo" / "samples.jsonl")
+    assert {sample["prompt_id"].partition("/")[0] for sample in samples} == {"lists", "questions"}
+    followed = {sample["prompt_id"] for sample in samples if sample["kind"] == "followed"}
+    assert sum(name.startswith("lists/") for name in followed) == len(followed) / 4 == 2
+    assert json.loads((run / "ppo" / "results.json").read_text())["num_prompts"] == {"lists": 40, "questions": 32}
+    report = (run / "report.html").read_text()
+    assert "Sources of prompts" in report
+    assert "Score, questions" in report
+    rollouts = (run / "ppo" / "rollouts.jsonl").read_text()
+    (run / "ppo" / "lineage.json").unlink()
+    shutil.rmtree(sorted((run / "ppo" / "checkpoints").glob("*2"))[-1])
+    run_job(job, tmp_path / "runs")  # from the first iteration on
+    assert (run / "ppo" / "rollouts.jsonl").read_text() == rollouts
 
 
 @pytest.mark.long
@@ -171,7 +211,7 @@ def test_the_quick_start_of_the_documentation_runs(
 
 
 def test_a_model_without_a_template_for_tools_is_named_with_what_to_do(tmp_path: Path, model_folder: Path) -> None:
-    """Its own template writes only texts, and [ppo] has no key for another."""
+    """Its own template writes only texts, and so does another that the job names."""
     model = shutil.copytree(model_folder, tmp_path / "published")
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATES["continuation"])
     rows = [{"prompt": f"What is {n} plus 1?", "answer": n + 1} for n in range(16)]
@@ -181,7 +221,27 @@ def test_a_model_without_a_template_for_tools_is_named_with_what_to_do(tmp_path:
     with pytest.raises(ValueError, match=r"prompts\.jsonl: line 1: chat_template leaves out tools\[0\];") as caught:
         run_job(load_job(path), tmp_path / "runs")
     assert f"[ppo] uses the template of ppo.init_from, which is in {model}. Start from a model" in str(caught.value)
-    assert 'move init_from to an [sft] section with chat_template = "chat"' in str(caught.value)
+    assert 'or set ppo.chat_template, such as to "chat"' in str(caught.value)
+    with pytest.raises(ValueError, match=r"leaves out tools\[0\];.*\[ppo\] uses the template ppo\.chat_template$"):
+        run_job(load_job(path, ["ppo.chat_template=plain"]), tmp_path / "runs")
+
+
+def test_the_template_of_the_job_goes_into_the_policy_and_the_comparison(tmp_path: Path, model_folder: Path) -> None:
+    model = shutil.copytree(model_folder, tmp_path / "published")
+    (model / "chat_template.jinja").write_text(CHAT_TEMPLATES["continuation"])
+    (tmp_path / "mine.py").write_text("def length(prompts, responses):\n    return [len(text) for text in responses]\n")
+    reward = {"kind": "function", "function": f"{tmp_path}/mine.py:length"}
+    path = ppo_job(tmp_path, model, max_new_tokens=8, chat_template="chat", reward=reward)
+    run = run_job(load_job(path), tmp_path / "runs")
+    trained = Tokenizer.load(run / "ppo" / "model")
+    assert trained.chat_template == CHAT_TEMPLATES["chat"] != Tokenizer.load(model).chat_template
+    (tmp_path / "compare.toml").write_text(
+        f'base = "job.toml"\nname = "debug"\n[compare]\njudge_reward = true\nmax_new_tokens = 8\n'
+        f'prompts = {{ source = "{tmp_path}/prompts.jsonl" }}\n'
+    )
+    job = load_job(tmp_path / "compare.toml")
+    start = start_of(Run(job, run, None, recovery.Workers((1,), run, job.cluster)).of("compare"))
+    assert (start.tokenizer, start.chat_template) == (trained, "chat")
 
 
 def test_a_machine_without_a_sandbox_refuses_a_job_with_tests(

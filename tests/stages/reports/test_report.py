@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -620,6 +621,10 @@ def test_verdict_is_honest(run: Path) -> None:
     change(run, "compare/results.json", "num_seen", 20)
     assert "83% of the time on 200 prompts, not held out: PPO trains on 20 of 200 of them (ties" in answer(run).text
     change(run, "compare/results.json", "num_seen", 0)
+    results = read_record(run / "compare/results.json", CompareResults)
+    rankings = replace(results, policies={**results.policies, "dpo": results.policies["ppo"]})
+    said = answer_of(rankings, styles_of(list(rankings.policies))).text
+    assert "83% of the time on 200 prompts (ties" in said  # the prompts of DPO's rankings are not known here
     tone, text = answer_with(run, 0.54, 0.48, 0.6)
     assert tone == "unclear"
     assert text.startswith("No difference between PPO and SFT is shown: PPO wins 54%")

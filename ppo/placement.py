@@ -1,0 +1,106 @@
+"""Settings of the engine that samples responses, and of the ranks that sample, score and learn."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, Tag
+
+from training.config import Config, by_kind
+
+
+class SamplerConfig(Config):
+    """What the samplers have in common."""
+
+    tensor_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="Ranks that sample together as one generator, each with a share of the policy's weights; for a"
+        " policy that does not fit on one GPU. Ranks with consecutive numbers, which are on the same machine if it has"
+        " room for all of them, work together.",
+    )
+
+
+class HeedSampler(SamplerConfig):
+    """The learner's own core samples. A run that resumes samples the same bits."""
+
+    model_config = ConfigDict(title="Sampler heed")
+    has_own_process: ClassVar[bool] = False
+
+    kind: Literal["heed"] = Field(default="heed", description="The kind of this table.")
+
+
+class VLLM(SamplerConfig):
+    """vLLM samples, in processes of its own and under its own Python (docs/samplers.md)."""
+
+    model_config = ConfigDict(title="Sampler vllm")
+    has_own_process: ClassVar[bool] = True
+
+    kind: Literal["vllm"] = Field(default="vllm", description="The kind of this table.")
+    python: str = Field(
+        default="",
+        description="Python interpreter with vLLM and Heed on every machine; empty = the one that `make vllm` makes.",
+    )
+
+
+class Colocated(Config):
+    """Every worker has all roles: it samples, scores and learns in turns."""
+
+    model_config = ConfigDict(title="Placement colocated")
+    roles_share_ranks: ClassVar[bool] = True
+    weight_transport: ClassVar[Literal["auto"]] = "auto"
+    num_generators: ClassVar[int] = 0
+    num_scorers: ClassVar[int] = 0
+    max_staleness: ClassVar[int] = 0
+
+    kind: Literal["colocated"] = Field(default="colocated", description="The kind of this table.")
+
+
+class SeparateRanks(Config):
+    """What the placements have in common in which generators and scorers have ranks of their own."""
+
+    roles_share_ranks: ClassVar[bool] = False
+
+    num_generators: int = Field(
+        default=1, ge=1, description="Ranks that sample; a multiple of `sampler.tensor_parallel_size`."
+    )
+    num_scorers: int = Field(
+        default=1, ge=1, description="Ranks that hold the frozen models: reward model, reference, teachers."
+    )
+
+
+class Disaggregated(SeparateRanks):
+    """The job's workers learn, and other ranks sample and score."""
+
+    model_config = ConfigDict(title="Placement disaggregated")
+    max_staleness: ClassVar[int] = 0
+
+    kind: Literal["disaggregated"] = Field(default="disaggregated", description="The kind of this table.")
+    weight_transport: Literal["auto", "broadcast", "object_store"] = Field(
+        default="auto",
+        description="How weights are sent to the generators: by broadcast (NCCL or gloo) or Ray's object store; `auto`"
+        " broadcasts between GPUs.",
+    )
+
+
+class Asynchronous(SeparateRanks):
+    """As `disaggregated`, while generators sample the next responses with weights that are a few iterations old.
+    Weights reach them through Ray's object store, so learners never wait for generators.
+    """
+
+    model_config = ConfigDict(title="Placement asynchronous")
+    weight_transport: ClassVar[Literal["object_store"]] = "object_store"
+
+    kind: Literal["asynchronous"] = Field(default="asynchronous", description="The kind of this table.")
+    max_staleness: int = Field(
+        ge=1,
+        description="Number of iterations N by which generators run ahead: iteration i learns from responses sampled"
+        " with the weights that iteration max(0, i - N) started with.",
+    )
+
+
+Sampler = Annotated[Annotated[HeedSampler, Tag("heed")] | Annotated[VLLM, Tag("vllm")], by_kind("heed", "vllm")]
+Placement = Annotated[
+    Annotated[Colocated, Tag("colocated")]
+    | Annotated[Disaggregated, Tag("disaggregated")]
+    | Annotated[Asynchronous, Tag("asynchronous")],
+    by_kind("colocated", "disaggregated", "asynchronous"),
+]
