@@ -22,6 +22,7 @@ from preferences.rows import Values, judgment_row, parts, refuse_different, refu
 from preferences.schema import assignments, audit_log, judgments, tasks
 
 UNDOABLE = ("answer", "skip")
+TAKING_BACK = ("undo", "void")
 RELEASING = ("skip", "void")
 MOVES = ("answer", "skip", "undo", "void")  # the events that change an assignment
 _IMPORTING = 7_243_003  # key of the importers' advisory lock; any number that only Heed uses
@@ -117,7 +118,8 @@ def record(
 
     `expires_at` is the time when leases granted by an undo run out. External events (recorded outside this store) may
     follow each other in any order: an answer may replace another without an undo, and a task whose last event is an
-    undo needs no assignment. `files` says where the rows come from.
+    undo needs no assignment. `files` says where the rows come from. Undos and voids of this store get the instructions'
+    version of the event that they take back.
 
     Raises: ValueError for an unknown task and for an event that contradicts the stored one of its revision;
     LeaseLostError if other labelers took the task's assignments (for external events a ValueError).
@@ -168,6 +170,8 @@ def _record(
                 )
             elif row["kind"] not in RELEASING and not external:
                 raise LeaseLostError(f"{where}: the lease ran out and other labelers took the task's assignments")
+        if row["kind"] in TAKING_BACK and not external:  # of the form that the labeler judged with
+            row = row | {"instructions_version": before[-1]["instructions_version"]}
         columns = {name: value for name, value in row.items() if name != "task_id"}
         new.append(columns | {"task": position, "labeler": who})
         before.append(row)

@@ -5,7 +5,7 @@ import ipaddress
 import json
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -346,14 +346,23 @@ class LabelingConfig(LabelForm):
         """The reasons for a skip that labelers may choose."""
         return tuple(dict.fromkeys((*self.skip_reasons, DECLINES)))
 
-    def warning(self, batches: Sequence[str]) -> str:
-        """Returns a warning that names configured batches which are not among the store's `batches`; "" if none is."""
-        named = (*self.batches, *((self.screening.batch,) if self.screening is not None else ()))
+    def warning(self, batches: Sequence[str], in_studies: Collection[str]) -> str:
+        """Returns a warning about configured batches that are not among the store's `batches`, and about a screening
+        batch that is among those of running usability studies; "" if there is nothing to warn about.
+        """
+        screening = "" if self.screening is None else self.screening.batch
+        named, said = (*self.batches, *((screening,) if screening else ())), []
         missing = [repr(name) for name in dict.fromkeys(named) if name not in batches]
-        if not missing:
-            return ""
-        found = f"it has {', '.join(map(repr, batches))}" if batches else "it has none yet"
-        return f"The configuration names batches that the store does not have: {', '.join(missing)}; {found}."
+        if missing:
+            found = f"it has {', '.join(map(repr, batches))}" if batches else "it has none yet"
+            said = [f"The configuration names batches that the store does not have: {', '.join(missing)}; {found}."]
+        if screening in in_studies:
+            said.append(
+                f"The screening batch, {screening!r}, is in a running usability study, so new labelers may be screened"
+                " with one of the study's forms; stop the study (heed label usability stop), or screen with another"
+                " batch."
+            )
+        return " ".join(said)
 
     def with_form(self, form: Mapping[str, Any]) -> Self:
         """Returns a copy that asks what `form` does: values of all fields of `LabelForm`, in JSON's types."""

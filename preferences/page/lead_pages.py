@@ -5,7 +5,7 @@ import json
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 
-from preferences import organizing
+from preferences import organizing, usability
 from preferences.accounts import Account, Role, State
 from preferences.formats.annotated import WHOLE
 from preferences.formats.registry import FORMATS
@@ -37,7 +37,9 @@ class LeadPages:
     def progress(self, request: Request) -> Response:
         account, token = self.site.lead(request)
         batches = self.lead.batches()
-        wrong = self.site.config.warning([batch.name for batch in batches])
+        with self.lead.store.reading() as connection:
+            in_studies = usability.batches_in_studies(connection)
+        wrong = self.site.config.warning([batch.name for batch in batches], in_studies)
         found = self.lead.pace(batches)
         return self.site.page(
             "lead", account, token, batches=batches, exports=[FORMATS[name] for name in EXPORTS], wrong=wrong, **found

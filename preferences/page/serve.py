@@ -21,6 +21,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from preferences import usability
 from preferences.accounts import Accounts
 from preferences.database import create_or_check
 from preferences.page.app import make_app
@@ -57,7 +58,9 @@ def serve(
                 if created:
                     announce(created)
                 announce(f"{'labeling page' if arena is None else 'arena'}: {server.public_url}")
-                if warning := config.warning(store.batches()):
+                with store.reading() as connection:
+                    in_studies = usability.batches_in_studies(connection)
+                if warning := config.warning(store.batches(), in_studies):
                     announce(f"warning: {warning}")
                 first = accounts.invite_first_lead()
                 if first is not None:

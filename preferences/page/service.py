@@ -119,7 +119,7 @@ class LabelingService:
                 return self._presented(lease, session)
             why = self._why_nothing(account, [stage.condition.batch])
             # a closed batch may open again, so it ends no condition
-            return "questionnaire" if stage.num_answered and why != "batches closed" else why
+            return "questionnaire" if stage.has_begun and why != "batches closed" else why
         for batch in self.batches():
             lease = self._lease(account, batch)
             if lease is not None:
@@ -276,13 +276,12 @@ class LabelingService:
             raise RefusedError("there is nothing of yours to take back on this task")
         lease = replace(lease, revision=revision)
         with _without_id(account, lease):
-            act, version = "took back the adjudication of" if account.role == "lead" else "", self.config.version
-            self.store.undo(lease, "taken back", client=client, instructions_version=version, act=act)
+            act = "took back the adjudication of" if account.role == "lead" else ""
+            self.store.undo(lease, "taken back", client=client, act=act)
 
     def void(self, lead: Account, task_id: str, labeler: str, revision: int, reason: str, client: str) -> None:
         """Voids a labeler's judgment. Raises: as `LabelStore.void`."""
-        how = {"client": client, "instructions_version": self.config.version}
-        self.store.void(task_id, labeler, revision, reason, by=lead.name, **how)
+        self.store.void(task_id, labeler, revision, reason, by=lead.name, client=client)
 
     def _sealed_lease(self, account: Account, session: str, form: TaskForm) -> tuple[Lease, int]:
         """Returns the form's lease and the milliseconds since it was shown. Raises: RefusedError for a wrong seal."""
