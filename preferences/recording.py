@@ -36,7 +36,8 @@ def add_tasks(connection: Connection, wanted: Sequence[Values], files: Locations
 
     A stored task may want the number of labelers that it was added with, or the one that a lead has set since.
 
-    Raises: ValueError, naming the task, for an id that is taken by other content, and for a repeat of an unknown task.
+    Raises: ValueError, naming the task, for an id that is taken by other content, for a repeat of an unknown task, and
+    for a task with one response in a batch of rankings, or the other way round.
     """
     known = stored(connection, [name for row in wanted for name in (row["task_id"], row["repeat_of"]) if name])
     missing: dict[str, Values] = {}
@@ -51,7 +52,27 @@ def add_tasks(connection: Connection, wanted: Sequence[Values], files: Locations
             raise ValueError(f"{where}: repeat_of is {original!r}; an earlier task's id was expected")
         else:
             missing[task_id] = row
+    _refuse_mixed(connection, list(missing.values()), files)
     _insert_tasks(connection, list(missing.values()), known)
+
+
+def _refuse_mixed(connection: Connection, rows: Sequence[Values], files: Locations) -> None:
+    """Raises: ValueError, naming the task, for a batch with single responses and with responses to rank.
+
+    Its labelers would need two instructions, and its statistics would describe neither.
+    """
+    is_single: dict[str, bool] = {}
+    for row in rows:
+        batch, num = row["batch"], len(row["responses"])
+        if batch not in is_single:
+            first = connection.scalar(select(tasks.c.responses).where(tasks.c.batch == batch).limit(1))
+            is_single[batch] = (num if first is None else len(first)) == 1
+        if is_single[batch] != (num == 1):
+            others = "single responses, which are rated alone" if is_single[batch] else "several responses to rank"
+            raise ValueError(
+                f"{named(files, row['task_id'])}: responses has {num} {'entry' if num == 1 else 'entries'}, but the"
+                f" tasks of batch {batch!r} have {others}; another batch was expected"
+            )
 
 
 def _changed_numbers(connection: Connection, wanted: Sequence[Values], known: Mapping[str, Values]) -> dict[str, int]:

@@ -38,11 +38,11 @@ SKIP_REASONS = (
 ROW_FIELDS = ("prompt", "response", "source", "task_id", "labeler")  # of an export with a field per criterion
 DECLINES = "I do not want to judge this"  # always among the reasons; with a content warning it takes one click
 INSTRUCTIONS = """\
-You will see what somebody wrote to an assistant, and several responses in random order.
+You will see what somebody wrote to an assistant, and one response or several in random order.
 
 1. **Read** the prompt and all responses to the end.
 2. **Rate** each response from 1 (very bad) to 7 (very good), and mark what applies to it.
-3. **Rank** the responses: 1 is the best. Responses that you cannot tell apart share a rank.
+3. If there are several, **rank** the responses: 1 is the best. Responses that you cannot tell apart share a rank.
 
 If you cannot judge a prompt, skip it and say why. If you made a mistake, change the answer under *My answers*. If
 you are not sure what is meant, ask the lead below the responses.
@@ -346,9 +346,10 @@ class LabelingConfig(LabelForm):
         """The reasons for a skip that labelers may choose."""
         return tuple(dict.fromkeys((*self.skip_reasons, DECLINES)))
 
-    def warning(self, batches: Sequence[str], in_studies: Collection[str]) -> str:
-        """Returns a warning about configured batches that are not among the store's `batches`, and about a screening
-        batch that is among those of running usability studies; "" if there is nothing to warn about.
+    def warning(self, batches: Sequence[str], in_studies: Collection[str], alone: Collection[str]) -> str:
+        """Returns a warning about configured batches that are not among the store's `batches`, about a screening batch
+        that is among those of running usability studies, and about batches of single responses (`alone`) of which the
+        form asks nothing; "" if there is nothing to warn about.
         """
         screening = "" if self.screening is None else self.screening.batch
         named, said = (*self.batches, *((screening,) if screening else ())), []
@@ -361,6 +362,12 @@ class LabelingConfig(LabelForm):
                 f"The screening batch, {screening!r}, is in a running usability study, so new labelers may be screened"
                 " with one of the study's forms; stop the study (heed label usability stop), or screen with another"
                 " batch."
+            )
+        asked = [name for name in alone if name in (self.batches or batches) and name not in in_studies]
+        if asked and not (self.asks_ratings or self.criteria or self.flags or self.span_labels or self.asks_edits):
+            said.append(
+                f"Tasks of {', '.join(map(repr, asked))} have one response, which is not ranked, and the form asks"
+                " nothing else about it; set asks_ratings, criteria or flags."
             )
         return " ".join(said)
 

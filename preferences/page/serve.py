@@ -21,12 +21,12 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from preferences import usability
 from preferences.accounts import Accounts
 from preferences.database import create_or_check
 from preferences.page.app import make_app
 from preferences.page.arena import ArenaSetup
 from preferences.page.config import LabelingConfig, ServerConfig
+from preferences.page.service import warning_of
 from preferences.store import LabelStore
 
 MAX_HEADER_BYTES = 32_000
@@ -59,8 +59,8 @@ def serve(
                     announce(created)
                 announce(f"{'labeling page' if arena is None else 'arena'}: {server.public_url}")
                 with store.reading() as connection:
-                    in_studies = usability.batches_in_studies(connection)
-                if warning := config.warning(store.batches(), in_studies):
+                    warning = warning_of(config, connection)
+                if warning:
                     announce(f"warning: {warning}")
                 first = accounts.invite_first_lead()
                 if first is not None:

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from preferences import assignment, usability
+from sqlalchemy import Connection
+
+from preferences import assignment, results, usability
 from preferences.accounts import Account, Accounts
 from preferences.formats.annotated import by_criterion
 from preferences.formats.parts import Report, RowWarning
@@ -38,7 +40,8 @@ NUM_HISTORY = 50
 MAX_LEFT = 1_000  # a page counts at most this many remaining tasks
 # linked on the Progress page
 EXPORTS = (
-    "heed", "rankings", "consensus", "trl", "hh", "criteria", "edits", "demonstrations", "argilla", "label-studio",
+    "heed", "rankings", "consensus", "trl", "trl_unpaired", "hh", "criteria", "turns", "grouped", "edits",
+    "demonstrations", "argilla", "label-studio",
 )  # fmt: skip
 EXAMPLES_PER_KIND = 5  # shown on the page for each kind of warning of an export; the report's file has all
 PAGE_SIZE = 100  # answers on a page
@@ -333,6 +336,13 @@ def stage_in_study(store: LabelStore, config: LabelingConfig, account: Account) 
         return usability.stage_of(connection, account.name)
 
 
+def warning_of(config: LabelingConfig, connection: Connection) -> str:
+    """Returns what does not fit between a configuration and the store, for leads; "" if all does."""
+    batches = results.batches(connection)
+    alone = results.batches_of_single_responses(connection, batches)
+    return config.warning(batches, usability.batches_in_studies(connection), alone)
+
+
 def has_met_quota(store: LabelStore, config: LabelingConfig, account: Account, now: float) -> bool:
     """Whether a labeler has given as many answers since midnight, UTC, as they may per day."""
     quota = account.daily_quota or config.daily_quota
@@ -470,7 +480,7 @@ class LeadView:
     def export(self, batch: str, form: str, *, with_names: bool = False, criterion: str = "") -> Exported:
         """Returns a batch in a format, with the labelers' pseudonyms or names, and by one criterion if it is given.
 
-        Raises: ValueError for an unknown batch, format or criterion.
+        Raises: ValueError for an unknown batch, format or criterion; CriterionNeededError for a format that needs one.
         """
         chosen = format_to_write(form)
         assert chosen.write is not None, f"{form} is not written"

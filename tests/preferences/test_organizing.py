@@ -7,7 +7,8 @@ import pytest
 from files.rows import read_source
 from preferences import adjudication, assignment, organizing, search
 from preferences.accounts import Accounts
-from preferences.adjudication import Threshold, disagreement
+from preferences.adjudication import Threshold
+from preferences.disagreement import disagreement
 from preferences.formats.exchange import export, store_found
 from preferences.formats.merging import collect_all
 from preferences.formats.registry import format_to_read, format_to_write

@@ -252,8 +252,9 @@ def test_a_condition_takes_over_what_it_leaves_out(tmp_path):
     screened = base.model_copy(update={"screening": Screening(batch="b")})
     with pytest.raises(ValueError, match=r"conditions\.0\.batch: 'b' is the screening batch"):
         asked.study(screened)
-    assert "screening batch, 'b', is in a running usability study" in screened.warning(["b"], {"b"})
-    assert (screened.warning(["b"], {"c"}), base.warning(["b"], {"b"})) == ("", "")
+    assert "screening batch, 'b', is in a running usability study" in screened.warning(["b"], {"b"}, [])
+    assert (screened.warning(["b"], {"c"}, []), base.warning(["b"], {"b"}, [])) == ("", "")
+    assert "Tasks of 'a' have one response" in base.model_copy(update={"flags": ()}).warning(["a", "b"], set(), ["a"])
     with pytest.raises(ValueError, match=r"conditions\.1: 'two' has the form and the batch of 'one'"):
         load(tmp_path, HEAD + PAIR).study(base)
 
