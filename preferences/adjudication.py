@@ -2,8 +2,9 @@
 
 `task_summaries` stores this agreement, so that leads can list and search tasks by it. `disagreement` is that of
 `statistics.agreement.Disagreement`: the mean over pairs of labelers and pairs of responses of 1 for opposite orders, ¼
-for a tie against a preference, else 0. `num_agreeing` counts the labelers who gave the most frequent ranking. Both
-describe current answers only.
+for a tie against a preference, else 0; for a single response, that of its ratings and marks
+(`preferences.disagreement`). `num_agreeing` counts the labelers who gave the most frequent ranking, or said the same
+about a single response. Both describe current answers only.
 
 The queue has fully answered tasks, most disagreement first. Gold tasks, hidden repeats, archived and adjudicated tasks
 are not in it, and neither are tasks that still wait for an answer, which may settle them. All functions run within the
@@ -13,11 +14,12 @@ caller's transaction.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Select, String, and_, cast, delete, exists, func, insert, or_, select
 
+from preferences.annotations import Annotations
+from preferences.disagreement import Said, disagreement, disagreement_alone, said_alone
 from preferences.rows import parts
 from preferences.schema import assignments, judgments, task_summaries, tasks
 
@@ -40,13 +42,16 @@ def refresh(connection: Connection, positions: Sequence[int]) -> None:
         for (task, _), (kind, ranks) in last.items():
             if kind == "answer":
                 rankings.setdefault(task, []).append(ranks)
+        alone = _said_alone(connection, [task for task, given in rankings.items() if len(given[0]) == 1])
         rows = [
             {
                 "task": task,
                 "batch": batches[task],
                 "num_answers": len(given := rankings.get(task, [])),
-                "num_agreeing": max(Counter(given).values(), default=0),
-                "disagreement": disagreement(given),
+                "num_agreeing": max(Counter(frozenset(said.items()) for said in alone[task]).values())
+                if task in alone
+                else max(Counter(given).values(), default=0),
+                "disagreement": disagreement_alone(alone[task]) if task in alone else disagreement(given),
                 "is_adjudicated": task in adjudicated,
             }
             for task in sorted({*rankings, *adjudicated})
@@ -55,22 +60,20 @@ def refresh(connection: Connection, positions: Sequence[int]) -> None:
             connection.execute(insert(task_summaries), rows)
 
 
-def disagreement(rankings: Sequence[Sequence[int]]) -> float:
-    """Returns how far rankings of one task disagree: 0 if all agree, 1 if they order all pairs in opposite ways.
-
-    0 for fewer than two rankings.
-    """
-    num_pairs, total = 0, 0.0
-    for one, other in combinations(rankings, 2):
-        for first, second in combinations(range(len(one)), 2):
-            difference = _sign(one, first, second) - _sign(other, first, second)
-            total += (difference / 2) ** 2
-            num_pairs += 1
-    return total / num_pairs if num_pairs else 0.0
-
-
-def _sign(ranks: Sequence[int], first: int, second: int) -> int:
-    return (ranks[first] > ranks[second]) - (ranks[first] < ranks[second])
+def _said_alone(connection: Connection, positions: Sequence[int]) -> dict[int, list[Said]]:
+    """Returns what the current answers say about each of these tasks, which have a single response."""
+    if not positions:
+        return {}
+    columns = (judgments.c.task, judgments.c.labeler, judgments.c.kind)
+    said = (judgments.c.ratings, judgments.c.flags, judgments.c.annotations)
+    found = select(*columns, *said).where(judgments.c.task.in_(positions)).order_by(judgments.c.revision)
+    last = {(row.task, row.labeler): row for row in connection.execute(found)}
+    alone: dict[int, list[Said]] = {}
+    for row in last.values():
+        if row.kind == "answer":
+            answer = said_alone(row.ratings, row.flags, Annotations.of(row.annotations))
+            alone.setdefault(row.task, []).append(answer)
+    return alone
 
 
 # ---- the queue ----

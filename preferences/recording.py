@@ -22,6 +22,7 @@ from preferences.rows import Values, judgment_row, parts, refuse_different, refu
 from preferences.schema import assignments, audit_log, judgments, tasks
 
 UNDOABLE = ("answer", "skip")
+TAKING_BACK = ("undo", "void")
 RELEASING = ("skip", "void")
 MOVES = ("answer", "skip", "undo", "void")  # the events that change an assignment
 _IMPORTING = 7_243_003  # key of the importers' advisory lock; any number that only Heed uses
@@ -35,7 +36,8 @@ def add_tasks(connection: Connection, wanted: Sequence[Values], files: Locations
 
     A stored task may want the number of labelers that it was added with, or the one that a lead has set since.
 
-    Raises: ValueError, naming the task, for an id that is taken by other content, and for a repeat of an unknown task.
+    Raises: ValueError, naming the task, for an id that is taken by other content, for a repeat of an unknown task, and
+    for a task with one response in a batch of rankings, or the other way round.
     """
     known = stored(connection, [name for row in wanted for name in (row["task_id"], row["repeat_of"]) if name])
     missing: dict[str, Values] = {}
@@ -50,7 +52,27 @@ def add_tasks(connection: Connection, wanted: Sequence[Values], files: Locations
             raise ValueError(f"{where}: repeat_of is {original!r}; an earlier task's id was expected")
         else:
             missing[task_id] = row
+    _refuse_mixed(connection, list(missing.values()), files)
     _insert_tasks(connection, list(missing.values()), known)
+
+
+def _refuse_mixed(connection: Connection, rows: Sequence[Values], files: Locations) -> None:
+    """Raises: ValueError, naming the task, for a batch with single responses and with responses to rank.
+
+    Its labelers would need two instructions, and its statistics would describe neither.
+    """
+    is_single: dict[str, bool] = {}
+    for row in rows:
+        batch, num = row["batch"], len(row["responses"])
+        if batch not in is_single:
+            first = connection.scalar(select(tasks.c.responses).where(tasks.c.batch == batch).limit(1))
+            is_single[batch] = (num if first is None else len(first)) == 1
+        if is_single[batch] != (num == 1):
+            others = "single responses, which are rated alone" if is_single[batch] else "several responses to rank"
+            raise ValueError(
+                f"{named(files, row['task_id'])}: responses has {num} {'entry' if num == 1 else 'entries'}, but the"
+                f" tasks of batch {batch!r} have {others}; another batch was expected"
+            )
 
 
 def _changed_numbers(connection: Connection, wanted: Sequence[Values], known: Mapping[str, Values]) -> dict[str, int]:
@@ -117,7 +139,8 @@ def record(
 
     `expires_at` is the time when leases granted by an undo run out. External events (recorded outside this store) may
     follow each other in any order: an answer may replace another without an undo, and a task whose last event is an
-    undo needs no assignment. `files` says where the rows come from.
+    undo needs no assignment. `files` says where the rows come from. Undos and voids of this store get the instructions'
+    version of the event that they take back.
 
     Raises: ValueError for an unknown task and for an event that contradicts the stored one of its revision;
     LeaseLostError if other labelers took the task's assignments (for external events a ValueError).
@@ -168,6 +191,8 @@ def _record(
                 )
             elif row["kind"] not in RELEASING and not external:
                 raise LeaseLostError(f"{where}: the lease ran out and other labelers took the task's assignments")
+        if row["kind"] in TAKING_BACK and not external:  # of the form that the labeler judged with
+            row = row | {"instructions_version": before[-1]["instructions_version"]}
         columns = {name: value for name, value in row.items() if name != "task_id"}
         new.append(columns | {"task": position, "labeler": who})
         before.append(row)

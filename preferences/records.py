@@ -12,7 +12,8 @@ from typing import Any, Literal, Protocol, Self, get_args
 from files.conversations import spoken
 from preferences.annotations import NO_ANNOTATIONS, Annotations
 
-MIN_RESPONSES = 2  # that a labeler ranks
+MIN_RESPONSES = 2  # that a labeler ranks; a single one is rated by itself
+GOLD = "gold"  # the key in a task's details: what is right to say about a single response
 MAX_RESPONSES = 9
 MAX_LABELERS = 1_000  # per task; adding a task creates a row for each
 MAX_REVISION = 10_000  # events of one labeler on one task
@@ -66,9 +67,10 @@ class Message:
 @dataclass(frozen=True)
 class Task:
     """A prompt and the K responses to rank, in canonical order. `sources[i]` names who wrote `responses[i]`. A single
-    response cannot be ranked, but published data label it.
+    response is not ranked (its rank is 1), but rated and marked.
 
-    `objective` is what labelers judge by ("helpful", ...). `gold_ranks` is the correct ranking of a gold task.
+    `objective` is what labelers judge by ("helpful", ...). `gold_ranks` is the correct ranking of a gold task. A gold
+    task with a single response has the rank 1 and says in `details["gold"]` what is right (`GoldAnswer`).
     `repeat_of` names the task that this one repeats for labelers who judged that task. Both are hidden from labelers,
     and so is `details`: where the task comes from and how it was chosen, in JSON's types. If there is a `warning`
     ("describes violence"), labelers see it first and decide whether to see the task.
@@ -103,6 +105,51 @@ class Task:
                 f"task {self.task_id!r}: gold_ranks has {len(self.gold_ranks)} entries for"
                 f" {len(self.responses)} responses"
             )
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is nothing to rank: labelers rate and mark the response alone."""
+        return len(self.responses) < MIN_RESPONSES
+
+
+@dataclass(frozen=True)
+class GoldAnswer:
+    """What is right to say about a single response: the lowest and the highest right rating by name, and its marks.
+
+    The name of the rating that belongs to no criterion is "". Without `flags` any marks are right.
+    """
+
+    ratings: Mapping[str, tuple[float, float]]
+    flags: frozenset[str] | None
+
+    @classmethod
+    def of(cls, where: str, details: Mapping[str, Any]) -> Self:
+        """Reads {"gold": {"rating": 6, "criteria": {"correct": 1, "helpful": [5, 7]}, "flags": []}} or a part of it.
+
+        Raises: ValueError, beginning with `where`, for something else.
+        """
+        found = details.get(GOLD)
+        if not isinstance(found, Mapping) or not found or found.keys() - {"rating", "criteria", "flags"}:
+            raise ValueError(
+                f"{where}: details.{GOLD} is {found!r}; what is right to say about the response was expected, such as"
+                ' {"rating": [5, 7], "criteria": {"correct": 1}, "flags": []} or a part of it'
+            )
+        criteria, flags = found.get("criteria", {}), found.get("flags")
+        if not isinstance(criteria, Mapping):
+            raise ValueError(f"{where}: details.{GOLD}.criteria is {criteria!r}; ratings by criterion were expected")
+        if flags is not None and not (isinstance(flags, list) and all(isinstance(flag, str) for flag in flags)):
+            raise ValueError(f"{where}: details.{GOLD}.flags is {flags!r}; a list of marks was expected")
+        given = {**({"": found["rating"]} if "rating" in found else {}), **criteria}
+        ratings = {name: _right_ratings(f"{where}: details.{GOLD}", name, right) for name, right in given.items()}
+        return cls(ratings, None if flags is None else frozenset(flags))
+
+
+def _right_ratings(where: str, name: str, right: Any) -> tuple[float, float]:
+    ends = right if isinstance(right, list) else [right, right]
+    if len(ends) != 2 or not all(type(end) in (int, float) for end in ends) or not ends[0] <= ends[1]:
+        expected = "a rating, or the lowest and the highest that are right, was expected"
+        raise ValueError(f"{where}: {name or 'rating'} is {right!r}; {expected}")
+    return float(ends[0]), float(ends[1])
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,13 @@ def batches(connection: Connection) -> list[str]:
     return sorted(first, key=first.__getitem__)
 
 
+def batches_of_single_responses(connection: Connection, names: Iterable[str]) -> list[str]:
+    """Returns those of these batches whose tasks have one response each; a batch has no other tasks besides."""
+    first = select(tasks.c.responses).limit(1)
+    found = {name: connection.scalar(first.where(tasks.c.batch == name)) for name in names}
+    return [name for name, responses in found.items() if responses is not None and len(responses) == 1]
+
+
 def labelers_with_events(connection: Connection) -> list[str]:
     """Returns the names of all who have judged or skipped something, sorted."""
     said = select(judgments.c.judgment_id).where(judgments.c.labeler == labelers.c.pseudonym).correlate(labelers)

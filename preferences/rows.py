@@ -10,13 +10,14 @@ from files.conversations import tool_messages
 from preferences.annotations import Annotations, require_annotations
 from preferences.leases import Lease, canonical, display_order
 from preferences.records import (
+    GOLD,
     KINDS,
     MAX_ID_CHARACTERS,
     MAX_LABELERS,
     MAX_MILLISECONDS,
-    MIN_RESPONSES,
     NO_LOCATIONS,
     Answer,
+    GoldAnswer,
     Judgment,
     Locations,
     Message,
@@ -202,8 +203,10 @@ def task_row(task: Task, batch: str, quota: int, locations: Locations = NO_LOCAT
     where = named(locations, task.task_id)
     for field, name in (("batch", batch), *((field, getattr(task, field)) for field in NAMES)):
         require_name(where, field, name)
-    if len(task.responses) < MIN_RESPONSES:
-        raise ValueError(f"{where}: responses has 1 entry; labelers rank at least {MIN_RESPONSES}")
+    if task.is_single and (task.gold_ranks or GOLD in task.details):
+        _ = GoldAnswer.of(where, task.details)
+        if not task.gold_ranks:
+            raise ValueError(f"{where}: details.{GOLD} makes it a gold task, but gold_ranks is empty; [1] was expected")
     if not 1 <= quota <= MAX_LABELERS:
         raise ValueError(f"{where}: num_labelers is {quota}; 1 to {MAX_LABELERS:,} was expected")
     for turn, message in enumerate(task.prompt):

@@ -305,6 +305,14 @@ usability_studies = Table(
     Column("stopped_at", Float, nullable=False),  # 0 = running
 )
 
+usability_batches = Table(  # of the studies' conditions, so that a task's studies are found without reading the others
+    "usability_batches",
+    metadata,
+    Column("batch", String, nullable=False),
+    Column("study", String, ForeignKey("usability_studies.name"), nullable=False),
+    PrimaryKeyConstraint("batch", "study"),
+)
+
 usability_participants = Table(
     "usability_participants",
     metadata,

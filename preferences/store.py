@@ -197,14 +197,15 @@ class LabelStore:
             position = stored(connection, [lease.task_id])[lease.task_id]["position"]
             leases.reveal(connection, pseudonym_of(connection, lease.labeler), position, self._clock())
 
-    def undo(self, lease: Lease, reason: str, *, client: str, instructions_version: str, act: str = "") -> None:
+    def undo(self, lease: Lease, reason: str, *, client: str, act: str = "") -> None:
         """Takes back the labeler's last event on a task and leases the task to them again. The event stays stored.
 
-        `lease` comes from `reopened`. With `act`, the audit log says that the person did this to the task.
+        `lease` comes from `reopened`. The undo has the instructions' version of the event that it takes back. With
+        `act`, the audit log says that the person did this to the task.
 
         Raises: ValueError if there is nothing to take back; LeaseLostError if other labelers took the skipped task.
         """
-        self._record(lease.labeler, [empty_row(lease, "undo", reason, 0)], client, instructions_version, act)
+        self._record(lease.labeler, [empty_row(lease, "undo", reason, 0)], client, act=act)
 
     def adjudicate(
         self, lease: Lease, answer: Answer, *, client: str, instructions_version: str, act: str = ""
@@ -225,12 +226,11 @@ class LabelStore:
         *,
         by: str,
         client: str,
-        instructions_version: str,
     ) -> None:
         """Takes a labeler's judgment out of everything, on behalf of the lead `by`. The judgment stays stored.
 
-        If the judgment counted toward the task's quota, the task is open again, even to the same labeler. The audit log
-        records who voided whose judgment. Idempotent.
+        The void has the instructions' version of the judgment. If the judgment counted toward the task's quota, the
+        task is open again, even to the same labeler. The audit log records who voided whose judgment. Idempotent.
 
         Raises: ValueError for an unknown task or labeler, an empty reason, and a judgment that is not current.
         """
@@ -242,7 +242,7 @@ class LabelStore:
                 raise ValueError(f"{field} {value!r} is not in the store")
             lease = results.leases_of(connection, [found[task_id]["position"]], labeler, who, now)[0]
             row = empty_row(replace(lease, revision=revision + 1), "void", reason, 0)
-            shared = {"client": client, "instructions_version": instructions_version, "created_at": now}
+            shared = {"client": client, "created_at": now}
             if recording.record(connection, [row | shared], labeler, now, now):
                 recording.log(connection, by, f"voided the judgment on task {task_id!r} of", who, now)
 
@@ -278,7 +278,7 @@ class LabelStore:
         return lease if lease.revision > 0 else None
 
     def _record(
-        self, labeler: str, rows: Sequence[Values], client: str, instructions_version: str, act: str = ""
+        self, labeler: str, rows: Sequence[Values], client: str, instructions_version: str = "", act: str = ""
     ) -> None:
         with self._writer.begin() as connection:
             now = self._clock()

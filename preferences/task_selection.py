@@ -199,7 +199,7 @@ def choose_tasks(
     Raises: ValueError, naming the field or prompt, for numbers out of range, for scores that are missing, not finite,
     or not equally many for every candidate, for too few models for the rule, and for more than MAX_SETS sets.
     """
-    _check(responses_per_task, tasks_per_prompt, evaluation_share, uniform_share)
+    _check(rule, responses_per_task, tasks_per_prompt, evaluation_share, uniform_share)
     weighed = list[_Weighed]()
     for place, prompt in enumerate(prompts):
         candidates = distinct(prompt.candidates)
@@ -380,10 +380,15 @@ def _order(num_sets: int, seed: int, prompt_id: str) -> list[int]:
     return [int(index) for index in np.random.default_rng(list(digest)).permutation(num_sets)]
 
 
-def _check(responses_per_task: int, tasks_per_prompt: int, evaluation_share: float, uniform_share: float) -> None:
-    if not MIN_RESPONSES <= responses_per_task <= MAX_RESPONSES:
+def _check(
+    rule: Rule, responses_per_task: int, tasks_per_prompt: int, evaluation_share: float, uniform_share: float
+) -> None:
+    if not 1 <= responses_per_task <= MAX_RESPONSES:
+        raise ValueError(f"responses_per_task is {responses_per_task}; 1 to {MAX_RESPONSES} were expected")
+    if responses_per_task < MIN_RESPONSES and rule.num_models:
         raise ValueError(
-            f"responses_per_task is {responses_per_task}; {MIN_RESPONSES} to {MAX_RESPONSES} were expected"
+            f"responses_per_task is {responses_per_task}, but the rule {rule.name!r} chooses pairs; at least"
+            f" {MIN_RESPONSES}, or the rule 'uniform', was expected"
         )
     if tasks_per_prompt < 1:
         raise ValueError(f"tasks_per_prompt is {tasks_per_prompt}; at least 1 was expected")

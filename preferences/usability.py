@@ -32,11 +32,13 @@ from preferences.schema import (
     judgments,
     tasks,
     usability_answers,
+    usability_batches,
     usability_participants,
     usability_studies,
 )
 
 MAX_COMMENT_CHARACTERS = 4_000
+_STARTING = 7_243_004  # key of the advisory lock for starting studies; any number that only Heed uses
 NO_PREFERENCE, NOT_ASKED = -1, -2
 
 
@@ -104,6 +106,7 @@ class Stage:
     conditions: tuple[int, ...]  # this labeler's order
     place: int  # 0, 1, ...
     num_answered: int
+    num_skipped: int
 
     @property
     def condition(self) -> Condition:
@@ -117,6 +120,11 @@ class Stage:
     def num_left(self) -> int:
         """The number of answers left before the questionnaire."""
         return max(0, self.study.tasks_per_condition - self.num_answered)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the labeler has seen the form, and so can rate it, even if they skipped every task."""
+        return self.num_answered + self.num_skipped > 0
 
 
 def latin_square(num_conditions: int) -> list[tuple[int, ...]]:
@@ -143,6 +151,8 @@ def start(connection: Connection, study: Study, names: Sequence[str], now: float
     Raises: ValueError if a study of this name has other settings or was stopped; and as `_require_people` and
     `_require_tasks`.
     """
+    if connection.dialect.name == "postgresql":  # a second `start` at the same time waits; SQLite has one writer anyway
+        connection.execute(select(func.pg_advisory_xact_lock(_STARTING)))
     before = find(connection, study.name)
     if before is not None and before.stopped_at:
         raise ValueError(f"study {study.name!r} was stopped; another name was expected")
@@ -157,6 +167,8 @@ def start(connection: Connection, study: Study, names: Sequence[str], now: float
     if before is None:
         values = _settings(study) | {"started_at": now, "stopped_at": 0.0}
         connection.execute(insert(usability_studies).values(values))
+        batches = dict.fromkeys(one.batch for one in study.conditions)
+        connection.execute(insert(usability_batches), [{"batch": one, "study": study.name} for one in batches])
     added = tuple(_with_orders(study, known, new))
     for place, one in enumerate(added, len(known)):
         who = pseudonym_of(connection, one.labeler)
@@ -307,10 +319,10 @@ def _running_of(connection: Connection, who: str) -> tuple[Study, tuple[int, ...
 
 
 def _running_batches(connection: Connection) -> list[tuple[str, str]]:
-    """Returns (study, batch) of all conditions of running studies."""
-    return [
-        (study.name, one.batch) for study in studies(connection) if not study.stopped_at for one in study.conditions
-    ]
+    """Returns (study, batch) of all batches of running studies."""
+    named = usability_batches.join(usability_studies)
+    wanted = select(usability_batches.c.study, usability_batches.c.batch).select_from(named)
+    return [(row.study, row.batch) for row in connection.execute(wanted.where(usability_studies.c.stopped_at == 0))]
 
 
 # ---- labelers ----
@@ -330,17 +342,18 @@ def stage_of(connection: Connection, name: str) -> Stage | None:
     study, order = found
     place = sum(one.condition in order for one in answers(connection, study.name, who=who))
     condition = study.conditions[order[place]]
-    return Stage(study, order, place, _num_answered(connection, who, study, condition))
+    judged = _judged(connection, who, study, condition)
+    return Stage(study, order, place, judged["answer"], judged["skip"])
 
 
-def _num_answered(connection: Connection, who: str, study: Study, condition: Condition) -> int:
-    """Counts the labeler's current answers with the condition's form. A labeler's last event on a task is current."""
+def _judged(connection: Connection, who: str, study: Study, condition: Condition) -> Counter[str]:
+    """Counts the tasks that the labeler has judged with the condition's form, by the kind of their last event on it."""
     events = select(judgments.c.task, judgments.c.kind, judgments.c.instructions_version, judgments.c.created_at)
     own = events.join(tasks).where(judgments.c.labeler == who, tasks.c.batch == condition.batch)
     rows = list(connection.execute(own.order_by(judgments.c.revision)))
     first_at = {row.task: row.created_at for row in reversed(rows)}
     last = {row.task: row for row in rows if study.is_part(first_at[row.task])}
-    return sum(row.kind == "answer" and row.instructions_version == condition.version for row in last.values())
+    return Counter(row.kind for row in last.values() if row.instructions_version == condition.version)
 
 
 def condition_of(connection: Connection, task_id: str, name: str) -> Condition | None:
@@ -350,9 +363,7 @@ def condition_of(connection: Connection, task_id: str, name: str) -> Condition |
     labelers who have finished, it is the first condition on the batch, while the study runs. A labeler who is not in
     the study, and had leased the task before it started, keeps the server's form.
     """
-    own_studies = studies(connection)
-    batch = connection.scalar(select(tasks.c.batch).where(tasks.c.task_id == task_id)) if own_studies else None
-    on_batch = [one for study in own_studies for one in study.conditions if one.batch == batch]
+    on_batch = _conditions_on(connection, task_id)
     if not on_batch:
         return None
     who = known_pseudonym(connection, name)
@@ -361,12 +372,22 @@ def condition_of(connection: Connection, task_id: str, name: str) -> Condition |
     given = list(connection.scalars(mine.order_by(judgments.c.revision)))
     stage = stage_of(connection, name)
     if given:
-        return next((one for one in on_batch if one.version == given[-1]), None)
-    if stage is not None and stage.condition.batch == batch:
+        return next((one for one, _ in on_batch if one.version == given[-1]), None)
+    if stage is not None and stage.condition.batch == on_batch[0][0].batch:
         return stage.condition
-    if batch not in batches_in_studies(connection) or _is_outsider(connection, who, name):
+    if _is_outsider(connection, who, name):
         return None
-    return on_batch[0]
+    return next((one for one, is_running in on_batch if is_running), None)
+
+
+def _conditions_on(connection: Connection, task_id: str) -> list[tuple[Condition, bool]]:
+    """Returns the conditions on a task's batch, earlier studies first, and whether their study is running."""
+    joined = tasks.join(usability_batches, usability_batches.c.batch == tasks.c.batch).join(usability_studies)
+    wanted = select(tasks.c.batch, usability_studies.c.conditions, usability_studies.c.stopped_at).select_from(joined)
+    rows = connection.execute(wanted.where(tasks.c.task_id == task_id).order_by(usability_studies.c.started_at))
+    return [
+        (Condition(**one), not row.stopped_at) for row in rows for one in row.conditions if one["batch"] == row.batch
+    ]
 
 
 def _is_outsider(connection: Connection, who: str, name: str) -> bool:
@@ -392,7 +413,7 @@ def store_answer(connection: Connection, name: str, answer: QuestionnaireAnswer,
     own = select(usability_participants.c.study).where(usability_participants.c.labeler == who)
     connection.execute(own.with_for_update())  # a form that is sent twice at once waits here, and is then known
     stage = stage_of(connection, name)
-    if stage is None or stage.conditions[stage.place] != answer.condition or not stage.num_answered:
+    if stage is None or stage.conditions[stage.place] != answer.condition or not stage.has_begun:
         running = "" if stage is None else stage.study.name
         if any(one.condition == answer.condition for one in answers(connection, running, who=who)):
             return False

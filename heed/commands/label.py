@@ -154,7 +154,7 @@ def sample_for_labelers(
     prompts: Annotated[str, typer.Option(help="Prompts: JSONL, CSV, Parquet or a hub id (docs/data.md).")],
     store: Store,
     batch: Annotated[str, typer.Option(help="The batch that the tasks go to.")],
-    responses: Annotated[int, typer.Option(help="Responses per task, 2 to 9.")] = 4,
+    responses: Annotated[int, typer.Option(help="Responses per task, 2 to 9; 1: each is rated alone.")] = 4,
     samples: Annotated[int, typer.Option(min=1, help="Samples per policy and prompt.")] = 4,
     tasks_per_prompt: Annotated[
         int, typer.Option(min=1, help="Tasks made of each prompt; with --tasks, the most of one prompt.")
@@ -201,6 +201,12 @@ def sample_for_labelers(
     rule = RULES[choose] if judge else RULES["uniform"]
     if judge and len(judge) < rule.num_models:
         raise ValueError(f"--choose {choose} compares reward models; {rule.num_models} --judge or more were expected")
+    if not 1 <= responses <= MAX_RESPONSES:
+        raise ValueError(f"--responses {responses}: 1 to {MAX_RESPONSES} were expected")
+    if responses < MIN_RESPONSES and rule.num_models:
+        raise ValueError(
+            f"--responses 1 is drawn uniformly, but --choose {choose} compares responses; no --judge was expected"
+        )
     length = length_that_fits(policies, read, max_new_tokens)
     selection = TaskSelection(
         batch, rule, responses, tasks_per_prompt, evaluation_share, seed, num_tasks=tasks, uniform_share=uniform_share
@@ -235,7 +241,8 @@ def label_outputs(
     outputs: Annotated[
         list[str],
         typer.Argument(
-            help="NAME=FILE per model, with --prompts; or one file whose rows hold a prompt and its responses."
+            help="NAME=FILE per model, with --prompts; or one file whose rows hold a prompt and its responses. Labelers"
+            " rank the responses of several models, and rate those of one model alone."
         ),
     ],
     store: Store,
@@ -245,15 +252,13 @@ def label_outputs(
     ] = "",
     labelers: Annotated[int, typer.Option(min=1, help="How many labelers judge each task.")] = 1,
 ) -> None:
-    """Make labeling tasks of outputs that two or more models have left in files, one per prompt.
+    """Make labeling tasks of outputs that models have left in files, one per prompt.
 
     Repeating the command adds nothing. A changed prompt or response makes a new task, and the old one stays.
     """
     from files.rows import read_source
     from stages.reports.text import count_of
 
-    if prompts and len(outputs) < 2:
-        raise ValueError(f"{outputs[0]}: one model's outputs; NAME=FILE of two or more were expected with --prompts")
     if not prompts and (len(outputs) > 1 or "=" in outputs[0]):
         raise ValueError("--prompts is missing; the prompts that these outputs answer were expected")
     tasks, num_same = tasks_of_files(outputs, prompts) if prompts else tasks_of_rows(read_source(outputs[0]))
@@ -510,7 +515,17 @@ def tasks_of_rows(rows: "Rows") -> tuple[list[Task], int]:
     """
     from evaluation.inputs import asked_of
 
-    tasks = [_task_of(asked_of(where, row), _responses_of(where, row), _warning_of(where, row)) for where, row in rows]
+    tasks, is_single, first = list[Task | None](), False, ""
+    for where, row in rows:
+        responses = _responses_of(where, row)
+        if first and (len(responses) == 1) != is_single:
+            one, other = ("one response", "several") if len(responses) == 1 else ("several responses", "one")
+            raise ValueError(
+                f"{where}: {one}, but {first} has {other}; labelers rate one response alone and rank several, so rows"
+                " of one kind were expected"
+            )
+        is_single, first = len(responses) == 1, first or where
+        tasks.append(_task_of(asked_of(where, row), responses, _warning_of(where, row)))
     return _different_tasks(tasks)
 
 
@@ -523,10 +538,10 @@ def _responses_of(where: str, row: Mapping[str, Any]) -> dict[str, str]:
         fields = [name for name in row if name.startswith(RESPONSE_PREFIXES) and row[name] is not None]
         found = {name: row[name] for name in fields}
     num_found = len(found) if isinstance(found, Mapping) else 0
-    if not MIN_RESPONSES <= num_found <= MAX_RESPONSES:
-        what = field_names(row) if num_found == 0 else "1 response" if num_found == 1 else f"{num_found} responses"
+    if not 1 <= num_found <= MAX_RESPONSES:
+        what = field_names(row) if num_found == 0 else f"{num_found} responses"
         raise ValueError(
-            f"{where}: {MIN_RESPONSES} to {MAX_RESPONSES} responses were expected, in 'responses' (a list, or an object"
+            f"{where}: 1 to {MAX_RESPONSES} responses were expected, in 'responses' (a list, or an object"
             f" {{model: text}}) or in fields such as 'response_a' and 'response_b'; found {what}"
         )
     return {name: any_text(where, found, name) for name in found}
@@ -537,7 +552,7 @@ def _warning_of(where: str, row: Mapping[str, Any]) -> str:
 
 
 def _task_of(messages: Sequence[Mapping[str, str]], responses: Mapping[str, str], warning: str) -> Task | None:
-    """Returns the task, or None if all responses are the same.
+    """Returns the task, or None if all of several responses are the same.
 
     The same prompt and responses give the same id, so repeating a command adds nothing. The id depends on all
     responses, including equal ones, so tasks that were stored before equal responses were merged keep their ids.
@@ -545,7 +560,7 @@ def _task_of(messages: Sequence[Mapping[str, str]], responses: Mapping[str, str]
     names: dict[str, list[str]] = {}
     for source, text in responses.items():
         names.setdefault(text, []).append(source)
-    if len(names) < MIN_RESPONSES:
+    if len(names) < min(len(responses), MIN_RESPONSES):
         return None
     content = json.dumps([list(map(dict, messages)), list(responses.items())])
     details: dict[str, Any] = {"from": "saved outputs"}

@@ -2,6 +2,7 @@
 
 criteria   one row per response and labeler, with a field per criterion, as HelpSteer2 has them (arXiv 2406.08673)
 turns      one row per response and labeler: the conversation with a label for each turn, for a reward model of steps
+grouped    a ranking of responses to one prompt that a labeler rated one at a time, for a reward model
 edits      a labeler's better version of a response, preferred over the original, as TRL's preferences
 
 `by_criterion` makes any other format one of a single criterion.
@@ -11,14 +12,32 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from preferences.formats.merging import final_judgments
-from preferences.formats.parts import Format, Report, as_turns, is_sound_prompt
+from preferences.formats.merging import final_judgments, final_rankings
+from preferences.formats.own import ranking_row
+from preferences.formats.parts import Format, Report, as_turns, content_id, is_sound_prompt
 from preferences.rankings import SAYS, criteria_in, judgment_by
-from preferences.records import Judgment, Message, StoredTask, assistant_turns
+from preferences.records import (
+    MAX_RESPONSES,
+    MIN_RESPONSES,
+    Judgment,
+    Message,
+    Ranking,
+    StoredTask,
+    assistant_turns,
+    dense_ranks,
+)
 
 WHOLE = ("heed", "criteria", "edits", "prompts")  # formats to which the ranks do not matter, or that hold everything
 TURNS = "turns"
 OWN_FIELDS = ("task_id", "prompt", "response", "source", "labeler")
+
+
+class CriterionNeededError(ValueError):
+    """There are ratings by several criteria, and rows of this format hold those by one."""
+
+    def __init__(self, criteria: Sequence[str]) -> None:
+        super().__init__(f"there are ratings by {', '.join(criteria)}; one of them was expected (--criterion)")
+        self.criteria = tuple(criteria)
 
 
 def by_criterion(
@@ -63,7 +82,7 @@ def write_criteria(
     for task, judgment in final_judgments([one.task for one in stored], judgments, report, keeps=("criteria",)):
         if not judgment.annotations.criteria:
             where = f"task {task.task_id!r}, labeler {judgment.labeler!r}"
-            report.add("no criteria", where, "the responses were ranked without criteria", "left out")
+            report.add("no criteria", where, "the answer has no criteria", "left out")
             continue
         for index, response in enumerate(task.responses):
             own = {name: judgment.annotations.ratings_by(name) for name in names}
@@ -77,6 +96,38 @@ def write_criteria(
             }
 
 
+def write_grouped(
+    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
+) -> Iterator[dict[str, Any]]:
+    """Writes rows of `rankings`: the single responses to one prompt that a labeler rated, ranked by their ratings.
+
+    Equal ratings tie. Of equal responses the first counts.
+    """
+    groups: dict[tuple[Any, ...], dict[str, Ranking]] = {}
+    for task, ranking in final_rankings([one.task for one in stored], judgments, report):
+        where = f"task {task.task_id!r}, labeler {ranking.labeler!r}"
+        if not task.is_single:
+            report.add("ranked already", where, "its responses were ranked; the format `rankings` has them", "left out")
+        elif not ranking.ratings:
+            report.add("no ratings", where, "the response was not rated", "left out")
+        else:
+            own = groups.setdefault((task.prompt, task.objective, ranking.labeler), {})
+            own.setdefault(ranking.responses[0], ranking)
+    for (prompt, objective, labeler), own in groups.items():
+        found = list(own.values())[:MAX_RESPONSES]
+        where = f"task {found[0].task_id!r}, labeler {labeler!r}"
+        if len(found) < MIN_RESPONSES:
+            report.add("nothing to rank", where, "no other response to its prompt was rated", "left out")
+            continue
+        if len(own) > MAX_RESPONSES:
+            report.add("too many responses", where, f"{len(own)} to one prompt", f"the first {MAX_RESPONSES} are kept")
+        responses, ratings = tuple(own)[:MAX_RESPONSES], tuple(one.ratings[0] for one in found)
+        flags = tuple(one.flags[0] if one.flags else () for one in found)
+        task_id = content_id("grouped", prompt, responses, ())  # labelers may have rated different responses
+        ranks = dense_ranks([-rating for rating in ratings])
+        yield ranking_row(Ranking(task_id, prompt, responses, ranks, labeler, objective, ratings, flags))
+
+
 def write_turns(
     stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
 ) -> Iterator[dict[str, Any]]:
@@ -84,13 +135,13 @@ def write_turns(
 
     An earlier turn's label is only in the row of the first response (null in the others), so that it counts once.
 
-    Raises: ValueError if turns were rated by several criteria; `by_criterion` chooses one.
+    Raises: CriterionNeededError if turns were rated by several criteria; `by_criterion` chooses one.
     """
     final = list(final_judgments([one.task for one in stored], judgments, report, keeps=("criteria", "turns")))
     names = sorted({one.name for _, judgment in final for one in judgment.annotations.turns})
     names = names or [*criteria_in(judgment for _, judgment in final)]  # no conversation has earlier turns
     if len(names) > 1:
-        raise ValueError(f"there are ratings by {', '.join(names)}; one of them was expected (--criterion)")
+        raise CriterionNeededError(names)
     for task, judgment in final:
         where, said = f"task {task.task_id!r}, labeler {judgment.labeler!r}", judgment.annotations
         rated = said.turn_ratings_by(names[0]) if names else {}

@@ -258,12 +258,15 @@ PROJECT = Project(RECORDS, project_files, DATASET)
 class _Layout:
     """The fields and questions that records and settings share."""
 
-    guidelines = "Read the prompt and every response. Rank the responses; ties are allowed."
-
     def __init__(self, stored: Sequence[StoredTask], judgments: Sequence[Judgment]) -> None:
         numbers = [len(one.task.responses) for one in stored]
         self.num_responses = max(sorted({*numbers}), key=numbers.count)
         self.names = response_names(self.num_responses)
+        self.guidelines = (
+            "Read the prompt and the response. Rate and mark the response."
+            if self.num_responses == 1
+            else "Read the prompt and every response. Rank the responses; ties are allowed."
+        )
         self.flags = [flag for flag in all_flags(judgments) if flag]
         if len(self.flags) == 1:  # a label question needs two labels
             self.flags.append("other" if self.flags != ["other"] else "none of these")
@@ -300,7 +303,7 @@ class _Layout:
 
     def _answers(self, judgment: Judgment, report: Report) -> Iterator[tuple[str, Any]]:
         where = f"task {judgment.task_id!r}, labeler {judgment.labeler!r}"
-        if judgment.ranks:
+        if len(judgment.ranks) > 1:
             ordered = sorted(zip(judgment.ranks, self.names, strict=True))
             yield "ranking", [{"value": name, "rank": rank} for rank, name in ordered]
         if judgment.ratings and all(rating in RATINGS for rating in judgment.ratings):
@@ -316,22 +319,25 @@ class _Layout:
                 yield f"flags_{index + 1}", held
         if judgment.note:
             yield "note", judgment.note
+        elif len(judgment.ranks) == 1 and not judgment.ratings and not any(judgment.flags):
+            report.add("nothing marked", where, "the response was not marked, and no question says that", "left out")
 
     def settings(self) -> dict[str, Any]:
         """Returns what `argilla.Settings.from_json` reads."""
         fields = [_field("prompt", {"type": "chat", "use_markdown": True})]
         fields += [_field(name, {"type": "text", "use_markdown": True}) for name in self.names]
         options = [{"value": name, "text": _title(name)} for name in self.names]
-        questions = [
-            _question("ranking", "Rank the responses, the best first", {"type": "ranking", "options": options})
-        ]
+        ranking = _question("ranking", "Rank the responses, the best first", {"type": "ranking", "options": options})
+        is_single = self.num_responses == 1
+        questions = [] if is_single else [ranking]
         for index, name in enumerate(self.names):
             rating = {"type": "rating", "options": [{"value": value} for value in RATINGS]}
-            questions.append(_question(f"rating_{index + 1}", f"Rate {_title(name).lower()}", rating, required=False))
+            title = "Rate the response" if is_single else f"Rate {_title(name).lower()}"
+            questions.append(_question(f"rating_{index + 1}", title, rating, required=is_single and not self.flags))
             if self.flags:
                 labels = [{"value": flag, "text": flag} for flag in self.flags]
                 kind = {"type": "multi_label_selection", "options": labels, "options_order": "natural"}
-                title = f"What applies to {_title(name).lower()}?"
+                title = f"What applies to {'the response' if is_single else _title(name).lower()}?"
                 questions.append(_question(f"flags_{index + 1}", title, kind, required=False))
         questions.append(_question("note", "Note", {"type": "text", "use_markdown": False}, required=False))
         return {

@@ -307,7 +307,8 @@ class _Layout:
     def annotation(self, judgment: Judgment, report: Report) -> dict[str, Any]:
         made: list[tuple[str, str, str, dict[str, Any]]] = []
         if judgment.ranks:
-            made += [self._ranking(judgment.ranks), *self._of_responses(judgment, report)]
+            made += [self._ranking(judgment.ranks)] if len(judgment.ranks) > 1 else []
+            made += self._of_responses(judgment, report)
         if judgment.note:
             made.append(("note", "prompt", "textarea", {"text": [judgment.note]}))
         found: dict[str, Any] = {
@@ -321,10 +322,11 @@ class _Layout:
             ],
         }
         # A server that does not know the email takes the importing user and the time of the import; results stay.
-        found["result"][0]["meta"] = {"labeler": judgment.labeler}
+        meta = {"labeler": judgment.labeler}
         if judgment.created_at:
-            created_at = datetime.fromtimestamp(judgment.created_at, UTC).isoformat()
-            found["created_at"] = found["result"][0]["meta"]["created_at"] = created_at
+            found["created_at"] = meta["created_at"] = datetime.fromtimestamp(judgment.created_at, UTC).isoformat()
+        if found["result"]:  # somebody who marks nothing of a single response may say nothing at all
+            found["result"][0]["meta"] = meta
         return found
 
     def _ranking(self, ranks: Sequence[int]) -> tuple[str, str, str, dict[str, Any]]:
@@ -372,6 +374,7 @@ class _Layout:
             ElementTree.SubElement(tie, "Choice", value="tie", alias="tie")
         else:
             ElementTree.SubElement(view, "List", name="responses", value="$responses", title="Responses")
+        if not self.is_pairwise and self.num_responses > 1:
             ranker = ElementTree.SubElement(view, "Ranker", name="ranking", toName="responses")
             for rank in range(1, self.num_responses + 1):
                 title = f"{rank} (best)" if rank == 1 else str(rank)

@@ -20,6 +20,7 @@ from preferences.records import MAX_MILLISECONDS, MAX_RESPONSES, Judgment, Kind,
 
 PROMPTS = ("prompt", "instruction", "question", "conversation", "messages", "dialogue", "input", "query")
 LISTS = ("responses", "answers", "completions", "outputs", "candidates", "items")
+ALONE = ("response", "answer", "completion", "output", "generation", "reply")  # the field of a single response
 TEXTS = ("body", "text", "content", "response", "html")  # of a response in a list of objects
 NOTES = ("note", "notes", "comment", "comments", "reason", "explanation", "feedback")
 FLAGS = ("flags", "flag", "marks")  # of a question about what applies to a response
@@ -59,12 +60,14 @@ def shown_in(where: str, fields: Mapping[str, Any]) -> Shown:
         found = _listed(f"{where}: {listed}", fields[listed])
         used: tuple[str, ...] = (listed,)
     else:
-        found = {name: any_text(where, fields, name) for name in _numbered(fields)}
+        alone = [name for name in ALONE if isinstance(fields.get(name), str)][:1]
+        found = {name: any_text(where, fields, name) for name in _numbered(fields) or alone}
         used = tuple(found)
     if not 1 <= len(found) <= MAX_RESPONSES:
         raise ValueError(
-            f"{where}: 1 to {MAX_RESPONSES} responses were expected, in a list {' or '.join(LISTS[:2])}, or in fields"
-            f" such as 'response_1' and 'response_2'; found {len(found) or 'none in ' + names(fields)}"
+            f"{where}: 1 to {MAX_RESPONSES} responses were expected, in a list {' or '.join(LISTS[:2])}, in fields such"
+            " as 'response_1' and 'response_2', or a single one in 'response'; found"
+            f" {len(found) or 'none in ' + names(fields)}"
         )
     return Shown(prompt, tuple(found.values()), tuple(found), (asked, *used))
 
@@ -150,7 +153,11 @@ def chosen_place(option: str, asked: Shown) -> int | None:
 
 def rated_place(question: str, about: str, asked: Shown) -> tuple[str, int] | None:
     """Returns what a question asks and of which response, from its name and the field that it is about."""
-    if about in asked.names and len(asked.names) > 1:
+    if len(asked.names) == 1:  # everything that is not about the prompt is about the only response
+        name = asked.names[0]
+        without = question if name.isdigit() or name not in question else question.replace(name, "").strip(" _-")
+        return None if about == asked.fields[0] else (_without(without, "1"), 0)
+    if about in asked.names:
         index = asked.names.index(about)
         return _without(question, str(index + 1)), index
     for index, name in sorted(enumerate(asked.names), key=lambda entry: -len(entry[1])):
@@ -196,7 +203,7 @@ def vote_of(
     """Returns a labeler's vote, or None and a warning if the answers order nothing.
 
     Without a ranking, ratings order the responses: by the objective if it is one of the things rated, and otherwise by
-    the mean of all of them.
+    the mean of all of them. A single response only has to be rated or marked.
     """
     num = len(asked.responses)
     complete = {name: rated for name, rated in said.ratings.items() if len(rated) == num}
@@ -208,9 +215,10 @@ def vote_of(
     others = dict(said.others)
     if len(complete) > 1 or len(complete) < len(said.ratings):
         others["ratings"] = {name: {asked.names[i]: r for i, r in of.items()} for name, of in said.ratings.items()}
-    ranks = said.ranks or (ranks_of(ratings) if num > 1 else ())
+    ranks = said.ranks or (ranks_of(ratings) if num > 1 else (1,) if ratings or said.flags else ())
     if not ranks:
-        report.add("nothing to rank", where, f"{labeler} gave no order of the responses", "left out")
+        found = "gave no order of the responses" if num > 1 else "neither rated nor marked the response"
+        report.add("nothing to rank", where, f"{labeler} {found}", "left out")
         return None
     return Vote(
         labeler=labeler,

@@ -459,8 +459,11 @@ class Pair:
 
 
 def all_pairs(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[Pair]:
-    """Yields every pair of every final ranking, ties in canonical order."""
+    """Yields every pair of every final ranking, ties in canonical order. Reports answers about a single response."""
     for task, ranking in final_rankings([one.task for one in stored], judgments, report):
+        if task.is_single:
+            where = f"task {task.task_id!r}, labeler {ranking.labeler!r}"
+            report.add("single response", where, "it was rated alone, so there is no pair", "left out")
         for first, second in combinations(range(len(task.responses)), 2):
             swapped = ranking.ranks[first] > ranking.ranks[second]
             yield Pair(task, ranking, *((second, first) if swapped else (first, second)))

@@ -8,7 +8,8 @@ prompts         the prompts, for PPO; write-only
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from fractions import Fraction
 from typing import Any
@@ -44,12 +45,12 @@ from preferences.formats.parts import (
 )
 from preferences.rankings import why_excluded
 from preferences.records import (
+    GOLD,
     KINDS,
     MAX_LABELERS,
     MAX_MILLISECONDS,
     MAX_RESPONSES,
     MAX_REVISION,
-    MIN_RESPONSES,
     OVERALL,
     Flags,
     Judgment,
@@ -75,7 +76,7 @@ def read_heed(where: str, row: Row, _report: Report, objective: str) -> Iterator
     missing = [name for name in REQUIRED if name not in row]
     if len(missing) > 1:
         raise ValueError(f"{where}: fields {', '.join(map(repr, missing))} are missing; found {names(row)}")
-    responses = _texts(where, row, "responses", MIN_RESPONSES, MAX_RESPONSES)
+    responses, details = _texts(where, row, "responses", 1, MAX_RESPONSES), _details(where, row)
     num_responses = len(responses)
     task = Task(
         task_id=text_field(where, row, "task_id"),
@@ -83,9 +84,9 @@ def read_heed(where: str, row: Row, _report: Report, objective: str) -> Iterator
         responses=responses,
         sources=_texts(where, {"sources": (UNKNOWN,) * num_responses, **row}, "sources", num_responses, num_responses),
         objective=objective or any_text(where, {"objective": OVERALL, **row}, "objective"),
-        gold_ranks=_ranks(where, {"gold_ranks": (), **row}, "gold_ranks", num_responses, may_be_empty=True),
+        gold_ranks=_gold_ranks(where, row, details, num_responses),
         repeat_of=optional_text(where, row, "repeat_of"),
-        details=_details(where, row),
+        details=details,
         warning=optional_text(where, row, "warning"),
     )
     judgments = []
@@ -199,6 +200,12 @@ def _judgment(where: str, row: Row, task: Task) -> Judgment:
     )
 
 
+def _gold_ranks(where: str, row: Row, details: Mapping[str, Any], num_responses: int) -> tuple[int, ...]:
+    """Returns the right ranks. A single response's is 1 if its details say what is right, so the row may omit it."""
+    given = _ranks(where, {"gold_ranks": (), **row}, "gold_ranks", num_responses, may_be_empty=True)
+    return (1,) if num_responses == 1 and GOLD in details else given
+
+
 def _details(where: str, row: Row) -> dict[str, Any]:
     details = plain(row.get("details", {}))
     if isinstance(details, str):  # as exports have it, because each Parquet column has a single type
@@ -214,7 +221,7 @@ def _details(where: str, row: Row) -> dict[str, Any]:
 def read_rankings(where: str, row: Row, _report: Report, objective: str) -> Iterator[JudgedTask]:
     """Reads {"task_id", "prompt", "responses", "ranks", "labeler"}, and "objective", "ratings", "flags" if present."""
     prompt = prompt_field(where, row, is_asked=True)
-    responses = _texts(where, row, "responses", MIN_RESPONSES, MAX_RESPONSES)
+    responses = _texts(where, row, "responses", 1, MAX_RESPONSES)
     ranks = _ranks(where, row, "ranks", len(responses))
     ratings = numbers_field(where, row, "ratings") if row.get("ratings") is not None else ()
     flags = list_field(where, row, "flags") if row.get("flags") is not None else []
@@ -276,7 +283,8 @@ def _ranks(where: str, row: Row, field: str, num_responses: int, *, may_be_empty
 def write_consensus(
     stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
 ) -> Iterator[dict[str, Any]]:
-    """Writes one ranking per task: the consensus of its labelers.
+    """Writes one ranking per task: the consensus of its labelers. Ratings are means, and flags are those that more than
+    half of the labelers set.
 
     Responses are ordered by their mean rank over labelers; tied responses share the mean of their places (Borda count,
     which treats all labelers alike). Equal means are a tie. A lead's adjudication replaces all answers to its task.
@@ -289,12 +297,13 @@ def write_consensus(
         by_task.setdefault(task.task_id, (task, []))[1].append(ranking)
     for task, rankings in by_task.values():
         ranks = consensus_of([ranking.ranks for ranking in rankings])
-        if len(set(ranks)) == 1:
+        if len(set(ranks)) == 1 and not task.is_single:
             where = f"task {task.task_id!r}"
             report.add(
                 "written as a tie", where, f"all responses share one mean rank of {len(rankings)} labelers", "kept"
             )
-        row = ranking_row(replace(rankings[0], ranks=ranks, labeler=CONSENSUS, ratings=_mean_ratings(rankings)))
+        ratings, flags = _mean_ratings(rankings), _flags_of_most(rankings)
+        row = ranking_row(replace(rankings[0], labeler=CONSENSUS, ranks=ranks, ratings=ratings, flags=flags))
         yield row | {"num_labelers": len(rankings), "agreement": _agreement(ranks, rankings)}
 
 
@@ -315,6 +324,13 @@ def _places(ranks: Sequence[int]) -> list[Fraction]:
 def _mean_ratings(rankings: Sequence[Ranking]) -> tuple[float, ...]:
     rated = [ranking.ratings for ranking in rankings if ranking.ratings]
     return tuple(sum(ratings) / len(rated) for ratings in zip(*rated, strict=True)) if rated else ()
+
+
+def _flags_of_most(rankings: Sequence[Ranking]) -> Flags:
+    counts = [Counter(flag for own in rankings if own.flags for flag in {*own.flags[place]})
+              for place in range(len(rankings[0].responses))]  # fmt: skip
+    found = tuple(tuple(sorted(flag for flag, n in of.items() if 2 * n > len(rankings))) for of in counts)
+    return found if any(found) else ()
 
 
 def _agreement(ranks: Sequence[int], rankings: Sequence[Ranking]) -> float | None:
@@ -343,7 +359,8 @@ def write_demonstrations(
         where = f"task {task.task_id!r}, labeler {judgment.labeler!r}"
         edits = judgment.annotations.edits or ("",) * len(task.responses)
         said = zip(task.responses, edits, judgment.ranks, strict=True)
-        best = [edit or response for response, edit, rank in said if rank == 1]
+        # A single response has no rank that would say whether it is good; a labeler's version of it is.
+        best = [edit if task.is_single else edit or response for response, edit, rank in said if rank == 1]
         others = sum(1 for edit, rank in zip(edits, judgment.ranks, strict=True) if edit and rank > 1)
         if others:
             found = f"{others} of a response that is not the best; the format `edits` holds them"
@@ -351,7 +368,8 @@ def write_demonstrations(
         if task.task_id in written:
             continue
         if len(best) > 1 or not best[0].strip():
-            found = f"{len(best)} responses share the first place" if len(best) > 1 else "the best reply is empty"
+            alone = "a single response without a better version" if task.is_single else "the best reply is empty"
+            found = f"{len(best)} responses share the first place" if len(best) > 1 else alone
             report.add("no best response", where, found, "left out")
         elif is_sound_prompt(where, task.prompt, report):
             written.add(task.task_id)

@@ -19,7 +19,7 @@ from files.fields import (
     text_field,
     text_or_messages,
 )
-from preferences.formats.merging import Pair, single_turn, untied_pairs
+from preferences.formats.merging import Pair, final_rankings, single_turn, untied_pairs
 from preferences.formats.parts import (
     UNKNOWN,
     JudgedTask,
@@ -79,6 +79,26 @@ def read_unpaired(where: str, row: Row, report: Report, objective: str) -> Itera
     if is_sound_prompt(where, prompt, report):
         report_empty_replies(where, task, report)
         yield JudgedTask(where, task, (Vote(UNKNOWN, (1,), (float(label),)),))
+
+
+def write_unpaired(
+    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
+) -> Iterator[dict[str, Any]]:
+    """Writes {"prompt", "completion", "label"}, one row per response and labeler: true for a rating of 1, false for 0.
+
+    With a yes-or-no criterion (`by_criterion`), its ratings are these.
+    """
+    for task, ranking in final_rankings([one.task for one in stored], judgments, report):
+        where = f"task {task.task_id!r}, labeler {ranking.labeler!r}"
+        if not ranking.ratings:
+            report.add("no ratings", where, "the responses were not rated", "left out")
+        elif others := {*ranking.ratings} - {0, 1}:
+            found = f"a rating is {max(others):g}, and a label is true (1) or false (0)"
+            report.add("no yes or no", where, found, "left out")
+        elif is_sound_prompt(where, task.prompt, report):
+            for response, rating in zip(task.responses, ranking.ratings, strict=True):
+                completion = [{"role": "assistant", "content": response}]
+                yield {"prompt": as_turns(task.prompt), "completion": completion, "label": rating == 1}
 
 
 def read(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:

@@ -36,7 +36,7 @@ from preferences.page.security import (
 from preferences.page.service import LabelingService, LeadView, PresentedTask, TaskForm, exported_what
 from preferences.questions import MAX_QUESTION_CHARACTERS, ThreadState
 from preferences.rankings import why_excluded
-from preferences.records import MAX_RESPONSES, MIN_RESPONSES, OVERALL, Answer, Message, Task, assistant_turns
+from preferences.records import MAX_RESPONSES, OVERALL, Answer, Message, Task, assistant_turns
 
 CLIENT = "api"
 MAX_INTEGER = 2**53  # every JSON reader handles integers up to this
@@ -165,7 +165,8 @@ class SpanBody(Body):
 
 
 class AnswerBody(Body):
-    """An answer. Lists are in the order shown; rank 1 is the best, equal ranks are ties.
+    """An answer. Lists are in the order shown; rank 1 is the best, equal ranks are ties. A task with one response needs
+    no ranks.
 
     `criteria` has one rating per response by each criterion of the task (for yes or no, 1 or 0), and `turns` one rating
     per turn of the assistant in the prompt, in order, by each criterion with `each_turn`. `edits` has a better version
@@ -173,11 +174,11 @@ class AnswerBody(Body):
     """
 
     form: Form
-    ranks: Annotated[list[Rank], Field(min_length=MIN_RESPONSES, max_length=MAX_RESPONSES)]
+    ranks: Annotated[list[Rank], Field(max_length=MAX_RESPONSES)] = []
     ratings: Annotated[list[Rating], Field(max_length=MAX_RESPONSES)] = []
     flags: Annotated[list[Annotated[list[Text], Field(max_length=MAX_FLAGS)]], Field(max_length=MAX_RESPONSES)] = []
     note: Note = ""
-    criteria: dict[Text, Annotated[list[Number], Field(min_length=MIN_RESPONSES, max_length=MAX_RESPONSES)]] = {}
+    criteria: dict[Text, Annotated[list[Number], Field(min_length=1, max_length=MAX_RESPONSES)]] = {}
     turns: dict[Text, Annotated[list[Number], Field(max_length=MAX_TURN_RATINGS)]] = {}
     spans: Annotated[list[SpanBody], Field(max_length=MAX_SPANS * MAX_RESPONSES)] = []
     edits: Annotated[list[Edit], Field(max_length=MAX_RESPONSES)] = []
@@ -237,7 +238,7 @@ class VoidBody(Body):
 class NewTask(Body):
     task_id: Name
     prompt: Annotated[list[MessageBody], Field(min_length=1)]
-    responses: Annotated[list[Text], Field(min_length=MIN_RESPONSES, max_length=MAX_RESPONSES)]
+    responses: Annotated[list[Text], Field(min_length=1, max_length=MAX_RESPONSES)]
     sources: list[Text]
     objective: Name = OVERALL
     gold_ranks: list[Rank] = []
@@ -387,7 +388,8 @@ class Api:
     def answer(self, body: AnswerBody, bearer: Bearer) -> None:
         account, token = signed_in(self.accounts, bearer)
         form = body.form.task_form()
-        config = self.service.shown_again(account, token, form).config
+        shown = self.service.shown_again(account, token, form)
+        config, responses = shown.config, shown.lease.shown.responses
         if config.asks_ratings != bool(body.ratings):
             raise _invalid("ratings", f"{'one per response' if config.asks_ratings else 'none'} expected")
         unknown = {flag for flags in body.flags for flag in flags} - set(config.flags)
@@ -398,10 +400,10 @@ class Api:
         flags = tuple(tuple(marked) for marked in body.flags)
         turns: tuple[int, ...] = ()
         if config.turn_criteria:
-            lease = self.service.shown_again(account, token, body.form.task_form()).lease
-            turns = assistant_turns(lease.shown.prompt)
+            turns = assistant_turns(shown.lease.shown.prompt)
         annotations = _annotations(body, config, turns)
-        answer = Answer(tuple(body.ranks), 0, tuple(body.ratings), flags, body.note, annotations)
+        ranks = tuple(body.ranks) or ((1,) if len(responses) == 1 else ())
+        answer = Answer(ranks, 0, tuple(body.ratings), flags, body.note, annotations)
         self.service.answer(account, token, form, answer, CLIENT)
 
     def skip(self, body: SkipBody, bearer: Bearer) -> None:
@@ -596,7 +598,7 @@ def describe_answers(schema: dict[str, Any], config: LabelingConfig) -> None:
     ratings, flags = answer["properties"]["ratings"], answer["properties"]["flags"]
     if config.asks_ratings:
         answer["required"].append("ratings")
-        ratings["minItems"] = MIN_RESPONSES
+        ratings["minItems"] = 1
         del ratings["default"]
     else:
         ratings["maxItems"] = 0

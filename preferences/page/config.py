@@ -5,7 +5,7 @@ import ipaddress
 import json
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -38,11 +38,11 @@ SKIP_REASONS = (
 ROW_FIELDS = ("prompt", "response", "source", "task_id", "labeler")  # of an export with a field per criterion
 DECLINES = "I do not want to judge this"  # always among the reasons; with a content warning it takes one click
 INSTRUCTIONS = """\
-You will see what somebody wrote to an assistant, and several responses in random order.
+You will see what somebody wrote to an assistant, and one response or several in random order.
 
 1. **Read** the prompt and all responses to the end.
 2. **Rate** each response from 1 (very bad) to 7 (very good), and mark what applies to it.
-3. **Rank** the responses: 1 is the best. Responses that you cannot tell apart share a rank.
+3. If there are several, **rank** the responses: 1 is the best. Responses that you cannot tell apart share a rank.
 
 If you cannot judge a prompt, skip it and say why. If you made a mistake, change the answer under *My answers*. If
 you are not sure what is meant, ask the lead below the responses.
@@ -346,14 +346,30 @@ class LabelingConfig(LabelForm):
         """The reasons for a skip that labelers may choose."""
         return tuple(dict.fromkeys((*self.skip_reasons, DECLINES)))
 
-    def warning(self, batches: Sequence[str]) -> str:
-        """Returns a warning that names configured batches which are not among the store's `batches`; "" if none is."""
-        named = (*self.batches, *((self.screening.batch,) if self.screening is not None else ()))
+    def warning(self, batches: Sequence[str], in_studies: Collection[str], alone: Collection[str]) -> str:
+        """Returns a warning about configured batches that are not among the store's `batches`, about a screening batch
+        that is among those of running usability studies, and about batches of single responses (`alone`) of which the
+        form asks nothing; "" if there is nothing to warn about.
+        """
+        screening = "" if self.screening is None else self.screening.batch
+        named, said = (*self.batches, *((screening,) if screening else ())), []
         missing = [repr(name) for name in dict.fromkeys(named) if name not in batches]
-        if not missing:
-            return ""
-        found = f"it has {', '.join(map(repr, batches))}" if batches else "it has none yet"
-        return f"The configuration names batches that the store does not have: {', '.join(missing)}; {found}."
+        if missing:
+            found = f"it has {', '.join(map(repr, batches))}" if batches else "it has none yet"
+            said = [f"The configuration names batches that the store does not have: {', '.join(missing)}; {found}."]
+        if screening in in_studies:
+            said.append(
+                f"The screening batch, {screening!r}, is in a running usability study, so new labelers may be screened"
+                " with one of the study's forms; stop the study (heed label usability stop), or screen with another"
+                " batch."
+            )
+        asked = [name for name in alone if name in (self.batches or batches) and name not in in_studies]
+        if asked and not (self.asks_ratings or self.criteria or self.flags or self.span_labels or self.asks_edits):
+            said.append(
+                f"Tasks of {', '.join(map(repr, asked))} have one response, which is not ranked, and the form asks"
+                " nothing else about it; set asks_ratings, criteria or flags."
+            )
+        return " ".join(said)
 
     def with_form(self, form: Mapping[str, Any]) -> Self:
         """Returns a copy that asks what `form` does: values of all fields of `LabelForm`, in JSON's types."""

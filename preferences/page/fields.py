@@ -31,11 +31,14 @@ def read_each(
     """
     found = [fields.number(f"{name}_{place}") for place in range(num_responses)]
     missing = [LETTERS[place] for place, value in enumerate(found) if value is None]
-    if missing:
+    if missing and num_responses == 1:
+        wrong.append(f"The response has no {noun}.")
+    elif missing:
         wrong.append(f"Response {', '.join(missing)} has no {noun}." if len(missing) == 1 else _several(missing, noun))
     for place, value in enumerate(found):
         if value is not None and not lowest <= value <= highest:
-            wrong.append(f"The {noun} of response {LETTERS[place]} is {value}; it must be {lowest} to {highest}.")
+            which = "the response" if num_responses == 1 else f"response {LETTERS[place]}"
+            wrong.append(f"The {noun} of {which} is {value}; it must be {lowest} to {highest}.")
     return [value or 0 for value in found]
 
 

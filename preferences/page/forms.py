@@ -40,7 +40,7 @@ def read_answer(fields: Fields, shown: ShownTask, config: LabelingConfig) -> tup
     """Returns the answer to a task, in the order shown, or None and a sentence for each mistake."""
     wrong: list[str] = []
     num, limits = len(shown.responses), (MIN_RATING, MAX_RATING)
-    ranks = read_each(fields, "rank", num, 1, num, wrong, noun="rank")
+    ranks = read_each(fields, "rank", num, 1, num, wrong, noun="rank") if num > 1 else [1]
     ratings = read_each(fields, "rating", num, *limits, wrong, noun="rating") if config.asks_ratings else []
     annotations = read_annotations(fields, shown, config, wrong)
     flags = [tuple(fields.ticked.get(f"flags_{place}", ())) for place in range(num)]

@@ -7,13 +7,15 @@ from fastapi.responses import HTMLResponse
 
 from preferences import organizing
 from preferences.accounts import Account, Role, State
-from preferences.formats.annotated import WHOLE
+from preferences.formats.annotated import TURNS, WHOLE, CriterionNeededError
+from preferences.formats.parts import Report
 from preferences.formats.registry import FORMATS
 from preferences.page.search_pages import tags_in
-from preferences.page.service import EXPORTS, Exported, LeadView, RefusedError, exported_what
+from preferences.page.service import EXPORTS, Exported, LeadView, RefusedError, exported_what, warning_of
 from preferences.page.site import Posted, Site, download, redirect
 
 JSONL = "application/jsonl"
+LABELS = (TURNS, "trl_unpaired")  # formats in which a criterion gives labels, and no ranks
 
 
 class LeadPages:
@@ -37,7 +39,8 @@ class LeadPages:
     def progress(self, request: Request) -> Response:
         account, token = self.site.lead(request)
         batches = self.lead.batches()
-        wrong = self.site.config.warning([batch.name for batch in batches])
+        with self.lead.store.reading() as connection:
+            wrong = warning_of(self.site.config, connection)
         found = self.lead.pace(batches)
         return self.site.page(
             "lead", account, token, batches=batches, exports=[FORMATS[name] for name in EXPORTS], wrong=wrong, **found
@@ -84,19 +87,24 @@ class LeadPages:
     def export(self, request: Request) -> Response:
         """Shows what an export contains and leaves out, before anything is downloaded."""
         account, token = self.site.lead(request)
-        batch, form, found = self._exported(request)
-        description = FORMATS[form].description
+        form, needs_criterion = request.query_params.get("format", ""), False
+        try:
+            _, _, found = self._exported(request)
+        except CriterionNeededError as error:
+            found, needs_criterion = Exported([], Report(), error.criteria), True
         return self.site.page(
             "export",
             account,
             token,
-            batch=batch,
+            batch=request.query_params.get("batch", ""),
             form=form,
-            description=description,
+            description=FORMATS[form].description,
             found=found,
             with_names=_with_names(request),
             criterion=request.query_params.get("criterion", ""),
             whole=WHOLE,
+            labels=LABELS,
+            needs_criterion=needs_criterion,
         )
 
     def export_rows(self, request: Request) -> Response:

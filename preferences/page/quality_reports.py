@@ -126,8 +126,11 @@ def plots_of(judgments: Sequence[Judgment], num_wanted: int, report: LabelReport
     milliseconds = [answer.milliseconds for answer in current_judgments(judgments).answers if answer.milliseconds > 0]
     plots = [("Answers over time", progress_plot(judgments, num_wanted=num_wanted))]
     for field, title in SHARES.items():
+        if report.is_single and field == "shown_first":
+            continue
         rows = labeler_shares(report.labelers, field)
-        plots.append((title, share_plot(rows, name=field, title=title, chance=0.5)))
+        chance = None if report.is_single else 0.5
+        plots.append((title, share_plot(rows, name=field, title=title, chance=chance)))
     for ranks in report.ranks_by_position:
         plots.append((f"Mean rank by position, {ranks.num_responses} responses", positions_plot(ranks)))
     plots.append(("Seconds per answer", time_plot(milliseconds)))

@@ -26,6 +26,7 @@ from preferences.database import create_or_check
 from preferences.page.app import make_app
 from preferences.page.arena import ArenaSetup
 from preferences.page.config import LabelingConfig, ServerConfig
+from preferences.page.service import warning_of
 from preferences.store import LabelStore
 
 MAX_HEADER_BYTES = 32_000
@@ -57,7 +58,9 @@ def serve(
                 if created:
                     announce(created)
                 announce(f"{'labeling page' if arena is None else 'arena'}: {server.public_url}")
-                if warning := config.warning(store.batches()):
+                with store.reading() as connection:
+                    warning = warning_of(config, connection)
+                if warning:
                     announce(f"warning: {warning}")
                 first = accounts.invite_first_lead()
                 if first is not None:

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from preferences import assignment, usability
+from sqlalchemy import Connection
+
+from preferences import assignment, results, usability
 from preferences.accounts import Account, Accounts
 from preferences.formats.annotated import by_criterion
 from preferences.formats.parts import Report, RowWarning
@@ -38,7 +40,8 @@ NUM_HISTORY = 50
 MAX_LEFT = 1_000  # a page counts at most this many remaining tasks
 # linked on the Progress page
 EXPORTS = (
-    "heed", "rankings", "consensus", "trl", "hh", "criteria", "edits", "demonstrations", "argilla", "label-studio",
+    "heed", "rankings", "consensus", "trl", "trl_unpaired", "hh", "criteria", "turns", "grouped", "edits",
+    "demonstrations", "argilla", "label-studio",
 )  # fmt: skip
 EXAMPLES_PER_KIND = 5  # shown on the page for each kind of warning of an export; the report's file has all
 PAGE_SIZE = 100  # answers on a page
@@ -119,7 +122,7 @@ class LabelingService:
                 return self._presented(lease, session)
             why = self._why_nothing(account, [stage.condition.batch])
             # a closed batch may open again, so it ends no condition
-            return "questionnaire" if stage.num_answered and why != "batches closed" else why
+            return "questionnaire" if stage.has_begun and why != "batches closed" else why
         for batch in self.batches():
             lease = self._lease(account, batch)
             if lease is not None:
@@ -276,13 +279,12 @@ class LabelingService:
             raise RefusedError("there is nothing of yours to take back on this task")
         lease = replace(lease, revision=revision)
         with _without_id(account, lease):
-            act, version = "took back the adjudication of" if account.role == "lead" else "", self.config.version
-            self.store.undo(lease, "taken back", client=client, instructions_version=version, act=act)
+            act = "took back the adjudication of" if account.role == "lead" else ""
+            self.store.undo(lease, "taken back", client=client, act=act)
 
     def void(self, lead: Account, task_id: str, labeler: str, revision: int, reason: str, client: str) -> None:
         """Voids a labeler's judgment. Raises: as `LabelStore.void`."""
-        how = {"client": client, "instructions_version": self.config.version}
-        self.store.void(task_id, labeler, revision, reason, by=lead.name, **how)
+        self.store.void(task_id, labeler, revision, reason, by=lead.name, client=client)
 
     def _sealed_lease(self, account: Account, session: str, form: TaskForm) -> tuple[Lease, int]:
         """Returns the form's lease and the milliseconds since it was shown. Raises: RefusedError for a wrong seal."""
@@ -332,6 +334,13 @@ def stage_in_study(store: LabelStore, config: LabelingConfig, account: Account) 
         return None
     with store.reading() as connection:
         return usability.stage_of(connection, account.name)
+
+
+def warning_of(config: LabelingConfig, connection: Connection) -> str:
+    """Returns what does not fit between a configuration and the store, for leads; "" if all does."""
+    batches = results.batches(connection)
+    alone = results.batches_of_single_responses(connection, batches)
+    return config.warning(batches, usability.batches_in_studies(connection), alone)
 
 
 def has_met_quota(store: LabelStore, config: LabelingConfig, account: Account, now: float) -> bool:
@@ -471,7 +480,7 @@ class LeadView:
     def export(self, batch: str, form: str, *, with_names: bool = False, criterion: str = "") -> Exported:
         """Returns a batch in a format, with the labelers' pseudonyms or names, and by one criterion if it is given.
 
-        Raises: ValueError for an unknown batch, format or criterion.
+        Raises: ValueError for an unknown batch, format or criterion; CriterionNeededError for a format that needs one.
         """
         chosen = format_to_write(form)
         assert chosen.write is not None, f"{form} is not written"

@@ -58,8 +58,15 @@ class StudyConfig(TomlConfig):
     def study(self, base: LabelingConfig) -> tuple[Study, list[LabelForm]]:
         """Returns the study to store, and each condition's complete form. `base` fills in what a condition leaves out.
 
-        Raises: ValueError for two conditions with the same form on the same batch.
+        Raises: ValueError for two conditions with the same form on the same batch, and for one on the screening batch.
         """
+        screening = "" if base.screening is None else base.screening.batch
+        for index, condition in enumerate(self.conditions):
+            if condition.batch == screening:
+                raise ValueError(
+                    f"conditions.{index}.batch: {screening!r} is the screening batch, whose gold tasks new"
+                    " labelers judge with the server's form; another batch was expected"
+                )
         forms = [_form(condition, base) for condition in self.conditions]
         conditions = tuple(
             Condition(one.name, one.batch, form.version, form.model_dump(mode="json"))

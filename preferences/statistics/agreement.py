@@ -24,6 +24,7 @@ from itertools import chain, combinations
 import numpy as np
 import scipy  # loads each subpackage on first use: scipy.stats takes most of a second
 
+from preferences.disagreement import disagreement_alone
 from preferences.records import Judgment, Ranking
 from preferences.statistics.estimates import LEVEL, Floats, Ints, Share, Z
 from preferences.statistics.intervals import MANY_ERRORS, Tally, clustered_shares, in_blocks, wilson
@@ -307,7 +308,8 @@ class Disagreement:
     """A task that labelers order differently, with their rankings.
 
     `disagreement` is the mean of `ranking_alpha`'s δ² over pairs of responses and pairs of labelers: 0 if all
-    agree, 1 if two labelers order every pair in opposite ways; a tie against a preference counts ¼.
+    agree, 1 if two labelers order every pair in opposite ways; a tie against a preference counts ¼. For a single
+    response it is `preferences.disagreement.disagreement_alone`.
     """
 
     task_id: str
@@ -325,10 +327,13 @@ def disagreements(panel: Panel, adjudications: Sequence[Judgment], *, limit: int
     squares_TP = counts.first_TP * counts.second_TP + counts.tied_TP * (counts.first_TP + counts.second_TP) / 4
     compared_T = (num_TP * (num_TP - 1) / 2).sum(axis=1)
     mean_T = squares_TP.sum(axis=1) / np.maximum(compared_T, 1)
+    for task, rows in panel.rows_alone().items():
+        mean_T[task] = disagreement_alone([panel.said_alone(row) for row in rows])
+    num_answers_T = np.bincount(panel.task_J, minlength=len(panel.tasks))
     adjudicated = {judgment.task_id for judgment in adjudications}
     open_T = np.array([task.task_id not in adjudicated for task in panel.tasks], dtype=bool)
     candidates = np.flatnonzero((mean_T > 0) & open_T)
-    order = np.lexsort((candidates, -num_TP[candidates].max(axis=1, initial=0), -mean_T[candidates]))[:limit]
+    order = np.lexsort((candidates, -num_answers_T[candidates], -mean_T[candidates]))[:limit]
     rankings: dict[int, list[tuple[str, tuple[int, ...]]]] = {int(task): [] for task in candidates[order]}
     for row in np.flatnonzero(np.isin(panel.task_J, candidates[order])):
         answer = panel.answers[row]

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from preferences.annotations import NO_ANNOTATIONS
 from preferences.rankings import criteria_in, judgment_by
-from preferences.records import Judgment, Task
+from preferences.records import MIN_RESPONSES, Judgment, Task
 from preferences.statistics.agreement import Alpha, rating_alpha, share_of_tasks
 from preferences.statistics.estimates import Share
 from preferences.statistics.panel import Panel
@@ -21,7 +22,7 @@ class CriterionReport:
     name: str
     num_answers: int
     mean_rating: float
-    agreement: Share  # of labelers on pairs that both rated differently
+    agreement: Share  # of labelers on pairs that both rated differently; on the rating of a single response
     alpha: Alpha  # of the ratings, ordinal
 
 
@@ -75,10 +76,11 @@ def _same_ratings(panel: Panel) -> Share:
 def criterion_reports(tasks: Sequence[Task], answers: Sequence[Judgment]) -> tuple[CriterionReport, ...]:
     """Returns the statistics of each criterion in the current answers, sorted by name."""
     is_ordinary_T = np.array([not task.gold_ranks and not task.repeat_of for task in tasks], dtype=bool)
-    responses_T = np.array([len(task.responses) for task in tasks], dtype=np.int64)
+    responses_T = np.array([max(len(task.responses), MIN_RESPONSES) for task in tasks], dtype=np.int64)
     found = []
     for name in criteria_in(answers):
-        rated = [judgment_by(answer, name) for answer in answers if answer.annotations.ratings_by(name)]
+        of_all = [judgment_by(answer, name) for answer in answers if answer.annotations.ratings_by(name)]
+        rated = [replace(one, flags=(), annotations=NO_ANNOTATIONS) for one in of_all]
         panel = Panel.of(tasks, rated).of_tasks(is_ordinary_T)
         mean = float(np.mean([rating for answer in rated for rating in answer.ratings]))
         agreement = share_of_tasks(*agreement_counts(panel), panel.prompt_T, responses_T)

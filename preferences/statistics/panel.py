@@ -11,6 +11,7 @@ from itertools import chain, combinations
 import numpy as np
 import numpy.typing as npt
 
+from preferences.disagreement import Said, said_alone
 from preferences.records import MIN_RESPONSES, Judgment, Message, Task
 from preferences.statistics.estimates import Floats, Ints
 
@@ -68,6 +69,18 @@ class Panel:
             orders_JK=_orders(answers, width),
             responses_J=responses_J,
         )
+
+    def rows_alone(self) -> dict[int, list[int]]:
+        """Returns the rows of the answers to each task with a single response, which has no pairs to compare."""
+        found: dict[int, list[int]] = {}
+        for row in np.flatnonzero(self.responses_J == 1).tolist():
+            found.setdefault(int(self.task_J[row]), []).append(row)
+        return found
+
+    def said_alone(self, row: int) -> Said:
+        """Returns what an answer says about a single response, by question."""
+        answer = self.answers[row]
+        return said_alone(answer.ratings, answer.flags, answer.annotations)
 
     def of_tasks(self, wanted_T: npt.NDArray[np.bool_]) -> "Panel":
         """Keeps the answers to the wanted tasks. Tasks and labelers keep their indices."""

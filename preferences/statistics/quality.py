@@ -13,15 +13,16 @@ Shape letters as in `panel`: J answers, T tasks, L labelers, K responses, P pair
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import Literal
 
 import numpy as np
 
+from preferences.disagreement import compare_alone
 from preferences.rankings import CurrentJudgments
-from preferences.records import Judgment, Task
+from preferences.records import MIN_RESPONSES, GoldAnswer, Judgment, Task
 from preferences.statistics.estimates import Floats, Interval, Ints, Share
 from preferences.statistics.intervals import (
     Tally,
@@ -61,21 +62,29 @@ class PositionRanks:
 def agreement_with_others(panel: Panel) -> list[Share]:
     """Returns, for each labeler, the share of comparisons with other labelers of the same task that agree.
 
-    A pair counts once for each other labeler, unless one of the two ties it.
+    A pair counts once for each other labeler, unless one of the two ties it. About a single response, labelers are
+    compared by question (`preferences.disagreement.compare_alone`).
     """
     signs_JP = pair_signs(panel.ranks_JK)
     counts = count_pairs(panel, signs_JP)
     first_JP, second_JP = counts.first_TP[panel.task_J], counts.second_TP[panel.task_J]
     same_JP = np.where(signs_JP == 1, first_JP - 1, 0) + np.where(signs_JP == -1, second_JP - 1, 0)
     compared_JP = np.where(np.abs(signs_JP) == 1, first_JP + second_JP - 1, 0)
+    same_J, compared_J = same_JP.sum(axis=1).astype(np.float64), compared_JP.sum(axis=1).astype(np.float64)
+    pairs_J = (compared_JP > 0).sum(axis=1).astype(np.float64)
+    for one, other, same, compared in _compared_alone(panel):
+        for row in (one, other):
+            same_J[row] += same
+            compared_J[row] += compared
+            pairs_J[row] = 1  # the questions about one response are one piece of evidence
     tally = Tally(
         group_R=panel.labeler_J,
         task_R=panel.task_J,
         prompt_R=panel.prompt_T[panel.task_J],
-        right_R=same_JP.sum(axis=1),
-        compared_R=compared_JP.sum(axis=1),
-        pairs_R=(compared_JP > 0).sum(axis=1).astype(np.float64),
-        responses_R=panel.responses_J,
+        right_R=same_J,
+        compared_R=compared_J,
+        pairs_R=pairs_J,
+        responses_R=_as_trials(panel.responses_J),
     )
     return clustered_shares(tally, len(panel.labelers))
 
@@ -85,7 +94,26 @@ def agreement_counts(panel: Panel) -> tuple[Floats, Floats]:
     counts = count_pairs(panel, pair_signs(panel.ranks_JK))
     first_TP, second_TP = counts.first_TP, counts.second_TP
     same_T = ((first_TP * (first_TP - 1) + second_TP * (second_TP - 1)) / 2).sum(axis=1)
-    return same_T, same_T + (first_TP * second_TP).sum(axis=1)
+    compared_T = same_T + (first_TP * second_TP).sum(axis=1)
+    for one, _, same, compared in _compared_alone(panel):
+        same_T[panel.task_J[one]] += same
+        compared_T[panel.task_J[one]] += compared
+    return same_T, compared_T
+
+
+def _compared_alone(panel: Panel) -> Iterator[tuple[int, int, int, int]]:
+    """Yields each pair of answers about a single response, as rows, and how many questions they answer alike, and
+    both.
+    """
+    for rows in panel.rows_alone().values():
+        said = {row: panel.said_alone(row) for row in rows} if len(rows) > 1 else {}
+        for one, other in combinations(said, 2):
+            yield (one, other, *compare_alone(said[one], said[other]))
+
+
+def _as_trials(responses_J: Ints) -> Ints:
+    """A question about a single response is one trial, like the pair of a task with two."""
+    return np.maximum(responses_J, MIN_RESPONSES)
 
 
 def self_agreement(panel: Panel) -> list[Share]:
@@ -111,15 +139,20 @@ def self_agreement(panel: Panel) -> list[Share]:
     now_JP, then_JP = pair_signs(ranks_JK), pair_signs(panel.ranks_JK[before])
     compared_JP = (np.abs(now_JP) == 1) & (np.abs(then_JP) == 1)
     same_J = (compared_JP & (now_JP == then_JP)).sum(axis=1).astype(np.float64)
+    compared_J = compared_JP.sum(axis=1).astype(np.float64)
+    for index in np.flatnonzero(panel.responses_J[again] == 1).tolist():
+        said_now, said_then = panel.said_alone(int(again[index])), panel.said_alone(int(before[index]))
+        same_J[index], compared_J[index] = compare_alone(said_now, said_then)
     repeats = panel.of_answers(again)
-    tally = _tally(repeats, repeats.labeler_J, same_J, compared_JP.sum(axis=1).astype(np.float64))
+    tally = _tally(repeats, repeats.labeler_J, same_J, compared_J)
     return clustered_shares(tally, len(panel.labelers))
 
 
 def gold_accuracy(panel: Panel) -> list[Share]:
     """Returns, for each labeler, the share of gold tasks' untied pairs that they order alike. A tie counts half.
 
-    A tie is worth as much as a guess. If ties were left out, tying everything hard would raise a labeler's accuracy.
+    A tie is worth as much as a guess. If ties were left out, tying everything hard would raise a labeler's accuracy. Of
+    a single response, each rating and the marks for which the task says what is right count as one comparison.
     """
     gold = np.array([bool(task.gold_ranks) for task in panel.tasks])
     tested = panel.of_tasks(gold)
@@ -127,9 +160,22 @@ def gold_accuracy(panel: Panel) -> list[Share]:
     signs_JP = pair_signs(tested.ranks_JK)
     ordered_JP = np.abs(gold_JP) == 1
     right_JP = np.where(ordered_JP, (signs_JP == gold_JP) + 0.5 * (signs_JP == 0), 0.0)
-    compared_J = ordered_JP.sum(axis=1).astype(np.float64)
-    tally = _tally(tested, tested.labeler_J, right_JP.sum(axis=1), compared_J)
-    return clustered_shares(tally, len(panel.labelers))
+    right_J, compared_J = right_JP.sum(axis=1), ordered_JP.sum(axis=1).astype(np.float64)
+    for task, rows in tested.rows_alone().items():
+        right_answer = GoldAnswer.of(f"task {tested.tasks[task].task_id!r}", tested.tasks[task].details)
+        for row in rows:
+            right_J[row], compared_J[row] = _right_alone(tested.answers[row], right_answer)
+    return clustered_shares(_tally(tested, tested.labeler_J, right_J, compared_J), len(panel.labelers))
+
+
+def _right_alone(answer: Judgment, right: GoldAnswer) -> tuple[int, int]:
+    """Returns how many of the right ratings and marks of a single response the answer has, and how many there are."""
+    given = {one.name: one.ratings[0] for one in answer.annotations.criteria}
+    given |= {"": answer.ratings[0]} if answer.ratings else {}
+    results = [low <= given[name] <= high for name, (low, high) in right.ratings.items() if name in given]
+    if right.flags is not None:
+        results.append({*answer.flags[0]} == right.flags if answer.flags else not right.flags)
+    return sum(results), len(results)
 
 
 def screen(accuracy: Share, *, threshold: float, min_tasks: int) -> Verdict:
@@ -174,7 +220,7 @@ def ranks_by_position(panel: Panel) -> tuple[PositionRanks, ...]:
         midranks_JK[:, earlier] += (sign_J == -1) + 0.5 * (sign_J == 0)
         midranks_JK[:, later] += (sign_J == 1) + 0.5 * (sign_J == 0)
     found = []
-    for num_responses in np.unique(panel.responses_J):
+    for num_responses in np.unique(panel.responses_J[panel.responses_J > 1]):
         rows = panel.responses_J == num_responses
         means = tuple(clustered_mean(midranks_JK[rows, column], prompt_J[rows]) for column in range(num_responses))
         found.append(PositionRanks(int(num_responses), int(rows.sum()), means))
@@ -189,7 +235,8 @@ def _signs_as_shown(panel: Panel) -> Signs:
 def _tally(panel: Panel, group_J: Ints, right_J: Floats, compared_J: Floats) -> Tally:
     """Tallies rows that compare each pair of an answer at most once."""
     prompt_J = panel.prompt_T[panel.task_J]
-    return Tally(group_J, panel.task_J, prompt_J, right_J, compared_J, compared_J, panel.responses_J)
+    trials_J = _as_trials(panel.responses_J)
+    return Tally(group_J, panel.task_J, prompt_J, right_J, compared_J, compared_J, trials_J)
 
 
 def _order_of_root(repeat: Task, root: Task) -> list[int]:

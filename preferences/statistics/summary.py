@@ -13,7 +13,7 @@ import numpy as np
 
 from files.records import as_json
 from preferences.rankings import CurrentJudgments, current_judgments
-from preferences.records import Judgment, Task
+from preferences.records import MIN_RESPONSES, Judgment, Task
 from preferences.statistics.agreement import (
     Alpha,
     Disagreement,
@@ -88,6 +88,7 @@ class Warned:
 class LabelReport:
     """Statistics of all labels. Labelers are sorted by name."""
 
+    is_single: bool  # tasks have one response: agreement is of its ratings and marks, and nothing is ranked
     num_tasks: int
     num_answers: int
     num_skips: int
@@ -129,9 +130,10 @@ def summary(
     num_pairs = int((np.abs(signs_JP) <= 1).sum())
     words_J, rate_J = words_per_minute(panel)
     first, first_by_labeler = shown_first(panel)
-    responses_T = np.array([len(task.responses) for task in panel.tasks], dtype=np.int64)
+    responses_T = np.array([max(len(task.responses), MIN_RESPONSES) for task in panel.tasks], dtype=np.int64)
     pace_by_labeler = paces(panel, rate_J, threshold=too_fast_words_per_minute)
     return LabelReport(
+        is_single=bool(tasks) and all(task.is_single for task in tasks),
         num_tasks=len(tasks),
         num_answers=len(current.answers),
         num_skips=len(current.skips),

@@ -205,12 +205,12 @@ def test_acts_that_were_taken_back_need_no_place(new_database: Callable[[], str]
             return found
 
         store.submit(lease("ann"), Answer((1, 2), 5), **said)
-        store.undo(store.reopened("ann", "t"), "wrong", **said)
+        store.undo(store.reopened("ann", "t"), "wrong", client="page")
         store.skip(lease("ann"), "too hard", 5, **said)
         store.submit(lease("bo"), Answer((1, 2), 5), **said)
-        store.undo(store.reopened("bo", "t"), "wrong", **said)
+        store.undo(store.reopened("bo", "t"), "wrong", client="page")
         store.skip(lease("bo"), "too hard", 5, **said)
-        store.undo(store.reopened("ann", "t"), "not so hard", **said)
+        store.undo(store.reopened("ann", "t"), "not so hard", client="page")
         store.submit(lease("ann"), Answer((2, 1), 5), **said)
         export(store, format_to_write("heed"), path, with_names=True)
         ranked = store.rankings("b")

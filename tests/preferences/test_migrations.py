@@ -22,7 +22,7 @@ from preferences.search import Search
 from preferences.store import LabelStore
 from reward.collect import STAGE
 
-NEWEST = "0015"
+NEWEST = "0016"
 # the full-text index, which differs between the databases and which the schema leaves out
 WORDS = ("task_words", "task_texts_words")
 

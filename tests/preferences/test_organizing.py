@@ -7,7 +7,8 @@ import pytest
 from files.rows import read_source
 from preferences import adjudication, assignment, organizing, search
 from preferences.accounts import Accounts
-from preferences.adjudication import Threshold, disagreement
+from preferences.adjudication import Threshold
+from preferences.disagreement import disagreement
 from preferences.formats.exchange import export, store_found
 from preferences.formats.merging import collect_all
 from preferences.formats.registry import format_to_read, format_to_write
@@ -115,7 +116,7 @@ def test_fewer_labelers_are_wanted_and_nobody_loses_work(store, clock):
     store.submit(bob, Answer((1, 2, 3), 1), **HOW)
     assert {one.labeler for one in store.judgments("b")} == {"ann", "bob"}
     assert [one.num_labelers for one in store.tasks("b")] == [2]  # an export can be imported again
-    store.void("t", "ann", 0, "a script", by="eve", **HOW)
+    store.void("t", "ann", 0, "a script", by="eve", client="test")
     assert store.lease("cem", seconds=60, batch="b") is None  # one is wanted, and one counts
     resize(store, 2, "t")
     assert say(store, "cem").task_id == "t"
@@ -271,7 +272,7 @@ def test_answers_of_the_day_are_counted(store, clock):
     for _ in range(2):
         say(store, "ann")
     lease = store.reopened("ann", "t0")
-    store.undo(lease, "taken back", **HOW)
+    store.undo(lease, "taken back", client="test")
     say(store, "ann")  # t0 again
     with store.reading() as connection:
         who = known_pseudonym(connection, "ann")
@@ -346,7 +347,7 @@ def test_the_queue(store):
     with store.reading() as connection:  # one that has left the queue still has its place in it
         assert adjudication.neighbour(connection, Threshold(), "opposite", is_next=True) == "third"
         assert adjudication.num_queued(connection, Threshold()) == 1
-    store.undo(store.reopened("eve", "opposite"), "taken back", **HOW)
+    store.undo(store.reopened("eve", "opposite"), "taken back", client="test")
     assert queue() == ["opposite", "third"]
 
 

@@ -75,8 +75,8 @@ def test_an_answer_taken_back_stays_and_stands_no_more(store):
     store.add_tasks([make_task("t1"), make_task("t2")], batch="b", num_labelers=1)
     store.submit(lease(store, "ann"), BEST_FIRST, **HOW)
     back = store.reopened("ann", "t1")
-    store.undo(back, "slipped", **HOW)
-    store.undo(back, "slipped", **HOW)  # a second click
+    store.undo(back, "slipped", client="test")
+    store.undo(back, "slipped", client="test")  # a second click
     assert (store.rankings("b"), store.progress("b").num_judgments) == ([], 0)
     again = lease(store, "ann")
     assert (again.task_id, again.revision) == ("t1", 2)
@@ -89,7 +89,7 @@ def test_an_answer_taken_back_stays_and_stands_no_more(store):
 def test_the_place_is_kept_for_who_took_back_and_then_goes_to_others(store, clock):
     store.add_tasks([make_task("t1")], batch="b", num_labelers=1)
     store.submit(lease(store, "ann"), BEST_FIRST, **HOW)
-    store.undo(store.reopened("ann", "t1"), "slipped", **HOW)
+    store.undo(store.reopened("ann", "t1"), "slipped", client="test")
     assert lease(store, "bob") is None
     clock.now += UNDO_SECONDS + 1
     assert lease(store, "bob").task_id == "t1"
@@ -100,19 +100,19 @@ def test_the_place_is_kept_for_who_took_back_and_then_goes_to_others(store, cloc
 def test_a_skip_is_taken_back_while_there_is_a_place(store):
     store.add_tasks([make_task("t1"), make_task("t2")], batch="b", num_labelers=1)
     store.skip(lease(store, "ann"), "unclear", 5, **HOW)
-    store.undo(store.reopened("ann", "t1"), "understood", **HOW)
+    store.undo(store.reopened("ann", "t1"), "understood", client="test")
     assert lease(store, "ann").task_id == "t1"
     store.skip(store.reopened("ann", "t1"), "unclear after all", 5, **HOW)
     lease(store, "bob")
     with pytest.raises(LeaseLostError):
-        store.undo(store.reopened("ann", "t1"), "understood", **HOW)
+        store.undo(store.reopened("ann", "t1"), "understood", client="test")
 
 
 def test_nothing_is_taken_back_twice_and_nothing_judged_twice(store):
     store.add_tasks([make_task("t1")], batch="b", num_labelers=2)
     first = lease(store, "ann")
     with pytest.raises(ValueError, match="no answer or skip to take back"):
-        store.undo(first, "slipped", **HOW)
+        store.undo(first, "slipped", client="test")
     store.submit(first, BEST_FIRST, **HOW)
     with pytest.raises(ValueError, match="already judged"):
         store.skip(store.reopened("ann", "t1"), "too hard", 5, **HOW)
@@ -202,7 +202,7 @@ def test_a_store_written_into_another_is_the_same_store(store, new_database):
     store.submit(lease(store, "ann"), full, **HOW)
     store.skip(lease(store, "ann"), "unclear", 5, **HOW)
     store.submit(lease(store, "bob"), BEST_FIRST, **HOW)
-    store.undo(store.reopened("bob", "t1"), "slipped", **HOW)
+    store.undo(store.reopened("bob", "t1"), "slipped", client="test")
     with LabelStore(new_database()) as other:
         for _ in range(2):
             other.add_tasks([stored.task for stored in store.tasks("b")], batch="b", num_labelers=2)
@@ -240,7 +240,7 @@ def test_imports_are_whole_or_refused(store, new_database):
 
 
 def void(store, labeler, revision, reason="the labeler was asleep", task_id="t1"):
-    store.void(task_id, labeler, revision, reason, by="eve", **HOW)
+    store.void(task_id, labeler, revision, reason, by="eve", client="test")
 
 
 def test_a_voided_answer_stays_and_counts_nowhere_and_its_task_is_asked_again(store):
@@ -289,7 +289,7 @@ def test_a_voided_adjudication_lets_the_answers_count_again(store):
 def test_only_a_judgment_that_counts_is_voided(store):
     store.add_tasks([make_task("t1"), make_task("t2")], batch="b", num_labelers=1)
     store.submit(lease(store, "ann"), BEST_FIRST, **HOW)
-    store.undo(store.reopened("ann", "t1"), "slip", **HOW)
+    store.undo(store.reopened("ann", "t1"), "slip", client="test")
     for arguments, message in (
         (("ann", 1), "there is no judgment to void"),
         (("ann", 0), "kind 'void' differs from the stored 'undo'"),

@@ -244,7 +244,7 @@ def test_tasks_of_four_responses(prompts):
             "'q'.*scores has 0",
         ),
         ({}, candidates_of((1.0, math.nan), "q"), "'q'.*finite numbers"),
-        ({"responses_per_task": 1}, candidates_of((1.0, 2.0)), "responses_per_task is 1; 2 to 9"),
+        ({"responses_per_task": 1}, candidates_of((1.0, 2.0)), "is 1, but the rule .* chooses pairs"),
         ({"evaluation_share": 20}, candidates_of((1.0, 2.0)), "evaluation_share is 20"),
         ({"responses_per_task": 9}, candidates_of(np.arange(20.0)), "20 candidates make 167960 sets"),
         ({"uniform_share": 0}, candidates_of((1.0, 2.0)), "uniform_share is 0"),

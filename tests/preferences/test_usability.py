@@ -7,11 +7,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from sqlalchemy import event
 
 from preferences import usability
 from preferences.accounts import Accounts
 from preferences.backup import backup, restore
-from preferences.page.config import LabelingConfig
+from preferences.page.config import LabelingConfig, Screening
 from preferences.page.study_config import StudyConfig
 from preferences.records import Answer, Message, Task
 from preferences.store import LabelStore
@@ -111,7 +112,7 @@ def test_a_labeler_goes_from_stage_to_stage(either_store):
         say(store, "ann", order[0])
     judge(store, "ann", versions[0], 2)
     assert stage(store, "ann").num_left == 0
-    store.undo(store.with_history("ann", store.history("ann", 1)[0].handle), "no", client="t", instructions_version="x")
+    store.undo(store.with_history("ann", store.history("ann", 1)[0].handle), "no", client="t")
     assert stage(store, "ann").num_left == 1
     judge(store, "ann", versions[0])
     with pytest.raises(ValueError, match="expected at the end only"):
@@ -248,6 +249,12 @@ def test_a_condition_takes_over_what_it_leaves_out(tmp_path):
     ]  # fmt: skip
     assert [one.version for one in study.conditions] == [form.version for form in forms]
     assert base.with_form(study.conditions[1].form).version == forms[1].version
+    screened = base.model_copy(update={"screening": Screening(batch="b")})
+    with pytest.raises(ValueError, match=r"conditions\.0\.batch: 'b' is the screening batch"):
+        asked.study(screened)
+    assert "screening batch, 'b', is in a running usability study" in screened.warning(["b"], {"b"}, [])
+    assert (screened.warning(["b"], {"c"}, []), base.warning(["b"], {"b"}, [])) == ("", "")
+    assert "Tasks of 'a' have one response" in base.model_copy(update={"flags": ()}).warning(["a", "b"], set(), ["a"])
     with pytest.raises(ValueError, match=r"conditions\.1: 'two' has the form and the batch of 'one'"):
         load(tmp_path, HEAD + PAIR).study(base)
 
@@ -289,3 +296,70 @@ def test_answers_with_the_same_form_before_the_study_do_not_count(store, clock):
     assert stage(store, "ann").num_answered == 0
     judge(store, "ann", stage(store, "ann").condition.version)
     assert stage(store, "ann").num_answered == 1
+
+
+def test_an_undo_and_a_void_have_the_version_of_the_form_that_was_judged_with(store):
+    start(store)
+    judge(store, "ann", "v1", 2)
+    first, second = (store.reopened("ann", f"t{number}") for number in range(2))
+    store.undo(first, "slipped", client="test")
+    store.void(second.task_id, "ann", 0, "asleep", by="eve", client="test")
+    store.skip(store.lease("bob", seconds=60, batch="b"), "hard", 1, client="test", instructions_version="v2")
+    store.undo(store.reopened("bob", "t0"), "not so hard", client="test")
+    last = [(one.kind, one.instructions_version) for one in store.judgments("b") if one.revision == 1]
+    assert last == [("undo", "v1"), ("void", "v1"), ("undo", "v2")]
+
+
+def test_two_starts_of_one_study_at_once_start_it_once(either_store):
+    """The second waits for the first, and then has nothing to add. PostgreSQL has several writers."""
+    store = either_store
+    with ThreadPoolExecutor() as pool:
+        with store.writing() as connection:
+            added = usability.start(connection, STUDY, NAMES, 5.0)
+            second = pool.submit(start, store)
+            wait([second], timeout=0.3)  # it waits for this transaction, or it has not begun
+        assert (len(added), second.result()) == (4, ())
+    with store.reading() as connection:
+        assert usability.participants(connection, "s") == added
+
+
+def test_a_labeler_who_skips_every_task_of_a_form_rates_it(store):
+    store.add_tasks([replace(one, task_id=f"c {one.task_id}") for one in TASKS[:2]], batch="c", num_labelers=4)
+    conditions = (replace(STUDY.conditions[0], batch="c"), STUDY.conditions[1])
+    start(store, replace(STUDY, conditions=conditions), names=("ann", "bob"))
+    now = stage(store, "ann")
+    while lease := store.lease("ann", seconds=60, batch=now.condition.batch):
+        store.skip(lease, "hard", 1, client="test", instructions_version=now.condition.version)
+    assert (stage(store, "ann").num_answered, stage(store, "ann").num_left) == (0, 2)
+    assert say(store, "ann", now.conditions[0])
+    assert stage(store, "ann").place == 1
+
+
+def test_the_form_of_a_task_comes_from_the_study_that_runs(store):
+    start(store)
+    assert form_of(store, "t0", "bob") == stage(store, "bob").condition
+    with store.writing() as connection:
+        usability.stop(connection, "s", 7.0)
+    assert (form_of(store, "t0", "bob"), form_of(store, "t0", "eve")) == (None, None)
+    later = replace(STUDY, name="later", conditions=tuple(replace(one, version=f"l{one.version}") for one in
+                                                          STUDY.conditions))  # fmt: skip
+    with store.writing() as connection:
+        usability.start(connection, later, NAMES, 8.0)
+    assert form_of(store, "t0", "eve").version == "lv1"
+
+
+def form_of(store, task_id, name):
+    with store.reading() as connection:
+        return usability.condition_of(connection, task_id, name)
+
+
+def test_a_lease_looks_up_its_tasks_study_in_one_query_that_reads_no_other_study(store):
+    start(store)
+    store.add_tasks([replace(TASKS[0], task_id="ordinary")], batch="other", num_labelers=1)
+    asked = []
+    with store.reading() as connection:
+        event.listen(store._reader, "before_cursor_execute", lambda *call: asked.append(call[2:4]))
+        assert usability.condition_of(connection, "ordinary", "ann") is None
+        ((statement, values),) = list(asked)
+        plan = [row[-1] for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", values)]
+    assert not [step for step in plan if step.startswith("SCAN")], plan

@@ -133,13 +133,25 @@ def test_rows_that_hold_prompt_and_responses(heed_label: Any, row: Any, sources:
     assert warnings() == [row.get("warning", "")]
 
 
+def test_responses_of_one_model_are_rated_alone(heed_label: Any) -> None:
+    write("rows.jsonl", {"prompt": "Why?", "response_a": "So."}, {"prompt": "How?", "response_a": "So."})
+    assert heed_label("outputs", write("rows.jsonl", {"prompt": "Why?", "response_a": "So."}), *STORE)[0] == 0
+    assert stored() == [("Why?", ("So.",), ("response_a",), 1)]
+    prompts = write("prompts.jsonl", {"prompt_id": "1", "prompt": "Why?"}, {"prompt_id": "2", "prompt": "How?"})
+    mine = write("mine.jsonl", {"prompt_id": "1", "text": "So."}, {"prompt_id": "2", "text": "Thus."})
+    assert heed_label("outputs", f"mine={mine}", "--prompts", prompts, *STORE)[0] == 0
+    assert stored()[1:] == [("Why?", ("So.",), ("mine",), 1), ("How?", ("Thus.",), ("mine",), 1)]
+    write("two.jsonl", {"prompt": "When?", "response_a": "So.", "response_b": "No."})
+    code, _, err = heed_label("outputs", "two.jsonl", *STORE)
+    assert (code, "of batch 'main' have single responses, which are rated alone" in err) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("rows.jsonl",), "rows.jsonl: line 1: 2 to 9 responses were expected, in 'responses'"),
+        (("mixed.jsonl",), "mixed.jsonl: line 2: one response, but mixed.jsonl: line 1 has several"),
         (("a=rows.jsonl", "b=rows.jsonl"), "--prompts is missing"),
-        (("a=rows.jsonl", "--prompts", "rows.jsonl"), "one model's outputs; NAME=FILE of two or more were expected"),
-        (("rows.jsonl",), "found 1 response"),
+        (("bare.jsonl",), "bare.jsonl: line 1: 1 to 9 responses were expected, in 'responses'"),
         (("bare.jsonl",), "found ['prompt']"),
         (("same.jsonl",), "same.jsonl: no prompt has two different responses"),
         (("empty.jsonl",), "empty.jsonl: there are no rows; at least one was expected"),
@@ -148,6 +160,8 @@ def test_rows_that_hold_prompt_and_responses(heed_label: Any, row: Any, sources:
 def test_what_cannot_become_tasks_makes_no_store(heed_label: Any, arguments: tuple[str, ...], said: str) -> None:
     write("rows.jsonl", {"prompt": "Why?", "response_a": "So."})
     write("same.jsonl", {"prompt": "Why?", "response_a": "So.", "response_b": "So."})
+    two = {"prompt": "Why?", "response_a": "So.", "response_b": "No."}
+    write("mixed.jsonl", two, {"prompt": "How?", "response_a": "So."})
     write("bare.jsonl", {"prompt": "Why?"})
     write("empty.jsonl")
     code, out, err = heed_label("outputs", *arguments, *STORE)

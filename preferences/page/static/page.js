@@ -190,7 +190,7 @@ function offerCopy() {
     const digit = /^Digit([1-9])$/.exec(event.code)?.[1] ?? /^Numpad([1-9])$/.exec(event.code)?.[1];
     const letter = event.key.length === 1 ? event.key.toUpperCase().charCodeAt(0) - 65 : -1;
     if (digit) {
-      if (event.shiftKey) rate(Number(digit));
+      if (event.shiftKey || numResponses === 1) rate(Number(digit)); // a single response has no rank
       else give("rank", digit);
     } else if (letter >= 0 && letter < numResponses) {
       choose(letter);

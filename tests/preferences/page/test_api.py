@@ -46,6 +46,26 @@ def new_task(name, **fields):
     return {"task_id": name, "prompt": prompt, "responses": ["a", "b"], "sources": ["x", "y"], **fields}
 
 
+def test_a_single_response_is_rated_without_ranks(call):
+    tasks = [new_task(name, responses=["a"], sources=["x"]) for name in ("t1", "t2")]
+    assert call("eve", "POST", "/tasks", {"batch": "main", "tasks": tasks}) == (204, None)
+    status, said = call("eve", "POST", "/tasks", {"batch": "main", "tasks": [new_task("t3")]})
+    assert (status, "'t3': responses has 2 entries, but the tasks of batch 'main' have single" in said["detail"]) == (
+        409,
+        True,
+    )
+    assert call("ann", "POST", "/instructions/read")[0] == 204
+    asked = call("ann", "POST", "/lease")[1]
+    assert asked["responses"] == ["a"]
+    answer = {"form": asked["form"], "ratings": [3], "flags": [["rude"]]}
+    assert call("ann", "POST", "/answers", answer | {"ranks": [1, 2]})[0] == 409
+    assert call("ann", "POST", "/answers", answer)[0] == 204
+    assert call("ann", "POST", "/answers", answer | {"ranks": [1]})[0] == 204  # the same answer
+    rows = call("eve", "GET", "/export/main?format=rankings")[1]["rows"]
+    assert [(row["ranks"], row["ratings"], row["flags"]) for row in rows] == [([1], [3.0], [["rude"]])]
+    assert call("eve", "GET", "/quality/main")[1]["is_single"]
+
+
 def test_a_batch_from_tasks_to_labels(call):
     tasks = [new_task("t1", num_labelers=2, warning="blood"), new_task("t2")]
     assert call("eve", "POST", "/tasks", {"batch": "main", "tasks": tasks}) == (204, None)
@@ -144,7 +164,7 @@ def test_refusals_come_with_reasons(call):
     asked = call("ann", "POST", "/lease")[1]
     answer = {"form": asked["form"], "ranks": [2, 1], "ratings": [3, 6]}
     for changed, status in (
-        ({"ranks": [1]}, 422), ({"ranks": [1, 2, 3]}, 409), ({"ranks": [1, 0]}, 422), ({"ranks": ["1", "2"]}, 422),
+        ({"ranks": [1]}, 409), ({"ranks": [1, 2, 3]}, 409), ({"ranks": [1, 0]}, 422), ({"ranks": ["1", "2"]}, 422),
         ({"ratings": []}, 422), ({"ratings": [1, 9]}, 422), ({"flags": [["odd"], []]}, 422), ({"more": 1}, 422),
         ({"form": asked["form"] | {"task": "t2"}}, 403), ({"form": asked["form"] | {"seal": "x"}}, 403),
     ):  # fmt: skip
@@ -206,7 +226,7 @@ def test_the_description_says_what_the_configuration_asks_for(world):
 
     asked = answer_of(flags=("rude",))
     assert "ratings" in asked["required"]
-    assert asked["properties"]["ratings"]["minItems"] == 2
+    assert asked["properties"]["ratings"]["minItems"] == 1
     assert asked["properties"]["flags"]["items"]["items"]["enum"] == ["rude"]
     pattern = asked["properties"]["note"]["pattern"]
     for text, is_storable in (("", True), ("a\nb \U0010ffff", True), ("a\0", False), ("\ud800", False)):

@@ -416,7 +416,7 @@ def test_a_verdict_taken_back_on_the_label_pages_is_given_again_there(person: An
 def test_a_voided_verdict_shows_the_conversation_to_nobody_else(world: Any, arena: Arena) -> None:
     judged(arena, "b")
     (verdict,) = world.store.judgments("arena")
-    world.store.void(verdict.task_id, "ann", 0, "a test", by="lead", client="test", instructions_version="1")
+    world.store.void(verdict.task_id, "ann", 0, "a test", by="lead", client="test")
     assert world.store.rankings("arena") == []
     assert world.store.lease("bo", seconds=60, batch="arena") is None
 

@@ -1,6 +1,7 @@
 """Ratings of each turn and calls of tools on the page: as forms without JavaScript, in the API, and for the lead."""
 
 import html
+import json
 import re
 
 import pytest
@@ -154,4 +155,27 @@ def test_the_next_version_depends_on_it_and_others_stay():
     without = LabelCriterion(name="right")
     versions = {LabelingConfig(criteria=(one,)).version for one in (without, EASY.criteria[0])}
     assert len(versions) == 2
-    assert LabelingConfig(criteria=(without,)).version == "f57fc8b0aa59"  # as before there was `each_turn`
+    as_before = LabelingConfig(instructions="Rank them.", criteria=(without,))
+    assert as_before.version == "f5f50c9467fc"  # as before there was `each_turn`
+
+
+def test_a_lead_downloads_the_labels_of_turns_by_the_criterion_that_they_choose(world, visit):
+    criteria = tuple(LabelCriterion(name=name, kind="yes_no", each_turn=True) for name in ("right", "brief"))
+    config = LabelingConfig(asks_ratings=False, flags=(), task_order="arrival", criteria=criteria)
+    world.add(TASK)
+    ann = visit("ann", config)
+    both = {f"turn_0_{turn}": "1" for turn in (2, 4)}
+    ann.post("/task/answer", data=filled(ann.get("/task"), **both))
+    lead = visit("eve", config, has_read=False)
+    progress = lead.get("/lead").text
+    address = re.search(r'href="(/lead/export\?[^"]*format=turns[^"]*)"', progress)[1].replace("&amp;", "&")
+    page = lead.get(address)
+    assert "Labelers rated turns by several criteria" in page.text
+    assert re.findall(r"<option[^>]*>(\w+)", page.text) == ["brief", "right"]
+    assert "/lead/export/rows" not in page.text
+    page = lead.get(f"{address}&criterion=brief")
+    (rows,) = re.findall(r'href="(/lead/export/rows[^"]*)"', page.text)
+    found = [json.loads(line)["labels"] for line in lead.get(rows.replace("&amp;", "&")).text.splitlines()]
+    assert found == [[True, False, True], [None, None, True]]
+    # One criterion needs no choice.
+    assert "2 rows" in lead.get("/lead/export?batch=main&format=criteria").text
