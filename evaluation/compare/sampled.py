@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from evaluation.compare.comparing import Progress, conclude, counts_of, judged, settings_of_clusters
-from evaluation.compare.config import CompareConfig
-from evaluation.compare.folder import BEST_OF_N, MEASURES, Settings, versions, write_files
+from evaluation.compare.folder import BEST_OF_N, MEASURES, CompareConfig, Settings, versions, write_files
 from evaluation.compare.judges import PEOPLE
 from evaluation.compare.results import (
     CompareResults,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dpo.report import title_of
 from dpo.stage import STAGE as DPO
-from evaluation.compare.config import CompareConfig
+from evaluation.compare.folder import CompareConfig
 from evaluation.compare.judges import (
     described_as_reward,
     function_judge,

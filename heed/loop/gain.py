@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from evaluation.compare.config import CompareConfig
+from evaluation.compare.folder import CompareConfig
 from evaluation.compare.judges import reward_judge
 from evaluation.compare.sampled import MAX_FAILED_SHARE
 from evaluation.compare.stage import judge_of, start_of

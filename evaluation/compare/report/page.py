@@ -13,8 +13,7 @@ from evaluation.compare.folder import VERDICTS, ComparisonFolder, read_compariso
 from evaluation.compare.report.answer import Styles, answer_of, warnings_of
 from evaluation.compare.report.measures import curve_parts, measure_tables
 from evaluation.compare.report.samples import MAX_CHARACTERS, MAX_PROMPTS, samples_of
-from evaluation.compare.report.sections import Sections, meta_of
-from evaluation.compare.report.sources import Source, sources_of
+from evaluation.compare.report.sections import Sections, Source, meta_of, sources_of
 from evaluation.inputs import clusters_of
 from evaluation.statistics.results import (
     AlgorithmPair,

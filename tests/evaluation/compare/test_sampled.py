@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluation.compare.config import CompareConfig
+from evaluation.compare.folder import CompareConfig
 from evaluation.compare.judges import gold_judge
 from evaluation.compare.results import CompareResults
 from evaluation.compare.sampled import Sampled, best_of, compare_sampled

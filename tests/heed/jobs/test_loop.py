@@ -23,7 +23,7 @@ import uvicorn
 
 from benchmarks.postgres_server import PostgresServer
 from cluster.connection import connect, disconnect
-from evaluation.compare.config import CompareConfig
+from evaluation.compare.folder import CompareConfig
 from evaluation.judges.scorers import ScoreJudge
 from evaluation.verdicts import Verdict
 from files.atomic import lock, write_json
