@@ -35,9 +35,8 @@ from evaluation.compare.report.answer import WEIGHTS_ONLY
 from evaluation.compare.report.page import write_comparison_report
 from evaluation.inputs import clusters_of, named_runs, named_specs, read_compared_prompts
 from evaluation.judges.external import read_verdict_file
-from evaluation.judges.judge import Judge, pairs_of, refuse_too_many_failures
+from evaluation.judges.judge import MAX_PAIRS, Judge, ScoreJudge, pairs_of, refuse_too_many_failures
 from evaluation.judges.people import PeopleJudge
-from evaluation.judges.scorers import MAX_PAIRS, ScoreJudge
 from evaluation.measures.policies import Known, measure_policies
 from evaluation.policies import LocalPolicy, Policy, RemotePolicy, Sampling, SavedPolicy, is_saved
 from evaluation.statistics.significance import ALPHA

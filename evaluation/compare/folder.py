@@ -1,4 +1,6 @@
-"""The folder of a comparison: writing it and reading it. The same settings give the same bytes.
+"""The config of a job's compare stage, and the folder of a comparison: writing it and reading it.
+
+The same settings give the same bytes.
 
     compare.json        resolved settings: policies, prompts, judges and their outcomes, versions
     prompts.jsonl       prompt_id, messages, category, and cluster if prompts have one

@@ -8,10 +8,9 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from evaluation.inputs import named_specs
-from evaluation.judges.judge import Judge
+from evaluation.judges.judge import Judge, ScoreJudge, reward_model_score
 from evaluation.judges.language_model import LanguageModelJudge, read_template
 from evaluation.judges.people import PeopleJudge
-from evaluation.judges.scorers import ScoreJudge, reward_model_score
 from files.hashes import file_hash, folder_hash, json_hash
 from lm.hub import model_directory, model_hash
 from lm.tokenizer import Messages

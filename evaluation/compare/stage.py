@@ -21,8 +21,8 @@ from evaluation.compare.judges import (
 from evaluation.compare.report.stage import REPORTER
 from evaluation.compare.sampled import Sampled, compare_sampled
 from evaluation.inputs import named_specs, with_clusters
+from evaluation.judges.judge import ScoreJudge
 from evaluation.judges.people import PeopleJudge
-from evaluation.judges.scorers import ScoreJudge
 from files.hashes import derive_seed, file_hash
 from files.records import record_of
 from lm.hub import model_directory

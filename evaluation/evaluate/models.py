@@ -18,7 +18,7 @@ import torch
 from evaluation.compare.judges import Asking, is_function, is_url, open_scorer
 from evaluation.evaluate.saved import SavedAnswers
 from evaluation.inputs import named_runs, named_specs
-from evaluation.judges.scorers import BATCH, ScoreJudge
+from evaluation.judges.judge import BATCH, ScoreJudge
 from evaluation.policies import SEEDS, is_saved
 from evaluation.suites.suite import Asks, Continuation, Item, Model, Request, Unable
 from files.hashes import derive_seed, json_hash

@@ -11,7 +11,7 @@ import evaluation.suites
 from evaluation.compare.judges import Asking, open_scorer
 from evaluation.evaluate.models import Answering, Asked, Published, of_suite, open_model
 from evaluation.inputs import named_specs
-from evaluation.judges.scorers import BATCH, ScoreJudge
+from evaluation.judges.judge import BATCH, ScoreJudge
 from evaluation.suites.suite import Asks, Item, Request, Suite
 from files.importing import load_module
 from lm.tokenizer import Messages
