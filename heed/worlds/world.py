@@ -18,8 +18,7 @@ from heed.worlds.answers import write_answer
 from heed.worlds.calculations import calculations, calls
 from heed.worlds.corpus import write_text
 from heed.worlds.counting import careless_steps, draw_prompt, labelled_row
-from heed.worlds.gold import gold_score
-from heed.worlds.graded import graded_rows, num_answers
+from heed.worlds.gold import gold_score, graded_rows, num_answers
 from heed.worlds.grammar import CATEGORIES
 from heed.worlds.instructions import (
     Request,
@@ -84,7 +83,7 @@ class PlaygroundConfig(BaseModel):
     num_graded: int = Field(
         default=0,
         ge=0,
-        description="Grades of answers by one criterion each (heed/worlds/graded.py), to train a judge.",
+        description="Grades of answers by one criterion each (heed/worlds/gold.py), to train a judge.",
     )
     num_graded_heldout: int = Field(default=180, gt=0, description="Held-out ones, without noise, if there are any.")
     grade_noise: float = Field(
