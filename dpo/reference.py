@@ -14,8 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dpo.learner import PolicyLearner
-from dpo.objective import Floats, PreferenceObjective, packed_comparisons
+from dpo.objective import Floats, PolicyLearner, PreferenceObjective, packed_comparisons
 from files.atomic import atomic_file
 from lm.progress import note_progress
 from reward.comparisons import Comparison

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dpo.config import DPOConfig, KTOConfig
-from dpo.learner import PolicyLearner
-from dpo.objective import Floats, PreferenceObjective, numbers_of, packed_comparisons
+from dpo.objective import Floats, PolicyLearner, PreferenceObjective, numbers_of, packed_comparisons
 from dpo.reference import logprobs_on_all_ranks
 from lm.transfer import upload
 from preferences.records import Ranking

@@ -3,6 +3,7 @@
 import math
 import reprlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from files.strict_json import parse_json
@@ -281,3 +282,24 @@ def _content(where: str, message: Mapping[str, Any]) -> str:
             )
         texts.append(any_text(f"{where}: content[{index}]", part, "text"))
     return "".join(texts)
+
+
+_job_folders: list[Path] = []
+
+
+def remember_job(file: Path) -> None:
+    """Let messages say that a file is next to this job file, if it is there."""
+    folder = file.resolve().parent
+    if folder not in _job_folders:
+        _job_folders.append(folder)
+
+
+def no_such_file(name: str | Path) -> str:
+    """Returns "no such file" for a path that does not exist, with the folder that a relative path was looked up in."""
+    path = Path(name)
+    if path.is_absolute():
+        return "no such file"
+    here = Path.cwd()
+    beside = next((folder for folder in _job_folders if folder != here and (folder / path).exists()), None)
+    hint = f"; {beside / path} exists, so run heed in {beside}, or write that path" if beside else ""
+    return f"no such file in {here}, where relative paths start{hint}"

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from files.lookup import no_such_file
+from files.fields import no_such_file
 
 ROOT = Path(__file__).parents[1]
 SHOWN_FRAMES = 4  # of a traceback through a user's code

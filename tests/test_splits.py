@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from classify.examples import BEGINS, ENDS, Examples
 from classify.objective import ClassifyObjective
 from dpo.config import DPOConfig, KTOConfig
-from dpo.learner import PolicySource
-from dpo.objective import PreferenceObjective
+from dpo.objective import PolicySource, PreferenceObjective
 from dpo.unpaired import UnpairedObjective, mismatched
 from files.ports import free_port
 from lm.config import ModelConfig

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from dpo.config import DPOConfig, KTOConfig, Loss
-from dpo.learner import PolicyLearner, PolicySource
+from dpo.objective import PolicyLearner, PolicySource
 from dpo.unpaired import (
     UnpairedObjective,
     flags_without_effect,

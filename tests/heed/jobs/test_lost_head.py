@@ -15,7 +15,7 @@ from cluster.local_cluster import HEAD, LocalCluster
 
 ROOT = Path(__file__).parents[3]
 DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
-SOONER = "import cluster.head; cluster.head.HEAD_SECONDS = 3.0; from heed.cli import main; main()"
+SOONER = "import cluster.connection; cluster.connection.HEAD_SECONDS = 3.0; from heed.cli import main; main()"
 
 
 @pytest.mark.long
