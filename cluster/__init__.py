@@ -7,5 +7,5 @@ The modules, in the order in which to read them:
     the Ray cluster       connection, local_ray, lean_node, hosts
     jobs on a cluster     jobs
     several nodes here    local_cluster
-    processes             environment, sigterm
+    this machine          processes (environment, free ports, SIGTERM)
 """

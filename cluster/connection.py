@@ -25,10 +25,9 @@ from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster import local_ray
-from cluster.environment import token_warning
 from cluster.failures import WorkerLostError, last_line, without_colours
 from cluster.messages import ANSWER_SECONDS
-from cluster.sigterm import end_by_sigterm, sigterm_kept
+from cluster.processes import end_by_sigterm, sigterm_kept, token_warning
 from cluster.worker import HeedFirst
 from lm.config import Precision
 from training.config import EngineConfig, cpu_multiplies_bf16

@@ -16,8 +16,8 @@ from ray import cloudpickle
 from ray.job_config import JobConfig
 
 from cluster.messages import listen_for_request, send_beats, send_notice
+from cluster.processes import free_port
 from files.importing import import_from, imports_uncollected, source_tree
-from files.ports import free_port
 from training.notices import speak_through
 
 

@@ -44,7 +44,7 @@ def require_visible_packages() -> None:
 put_heed_first(sys.path)
 require_visible_packages()
 
-from cluster.environment import WAITING  # noqa: E402  # only now can no file in the current folder hide it
+from cluster.processes import WAITING  # noqa: E402  # only now can no file in the current folder hide it
 
 # Set before PyTorch loads OpenMP. Skipped if the user has set any of them: a spin count would override their policy.
 if not WAITING.keys() & os.environ.keys():

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from classify.examples import BEGINS, ENDS, Examples
 from classify.objective import ClassifyObjective
+from cluster.processes import free_port
 from dpo.config import DPOConfig, KTOConfig
 from dpo.objective import PolicySource, PreferenceObjective
 from dpo.unpaired import UnpairedObjective, mismatched
-from files.ports import free_port
 from lm.config import ModelConfig
 from lm.encoder import (
     EncoderDecoder,

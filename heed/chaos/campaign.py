@@ -27,7 +27,7 @@ import tomli_w
 from pydantic import Field, TypeAdapter
 
 from cluster.local_cluster import LocalCluster, Network, host_names, why_no_network
-from cluster.sigterm import end_by_sigterm
+from cluster.processes import end_by_sigterm
 from files.hashes import derive_seed
 from files.rows import Row
 from heed.chaos.faults import KINDS, Schedule, SmallDisk, small_disk, why_no_disk

@@ -20,7 +20,7 @@ from rich.markup import escape
 
 from cluster.connection import call_on_lost_head, disconnect, resolve_precision
 from cluster.failures import WorkerError
-from cluster.sigterm import call_on_sigterm
+from cluster.processes import call_on_sigterm
 from cluster.worker import send_by_value
 from files.atomic import lock, write_text
 from files.fields import no_such_file
