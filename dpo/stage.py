@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpo.config import DPOConfig
-from dpo.objective import Floats, PolicyLearner, PolicySource, PreferenceObjective, implicit_rewards
+from dpo.objective import DPOConfig, Floats, PolicyLearner, PolicySource, PreferenceObjective, implicit_rewards
 from dpo.reference import check_first_loss, logprobs_on_all_ranks, reference_logprobs
 from dpo.report import REPORTER, DPOResults, PairMeans, UnpairedResults
 from dpo.unpaired import UnpairedObjective, flags_without_effect, labelled, labels_of, mismatched, require_labels

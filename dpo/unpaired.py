@@ -20,8 +20,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpo.config import DPOConfig, KTOConfig
-from dpo.objective import Floats, PolicyLearner, PreferenceObjective, numbers_of, packed_comparisons
+from dpo.objective import (
+    DPOConfig,
+    Floats,
+    KTOConfig,
+    PolicyLearner,
+    PreferenceObjective,
+    numbers_of,
+    packed_comparisons,
+)
 from dpo.reference import logprobs_on_all_ranks
 from lm.transfer import upload
 from preferences.records import Ranking

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from classify.examples import BEGINS, ENDS, Examples
 from classify.objective import ClassifyObjective
 from cluster.processes import free_port
-from dpo.config import DPOConfig, KTOConfig
-from dpo.objective import PolicySource, PreferenceObjective
+from dpo.objective import DPOConfig, KTOConfig, PolicySource, PreferenceObjective
 from dpo.unpaired import UnpairedObjective, mismatched
 from lm.config import ModelConfig
 from lm.encoder import (

@@ -6,8 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dpo.config import DPOConfig
-from dpo.objective import PackedResponses, PolicyLearner, UntiedPairs, implicit_rewards, preference_loss, sft_loss
+from dpo.objective import (
+    DPOConfig,
+    PackedResponses,
+    PolicyLearner,
+    UntiedPairs,
+    implicit_rewards,
+    preference_loss,
+    sft_loss,
+)
 from dpo.reference import refuse_wrong_reference
 from lm.config import ModelConfig
 from lm.model import LanguageModel, init_weights
