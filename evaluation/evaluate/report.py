@@ -31,19 +31,17 @@ from stages.reports.parts import (
     Note,
     Part,
     Row,
-    Section,
-    Table,
-    axis,
-    share_row,
-)
-from stages.reports.samples import (
     Samples,
+    Section,
     ShownPrompt,
     ShownResponse,
+    Table,
     anchor_of,
+    axis,
     evenly,
     folded,
     folded_turns,
+    share_row,
     start_of,
     turns_of,
 )

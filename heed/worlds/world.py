@@ -15,9 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from files.atomic import write_jsonl
 from heed.worlds.answers import write_answer
-from heed.worlds.calculations import calculations, calls
+from heed.worlds.arithmetic import calculations, calls, careless_steps, draw_prompt, labelled_row
 from heed.worlds.corpus import write_text
-from heed.worlds.counting import careless_steps, draw_prompt, labelled_row
 from heed.worlds.gold import gold_score, graded_rows, num_answers
 from heed.worlds.grammar import CATEGORIES
 from heed.worlds.instructions import (

@@ -16,8 +16,7 @@ from typing import Literal
 import jinja2
 from markupsafe import Markup, escape
 
-from stages.reports.parts import Answer, Block, Columns, Details, Headline, Part, Section
-from stages.reports.samples import Samples
+from stages.reports.parts import Answer, Block, Columns, Details, Headline, Part, Samples, Section
 from stages.reports.text import PolicyStyle, clean_text
 
 HERE = Path(__file__).parent

@@ -30,9 +30,8 @@ from files.records import as_json
 from preferences.statistics.estimates import Interval
 from stages.reports.page import Page
 from stages.reports.page import render as render_page
-from stages.reports.parts import Cell, Details, Note, Row, Section, Table
+from stages.reports.parts import Cell, Details, Note, Row, Samples, Section, Table
 from stages.reports.report import write_pages
-from stages.reports.samples import Samples
 from stages.reports.text import clean_json, number, styles_of
 
 

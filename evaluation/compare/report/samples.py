@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from evaluation.compare.folder import ComparisonFolder
 from evaluation.compare.report.answer import Styles
 from evaluation.verdicts import Response, Verdict
-from stages.reports.samples import (
+from stages.reports.parts import (
     TEXT_CHARACTERS,
     Chip,
     Outcome,

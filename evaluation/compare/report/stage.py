@@ -25,10 +25,18 @@ from stages.reports.parts import (
     Note,
     Part,
     Row,
+    Samples,
     Section,
+    ShownPrompt,
+    ShownResponse,
     StageReport,
     StageReporter,
     Table,
+    anchor_of,
+    folded,
+    folded_turns,
+    start_of,
+    turns_of,
 )
 from stages.reports.plots import (
     MARGINS,
@@ -43,16 +51,6 @@ from stages.reports.plots import (
     tone,
 )
 from stages.reports.run_folder import StageFolder
-from stages.reports.samples import (
-    Samples,
-    ShownPrompt,
-    ShownResponse,
-    anchor_of,
-    folded,
-    folded_turns,
-    start_of,
-    turns_of,
-)
 from stages.reports.stage_report import headline_of, headline_of_share, stage_block
 from stages.reports.text import (
     UNKNOWN,
