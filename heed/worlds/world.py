@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from files.atomic import write_jsonl
 from heed.worlds.answers import write_answer
 from heed.worlds.arithmetic import calculations, calls, careless_steps, draw_prompt, labelled_row
-from heed.worlds.corpus import write_text
+from heed.worlds.corpus import draw_rows, write_text
 from heed.worlds.gold import gold_score, graded_rows, num_answers
 from heed.worlds.grammar import CATEGORIES
 from heed.worlds.instructions import (
@@ -31,7 +31,6 @@ from heed.worlds.instructions import (
     kind_of,
 )
 from heed.worlds.labelers import LabelerConfig, ScriptedLabeler, draw_labelers
-from heed.worlds.labelled import draw_rows
 from heed.worlds.translations import draw_pairs
 
 Turns = list[dict[str, str]]  # messages of role and content

@@ -14,8 +14,7 @@ import pytest
 from pyarrow import parquet
 
 from evaluation.compare.folder import read_comparison
-from evaluation.compare.report.page import render, turned, write_comparison_report
-from evaluation.compare.report.samples import verdicts_disagree
+from evaluation.compare.report.page import render, turned, verdicts_disagree, write_comparison_report
 from evaluation.statistics.summary import summarise
 from evaluation.verdicts import read_verdicts, write_rows
 from heed.cli import main
