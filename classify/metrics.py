@@ -51,8 +51,8 @@ def sequence_metrics(predicted: Sequence[str], gold: Sequence[str], seed: int) -
 
 def token_metrics(predicted: Sequence[Sequence[str]], gold: Sequence[Sequence[str]], seed: int) -> Metrics:
     """Returns precision, recall and F1 of all entities, resampling sentences; and the scores of each type."""
-    found, right = ([entities(tags) for tags in of] for of in (predicted, gold))
-    kinds = sorted({kind for of in (*found, *right) for kind, _, _ in of})
+    found, right = ([entities(tags) for tags in sentences] for sentences in (predicted, gold))
+    kinds = sorted({kind for spans in (*found, *right) for kind, _, _ in spans})
     counts_NK3 = np.zeros((len(gold), len(kinds), 3))
     for row, parts in enumerate(zip(found, right, strict=True)):
         for column, some in enumerate((parts[0] & parts[1], *parts)):
@@ -64,7 +64,9 @@ def token_metrics(predicted: Sequence[Sequence[str]], gold: Sequence[Sequence[st
         "recall": lambda sums_3: _ratio(sums_3[..., 0], sums_3[..., 2]),
     }
     micro_N3 = counts_NK3.sum(axis=1)
-    return {name: _resampled(micro_N3, of, seed) for name, of in measures.items()}, _by_label(kinds, counts_NK3)
+    return {name: _resampled(micro_N3, measure, seed) for name, measure in measures.items()}, _by_label(
+        kinds, counts_NK3
+    )
 
 
 def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:

@@ -120,12 +120,12 @@ def largest_input_norm(start: Path, config: ClassifyConfig, folder: Path, rank: 
     initial = config.model_copy(update={"added_layers": 0, "dt_fixup": False})
     model = load(classifier_source(on_this_machine(start), initial, (), seed=0), inference_device()).eval()
     device, examples = inference_device(), Examples.read(folder)
-    own, largest = np.arange(rank, len(examples), num_ranks), 0.0
+    rows, largest = np.arange(rank, len(examples), num_ranks), 0.0
     has_types = model.config.type_vocab_size > 1
-    units = [[length] for length in examples.lengths_of(own).tolist()]
+    units = [[length] for length in examples.lengths_of(rows).tolist()]
     for places in split_passes(units, 1, MAX_TOKENS)[0]:
         note_progress()
-        packed = PackedExamples.of(examples, own[places], device)
+        packed = PackedExamples.of(examples, rows[places], device)
         types_BT = packed.token_types_BT if has_types else None
         states_BTD = model.hidden(packed.tokens_BT, packed.segments_BT, types_BT, None)
         largest = max(largest, float(at_positions(states_BTD, packed.real_BT).norm(dim=-1).max()))

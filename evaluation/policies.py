@@ -318,14 +318,14 @@ class _SavedRows:
         by_prompt: dict[str, list[Response]] = {prompt.prompt_id: [] for prompt in self._prompts}
         for key in sorted(self._responses, key=lambda key: key[1]):
             by_prompt[key[0]].append(self._responses[key])
-        missing = [prompt_id for prompt_id, own in by_prompt.items() if not own]
+        missing = [prompt_id for prompt_id, rows in by_prompt.items() if not rows]
         if missing:
             more = f" and {len(missing) - SHOWN_IDS} more" if len(missing) > SHOWN_IDS else ""
             raise ValueError(
                 f"policy {self._policy!r}: {file} has no response to {len(missing)} of {len(by_prompt)} prompts:"
                 f" {', '.join(map(repr, missing[:SHOWN_IDS]))}{more}; {self.num_unused} other rows are unused"
             )
-        return [response for own in by_prompt.values() for response in own]
+        return [response for rows in by_prompt.values() for response in rows]
 
 
 def _flag(where: str, row: Mapping[str, Any], field: str) -> bool | None:

@@ -99,14 +99,14 @@ def compare(compared: Compared, folder: Path, progress: Progress, tell: Callable
             refuse_other_settings(folder, read_settings(folder), settings)
             return judge_again(folder, judges, max_failed_share, progress)
         responses = _sample(policies, prompts, aside, progress)
-        settings["responses"] = {name: counts_of(own) for name, own in responses.items()}
+        settings["responses"] = {name: counts_of(rows) for name, rows in responses.items()}
         verdicts: list[Verdict] = []
         for judge in judges:
-            entry, own = judged(judge, prompts, responses, max_failed_share, progress)
+            entry, judge_verdicts = judged(judge, prompts, responses, max_failed_share, progress)
             settings["judges"].append(entry)
-            verdicts += own
+            verdicts += judge_verdicts
         if verdicts:
-            write_comparison(folder, settings, prompts, [row for own in responses.values() for row in own], verdicts)
+            write_comparison(folder, settings, prompts, [row for rows in responses.values() for row in rows], verdicts)
     return Outcome(settings, bool(verdicts))
 
 
@@ -132,7 +132,7 @@ def judge_again(folder: Path, judges: Sequence[Judge], max_failed_share: float, 
         )
     settings["judges"] = list(entries.values())
     if asked:
-        write_verdicts(folder, settings, [verdict for own in by_judge.values() for verdict in own])
+        write_verdicts(folder, settings, [verdict for verdicts in by_judge.values() for verdict in verdicts])
     return Outcome(settings, has_verdicts=True)
 
 

@@ -102,7 +102,7 @@ def compare_sampled(
         _require_judgments(judge, sampled.prompts, responses, config.judged_share)
     entry, verdicts = judged(judge, sampled.prompts, responses, MAX_FAILED_SHARE, progress)
     settings = _settings(config, sampled, responses, entry)
-    write_files(folder, settings, sampled.prompts, [row for own in responses.values() for row in own], verdicts)
+    write_files(folder, settings, sampled.prompts, [row for rows in responses.values() for row in rows], verdicts)
     scores = response_scores(verdicts).get(judge.name, {})  # people's ratings, if they gave any
     best = () if isinstance(judge, PeopleJudge) else _best_of_n(sampled, responses, scores)
     write_json(folder / MEASURES, {"best_of_n": as_json(best)})
@@ -134,14 +134,14 @@ def _asked(responses: Mapping[str, Sequence[Response]], num_samples: int) -> dic
     """Returns the first `num_samples` responses of each policy to each prompt, since people do not judge the whole pool
     of best-of-n.
     """
-    found: dict[str, list[Response]] = {}
-    for name, own in responses.items():
+    first_rows: dict[str, list[Response]] = {}
+    for name, rows in responses.items():
         num_seen: Counter[str] = Counter()
-        for row in own:
+        for row in rows:
             num_seen[row.prompt_id] += 1
             if num_seen[row.prompt_id] <= num_samples:
-                found.setdefault(name, []).append(row)
-    return found
+                first_rows.setdefault(name, []).append(row)
+    return first_rows
 
 
 def _require_judgments(
@@ -172,15 +172,15 @@ def _described(judge: ScoreJudge | PeopleJudge) -> JudgeResults:
 
 def _responses(sampled: Sampled, n: int) -> dict[str, list[Response]]:
     """Returns responses by policy; best-of-n comes after the policy that it chooses from."""
-    found: dict[str, list[Response]] = {}
+    responses: dict[str, list[Response]] = {}
     for name, samples in sampled.policies.items():
-        found[name] = [response_of(name, sample) for sample in samples]
+        responses[name] = [response_of(name, sample) for sample in samples]
         if name == sampled.pool:
-            own, chosen = best_of_name(n), best_of(samples, n)
+            best, chosen = best_of_name(n), best_of(samples, n)
             # The log-ratio of a chosen sample says nothing about the choosing policy, whose KL is known only by its
             # bound.
-            found[own] = [replace(response_of(own, sample), log_ratio=nan) for sample in chosen]
-    return found
+            responses[best] = [replace(response_of(best, sample), log_ratio=nan) for sample in chosen]
+    return responses
 
 
 def _settings(
@@ -204,7 +204,7 @@ def _settings(
             "num_prompts": len(sampled.prompts),
         },
         "seed": sampled.seed,
-        "responses": {name: counts_of(own) for name, own in responses.items()},
+        "responses": {name: counts_of(rows) for name, rows in responses.items()},
         "judges": [judge],
         "versions": versions(),
     }
@@ -276,7 +276,7 @@ def _shown(
 ) -> tuple[SampledPrompt, ...]:
     """Returns the first sample of every policy on each prompt, with gold and reward model scores."""
     firsts: dict[tuple[str, str], Response] = {}
-    for row in (row for own in responses.values() for row in own):
+    for row in (row for rows in responses.values() for row in rows):
         firsts.setdefault((row.policy, row.prompt_id), row)
     return tuple(
         SampledPrompt(

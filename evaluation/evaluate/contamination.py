@@ -100,26 +100,31 @@ def overlaps(
 
     Raises: ValueError for data that cannot be read, naming file and line.
     """
-    places = {(suite, item.item_id): item for suite, own in items.items() for item in own}
+    places = {(suite, item.item_id): item for suite, suite_items in items.items() for item in suite_items}
     search = OverlapSearch(places)
-    found: dict[str, set[tuple[str, str]]] = {}
+    overlapping: dict[str, set[tuple[str, str]]] = {}
     num_rows: Counter[str] = Counter()
-    for source in dict.fromkeys(source for own in sources.values() for source in own):
-        found[source] = set()
+    for source in dict.fromkeys(source for model_sources in sources.values() for source in model_sources):
+        overlapping[source] = set()
         for _, row in read_source(source):
             num_rows[source] += 1
             for text in texts_of(row):
-                found[source] |= search.find(text)
+                overlapping[source] |= search.find(text)
     return {
         model: {
             suite: Overlap(
-                frozenset(item_id for source in own for in_suite, item_id in found[source] if in_suite == suite),
-                {source: num_rows[source] for source in own},
+                frozenset(
+                    item_id
+                    for source in model_sources
+                    for in_suite, item_id in overlapping[source]
+                    if in_suite == suite
+                ),
+                {source: num_rows[source] for source in model_sources},
             )
             for suite in items
         }
-        for model, own in sources.items()
-        if own
+        for model, model_sources in sources.items()
+        if model_sources
     }
 
 
@@ -141,7 +146,7 @@ def training_files(model: Path) -> tuple[list[str], list[str]]:
     The second list names data that are recorded but are no longer files, or hold no rows of text (a label
     store, the .gguf file that training began with).
     """
-    found: dict[str, bool] = {}
+    paths: dict[str, bool] = {}
     waiting, seen = [model.absolute().parent], set[Path]()
     while waiting:
         stage = waiting.pop()
@@ -150,12 +155,12 @@ def training_files(model: Path) -> tuple[list[str], list[str]]:
         seen.add(stage)
         lineage = parse_object((stage / LINEAGE).read_text(encoding="utf-8"), str(stage / LINEAGE))
         for source in lineage.get("data", {}):
-            of, colon, name = source.partition(":")
-            if colon and (stage.parent / of).is_dir() and of != "world":
+            prefix, colon, name = source.partition(":")
+            if colon and (stage.parent / prefix).is_dir() and prefix != "world":
                 continue  # what another stage made from its own data
-            path = stage.parent / "world" / "data" / f"{name}.jsonl" if of == "world" and colon else Path(source)
-            found[str(path)] = path.is_file() and is_file_name(str(path))
+            path = stage.parent / "world" / "data" / f"{name}.jsonl" if prefix == "world" and colon else Path(source)
+            paths[str(path)] = path.is_file() and is_file_name(str(path))
         waiting += [stage.parent / parent for parent in lineage.get("parents", {})]
-    return [path for path, is_here in found.items() if is_here], [
-        path for path, is_here in found.items() if not is_here
+    return [path for path, is_here in paths.items() if is_here], [
+        path for path, is_here in paths.items() if not is_here
     ]

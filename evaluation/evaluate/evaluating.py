@@ -110,7 +110,7 @@ def evaluate(wanted: Evaluation, folder: Path) -> EvaluationReport:
         if found.judge is not None:
             found.judge.model.close()
         reports = tuple(_report(suite, found, scored[suite.name], overlap, wanted.how.seed) for suite in found.suites)
-        shown = tuple(dict.fromkeys(model for own in scored.values() for model in own))
+        shown = tuple(dict.fromkeys(model for models in scored.values() for model in models))
         report = EvaluationReport(shown, reports, settings)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic_folder(folder) as aside:
@@ -162,7 +162,7 @@ def _settings(wanted: Evaluation, found: _Prepared) -> Settings:
                 )
     return {
         "models": [dict(describe(model)) for model in found.models],
-        "algorithms": {name: list(own) for name, own in found.runs.items()},
+        "algorithms": {name: list(names) for name, names in found.runs.items()},
         "suites": [_described(suite, found.sources[suite.name], found.items[suite.name]) for suite in found.suites],
         "seed": wanted.how.seed,
         "precision": wanted.how.precision,
@@ -241,13 +241,13 @@ def _scored(found: _Prepared) -> dict[str, dict[str, Rows]]:
     scored: dict[str, dict[str, Rows]] = {suite.name: {} for suite in found.suites}
     for place, opened in enumerate(found.models):
         for suite in found.suites:
-            own, model = found.items[suite.name], found.ready[suite.name][place]
+            items, model = found.items[suite.name], found.ready[suite.name][place]
             if isinstance(model, dict):
                 scored[suite.name] |= model
             else:
-                ask_baseline = asks_baseline(found.baseline, suite.name, own) if found.baseline else None
+                ask_baseline = asks_baseline(found.baseline, suite.name, items) if found.baseline else None
                 tools = Tools(found.judge, found.scorers, ask_baseline)
-                scored[suite.name][model.name] = _in_order(suite, model.name, own, suite.score(model, own, tools))
+                scored[suite.name][model.name] = _in_order(suite, model.name, items, suite.score(model, items, tools))
         if not isinstance(opened, Published):
             opened.close()
     return scored
@@ -336,8 +336,10 @@ def _report(
         measures=tuple(ReportedMeasure(m.name, m.description, m.higher_is_better) for m in suite.measures),
         statistics=suite_statistics(suite.name, suite.measures, items, rows, found.runs, seed=own_seed),
         contamination=tuple(
-            _contamination(suite, items, model, own[suite.name], found.training[model][1], rows[model], own_seed)
-            for model, own in overlap.items()
+            _contamination(
+                suite, items, model, overlaps_of_model[suite.name], found.training[model][1], rows[model], own_seed
+            )
+            for model, overlaps_of_model in overlap.items()
         ),
     )
 

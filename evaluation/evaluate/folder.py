@@ -103,11 +103,14 @@ def write_evaluation(
             json.dumps([dict(message) for message in item.messages], ensure_ascii=False),
             data_json(suite, item),
         )
-        for suite, own in items.items()
-        for item in own
+        for suite, suite_items in items.items()
+        for item in suite_items
     ]
     rows = [
-        (suite, model, row) for suite, models in scored.items() for model, own in models.items() for row in own.values()
+        (suite, model, row)
+        for suite, models in scored.items()
+        for model, model_rows in models.items()
+        for row in model_rows.values()
     ]
     answer_rows = [(suite, model, row.item_id, row.answer) for suite, model, row in rows]
     value_rows = [

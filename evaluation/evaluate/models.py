@@ -116,7 +116,7 @@ class LocalModel(Unable):
         queries = self._encoded([(request.messages, request.text) for request in limited])
         limits = [self._limit(len(query), request) for query, request in zip(queries, limited, strict=True)]
         # The limit is a function of the model and the request, so the key need not contain it.
-        self.num_shortened += sum(0 < own < r.max_new_tokens for own, r in zip(limits, limited, strict=True))
+        self.num_shortened += sum(0 < limit < r.max_new_tokens for limit, r in zip(limits, limited, strict=True))
         numbered = self.how.numbered(limited)
         keys = [self._key("answer", asked, seed) for asked, seed in numbered]
         groups: dict[tuple[int, float, tuple[str, ...]], list[int]] = {}
@@ -207,7 +207,9 @@ class LocalModel(Unable):
         except ValueError as error:
             raise ValueError(f"model {self.name!r}: {error}") from None
         start = [self._tokenizer.start_id]
-        return [next(chats) if messages else own or start for (messages, _), own in zip(asked, plain, strict=True)]
+        return [
+            next(chats) if messages else tokens or start for (messages, _), tokens in zip(asked, plain, strict=True)
+        ]
 
     def _limit(self, num_tokens: int, request: Request) -> int:
         """Returns the longest answer that the context has room for; 0 if it has none."""
@@ -391,8 +393,8 @@ def open_models(specs: Sequence[str], how: Answering) -> tuple[list[Opened], Map
     if not specs:
         raise ValueError("no model was given; at least one MODEL was expected")
     named, runs = named_runs(specs, "model")
-    for algorithm, own in runs.items():
-        if (f"{PUBLISHED}{ALL}") in [spec for name, spec in named if name in own]:
+    for algorithm, run_names in runs.items():
+        if (f"{PUBLISHED}{ALL}") in [spec for name, spec in named if name in run_names]:
             raise ValueError(f"model {algorithm!r}: {PUBLISHED}{ALL} is several models; one run was expected")
     return [open_model(name, spec, how) for name, spec in named], runs
 

@@ -484,7 +484,7 @@ def _samples(found: EvaluationFolder, styles: Styles) -> Samples:
     suites = [suite.suite for suite in found.report.suites]
     shown: list[ShownPrompt] = []
     for place, suite in enumerate(suites):
-        items = [item for of, item in found.items if of == suite]
+        items = [item for item_suite, item in found.items if item_suite == suite]
         sizes = [sum(len(message["content"]) for message in item.messages) for item in items]
         for index in evenly(sizes, NUM_SAMPLES, MAX_CHARACTERS):
             shown.append(_sample(found, suite, place, items[index], styles, is_open=not shown))

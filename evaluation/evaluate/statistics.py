@@ -354,12 +354,16 @@ def _algorithm_differences(
     """Returns a row for every two algorithms all of whose runs have items in common."""
     found = []
     for a, b in itertools.combinations(runs, 2):
-        own = [columns[run] for run in (*runs[a], *runs[b])]
-        known = [item.item_id for item in items if any(item.item_id in c.rows or item.item_id in c.failed for c in own)]
-        ids = [item_id for item_id in known if all(item_id in column.rows for column in own)]
+        run_columns = [columns[run] for run in (*runs[a], *runs[b])]
+        known = [
+            item.item_id
+            for item in items
+            if any(item.item_id in c.rows or item.item_id in c.failed for c in run_columns)
+        ]
+        ids = [item_id for item_id in known if all(item_id in column.rows for column in run_columns)]
         if ids:
             cluster_I = _clusters(items, ids)
-            value_SX, cluster_X = _common(own, ids, cluster_I, seed=seed)
+            value_SX, cluster_X = _common(run_columns, ids, cluster_I, seed=seed)
             own_seed = derive_seed(seed, "algorithms", measure.name, a, b)
             test = _algorithm_test(measure, value_SX[: len(runs[a])], value_SX[len(runs[a]) :], cluster_X, own_seed)
             found.append((a, b, test, len(ids), len(np.unique(cluster_I)), len(known) - len(ids)))

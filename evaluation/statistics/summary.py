@@ -213,7 +213,7 @@ def _mean_scores(rows: Sequence[Verdict]) -> dict[tuple[str, str], float]:
         if not (row.failure or math.isnan(row.score_a)):
             found.setdefault((row.policy_a, row.prompt_id), {})[row.index_a] = row.score_a
             found.setdefault((row.policy_b, row.prompt_id), {})[row.index_b] = row.score_b
-    return {key: sum(own.values()) / len(own) for key, own in found.items()}
+    return {key: sum(scores.values()) / len(scores) for key, scores in found.items()}
 
 
 def _categories(pair: Comparisons, seed: int) -> tuple[CategoryWinRate, ...]:

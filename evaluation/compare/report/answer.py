@@ -264,7 +264,7 @@ def _few_clusters(summary: Summary) -> list[str]:
 
 def _single_runs(folder: ComparisonFolder) -> list[str]:
     """Warns of policies that are a single run, next to algorithms with several."""
-    runs = {name for own in folder.runs.values() for name in own}
+    runs = {name for names in folder.runs.values() for name in names}
     single = [name for name in folder.policies if name not in runs]
     if not (folder.runs and single):
         return []

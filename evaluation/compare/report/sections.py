@@ -123,27 +123,31 @@ def sources_of(folder: ComparisonFolder, summary: Summary) -> dict[str, Source]:
 
 
 def _of_judge(rows: Rows, path: str, judge: JudgeSummary, runs: Mapping[str, Sequence[str]]) -> dict[str, Source]:
-    own = judge_filter(judge.judge)
+    is_judge = judge_filter(judge.judge)
     sources = {
-        path: rows.source("all statistics of this judge", own),
-        f"{path}.num_prompts": rows.source("number of distinct prompt_id", own, STANDING),
-        f"{path}.num_labelers": rows.source("number of distinct labeler", own, STANDING),
-        f"{path}.num_verdicts": rows.source("number of rows", own, STANDING),
-        f"{path}.num_failed": rows.source("number of rows", own, FAILED),
-        f"{path}.position_bias": rows.source("preference for first shown, strengths cancelled", own, STANDING, ORDERED),
-        f"{path}.flips": rows.source(
-            "rows of one labeler on the same two responses in both orders", own, STANDING, ORDERED
+        path: rows.source("all statistics of this judge", is_judge),
+        f"{path}.num_prompts": rows.source("number of distinct prompt_id", is_judge, STANDING),
+        f"{path}.num_labelers": rows.source("number of distinct labeler", is_judge, STANDING),
+        f"{path}.num_verdicts": rows.source("number of rows", is_judge, STANDING),
+        f"{path}.num_failed": rows.source("number of rows", is_judge, FAILED),
+        f"{path}.position_bias": rows.source(
+            "preference for first shown, strengths cancelled", is_judge, STANDING, ORDERED
         ),
-        f"{path}.labelers": rows.source("pairs of verdicts of two labelers on the same two responses", own, STANDING),
+        f"{path}.flips": rows.source(
+            "rows of one labeler on the same two responses in both orders", is_judge, STANDING, ORDERED
+        ),
+        f"{path}.labelers": rows.source(
+            "pairs of verdicts of two labelers on the same two responses", is_judge, STANDING
+        ),
     }
-    sources[f"{path}.pairs"] = rows.source("all statistics of pairs", own, STANDING)
+    sources[f"{path}.pairs"] = rows.source("all statistics of pairs", is_judge, STANDING)
     if judge.algorithms:
-        named = tuple(name for own in runs.values() for name in own)
+        named = tuple(name for names in runs.values() for name in names)
         between: tuple[Filter, ...] = (("policy_a", "in", named), ("policy_b", "in", named))
         how = "mean over prompts and pairs of runs of two algorithms; rows on two runs of one algorithm are unused"
-        sources[f"{path}.algorithms"] = rows.source(how, own, *between, STANDING)
+        sources[f"{path}.algorithms"] = rows.source(how, is_judge, *between, STANDING)
     for place, _ in enumerate(judge.ratings):
-        sources[f"{path}.ratings.{place}"] = rows.source("ratings of all policies from all pairs", own, STANDING)
+        sources[f"{path}.ratings.{place}"] = rows.source("ratings of all policies from all pairs", is_judge, STANDING)
     for place, pair in enumerate(judge.pairs):
         sources |= _of_pair(rows, f"{path}.pairs.{place}", judge.judge, pair)
     return sources
@@ -355,7 +359,7 @@ class Sections:
         ]
         if not found:
             return []
-        rows = [agreement_row(head, own) for head, own in found]
+        rows = [agreement_row(head, agreement) for head, agreement in found]
         caption = (
             "The share of pairs of verdicts on the same two responses, neither a tie, that prefer the same one."
             " Krippendorff's α also counts ties, and corrects for chance agreement."

@@ -183,18 +183,18 @@ def _win_cell(results: CompareResults, first: str, second: str) -> Cell:
 def policy_table(results: CompareResults, styles: Styles) -> Table:
     """Returns every policy's metrics with their intervals."""
     bounds = _kl_bounds(results)
-    own = {name: results.policies[name] for name in styles}
+    policies = {name: results.policies[name] for name in styles}
     cells = {
-        score_title(results): [_mean_cell(found.gold_score) for found in own.values()],
-        "Share above the pass mark": [_share_cell(found.pass_share) for found in own.values()],
-        in_capital(results.names.score): [_mean_cell(found.proxy_score) for found in own.values()],
+        score_title(results): [_mean_cell(found.gold_score) for found in policies.values()],
+        "Share above the pass mark": [_share_cell(found.pass_share) for found in policies.values()],
+        in_capital(results.names.score): [_mean_cell(found.proxy_score) for found in policies.values()],
         f"{results.names.kl}, nats": [
             Cell(f"≤ {number(bounds[name], 1)}", "bound") if name in bounds else _mean_cell(found.kl_nats, 1)
-            for name, found in own.items()
+            for name, found in policies.items()
         ],
-        "Distinct-2": [Cell(number(found.distinct_2)) for found in own.values()],
-        "Responses that end": [Cell(percent(found.end_rate)) for found in own.values()],
-        "Mean length, tokens": [Cell(number(found.mean_tokens, 0)) for found in own.values()],
+        "Distinct-2": [Cell(number(found.distinct_2)) for found in policies.values()],
+        "Responses that end": [Cell(percent(found.end_rate)) for found in policies.values()],
+        "Mean length, tokens": [Cell(number(found.mean_tokens, 0)) for found in policies.values()],
     }
     rows = tuple(Row((name,), tuple(found)) for name, found in cells.items() if any(c.text != UNKNOWN for c in found))
     caption = (
@@ -202,7 +202,7 @@ def policy_table(results: CompareResults, styles: Styles) -> Table:
         " policies differ, use the win rates, not these intervals."
     )
     shown = [text.gold_score for sample in results.samples for text in sample.responses.values()]
-    means = [found.gold_score for found in own.values()]
+    means = [found.gold_score for found in policies.values()]
     caption += beyond_range([*shown, *(mean.mean for mean in means)], means)
     return Table(caption, ("Figure", *styles.values()), rows, "by-policy", "Policies")
 
@@ -399,8 +399,8 @@ def _answer_of(results: CompareResults, styles: Styles, name: str) -> Answer:
         return Answer(answer.tone, " ".join([f"{answer.text}.{kl}", *_warnings(results, styles, name)]))
     best = [
         f"{style.title.replace('Best of ', 'best-of-')} from {names.the_initial} reaches"
-        f" {number(float(results.policies[own].gold_score.mean))}"
-        for own, style in styles.items()
+        f" {number(float(results.policies[other].gold_score.mean))}"
+        for other, style in styles.items()
         if style.tone == "best-of-n"
     ]
     sentences = [f"{answer.text}.{kl}", f"{'; '.join([scores, *best])}.", *_warnings(results, styles, name)]
