@@ -51,10 +51,10 @@ def sequence_metrics(predicted: Sequence[str], gold: Sequence[str], seed: int) -
 
 def token_metrics(predicted: Sequence[Sequence[str]], gold: Sequence[Sequence[str]], seed: int) -> Metrics:
     """Returns precision, recall and F1 of all entities, resampling sentences; and the scores of each type."""
-    found, right = ([entities(tags) for tags in sentences] for sentences in (predicted, gold))
-    kinds = sorted({kind for spans in (*found, *right) for kind, _, _ in spans})
+    predicted_spans, gold_spans = ([entities(tags) for tags in sentences] for sentences in (predicted, gold))
+    kinds = sorted({kind for spans in (*predicted_spans, *gold_spans) for kind, _, _ in spans})
     counts_NK3 = np.zeros((len(gold), len(kinds), 3))
-    for row, parts in enumerate(zip(found, right, strict=True)):
+    for row, parts in enumerate(zip(predicted_spans, gold_spans, strict=True)):
         for column, some in enumerate((parts[0] & parts[1], *parts)):
             for kind, _, _ in some:
                 counts_NK3[row, kinds.index(kind), column] += 1

@@ -250,8 +250,8 @@ def _names(path: Path, settings: Mapping[str, Any], field: str) -> tuple[str, ..
 def _judges(path: Path, settings: Mapping[str, Any], verdicts: Sequence[Verdict]) -> tuple[str, ...]:
     """Returns the judges that have verdicts, in the order of the settings, then by name."""
     listed = _names(path, settings, "judges") if "judges" in settings else ()
-    found = {verdict.judge for verdict in verdicts}
-    return (*(name for name in listed if name in found), *sorted(found - set(listed)))
+    judges = {verdict.judge for verdict in verdicts}
+    return (*(name for name in listed if name in judges), *sorted(judges - set(listed)))
 
 
 def prompts_of(folder: Path) -> list[Prompt]:
@@ -298,12 +298,12 @@ def _check_responses(path: Path, rows: Sequence[Response], policies: Sequence[st
 def _check_verdicts(
     path: Path, rows: Sequence[Verdict], responses: Sequence[Response], policies: Sequence[str], known: set[str]
 ) -> None:
-    given = {(row.policy, row.prompt_id, row.index) for row in responses}
+    responded = {(row.policy, row.prompt_id, row.index) for row in responses}
     for number, row in enumerate(rows, 1):
         where = f"{path}: row {number}"
         _check_known(where, row.prompt_id, known, [row.policy_a, row.policy_b], policies)
         for policy, index in ((row.policy_a, row.index_a), (row.policy_b, row.index_b)):
-            if (policy, row.prompt_id, index) not in given:
+            if (policy, row.prompt_id, index) not in responded:
                 raise ValueError(
                     f"{where}: it is of response {index} of {policy!r} to prompt {row.prompt_id!r}, which {RESPONSES}"
                     " does not hold"

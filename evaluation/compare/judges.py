@@ -171,9 +171,9 @@ def reward_judge(
         about: dict[str, object] = {"description": f"the {reward.noun} {reward.source}"}
         judge = ScoreJudge(name, f"reward {reward.noun}", reward.source, reward.score, about, reward.reads_rows)
     else:
-        found = {"description": "the run's reward model", "sha256": folder_hash(reward)}
+        details = {"description": "the run's reward model", "sha256": folder_hash(reward)}
         judge = ScoreJudge(
-            name, "reward model", str(reward), reward_model_score(reward, objective_weights, steps), found
+            name, "reward model", str(reward), reward_model_score(reward, objective_weights, steps), details
         )
     return described_as_reward(judge, "is also the reward") if is_climbed else judge
 

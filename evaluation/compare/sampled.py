@@ -115,7 +115,7 @@ def compare_sampled(
         num_prompts=len(sampled.prompts),
         num_samples=config.num_samples,
         temperature=config.temperature,
-        policies={name: _policy(found, judge.name) for name, found in measures.policies.items()},
+        policies={name: _policy(policy_measures, judge.name) for name, policy_measures in measures.policies.items()},
         pairs=dict(_pairs(by_gold)),
         best_of_n=measures.best_of_n,
         cluster_by=config.cluster_by,
@@ -148,10 +148,10 @@ def _require_judgments(
     judge: PeopleJudge, prompts: Sequence[Prompt], responses: Mapping[str, Sequence[Response]], judged_share: float
 ) -> None:
     """Put the tasks into the label store. Raises: StageWaitsError while too few of them are judged."""
-    found = judge.put_tasks(pairs_of(prompts, responses))
-    if found.num_tasks - found.num_open < judged_share * found.num_tasks:
+    put = judge.put_tasks(pairs_of(prompts, responses))
+    if put.num_tasks - put.num_open < judged_share * put.num_tasks:
         raise StageWaitsError(
-            f"compare waits for people: {found.num_open:,} of {found.num_tasks:,} tasks of batch {judge.batch!r} in"
+            f"compare waits for people: {put.num_open:,} of {put.num_tasks:,} tasks of batch {judge.batch!r} in"
             f" {_store_of(judge)} have fewer than {judge.num_labelers} judgments. Once they are labeled (`heed label"
             " serve`), the same command continues; to go on without tasks that everybody skips, set"
             " compare.judged_share"
@@ -223,14 +223,14 @@ def _best_of_n(sampled: Sampled, responses: Mapping[str, Sequence[Response]], go
     return best_of_n_scores(gold_R.reshape(shape), proxy_R.reshape(shape), places_of(prompts, clusters))
 
 
-def _policy(found: PolicyMeasures, judge: str) -> PolicyResults:
-    gold, diversity = found.scores.get(judge, UNSCORED), found.diversity
+def _policy(measures: PolicyMeasures, judge: str) -> PolicyResults:
+    gold, diversity = measures.scores.get(judge, UNSCORED), measures.diversity
     assert diversity.tokens is not None, "a sampled response has a number of tokens"
     return PolicyResults(
         gold_score=gold.mean,
         pass_share=gold.pass_share,
-        kl_nats=_known(found.kl_nats),
-        proxy_score=_known(found.proxy_score),
+        kl_nats=_known(measures.kl_nats),
+        proxy_score=_known(measures.proxy_score),
         distinct_2=diversity.across.distinct_2,
         end_rate=diversity.finished.mean,
         mean_tokens=diversity.tokens.mean.mean,
@@ -247,18 +247,18 @@ def _hacking(
     if "ppo" not in responses:
         return None
     drawn = sampled.drawn
-    found = judge.score([s.messages for s in drawn], [s.response for s in drawn]) if drawn else []
+    gold_scores = judge.score([s.messages for s in drawn], [s.response for s in drawn]) if drawn else []
     training = [
         TrainingScore(sample.step, sample.prompt_id, sample.score, scored.score)
-        for sample, scored in zip(drawn, found, strict=True)
+        for sample, scored in zip(drawn, gold_scores, strict=True)
     ]
     categories = {prompt.prompt_id: prompt.kind for prompt in sampled.prompts}
     clusters = clusters_of(sampled.prompts)
     return measure_reward_hacking(responses["sft"], responses["ppo"], scores, categories, training, clusters)
 
 
-def _known(found: Interval) -> Interval | None:
-    return None if np.isnan(found.mean) else found
+def _known(interval: Interval) -> Interval | None:
+    return None if np.isnan(interval.mean) else interval
 
 
 def _pairs(judge: JudgeSummary) -> Iterator[tuple[str, PairResults]]:

@@ -256,8 +256,8 @@ def _drawn(run: StageRun, config: CompareConfig, ppo: PPOConfig) -> list[Trainin
     if config.judge_people or config.judge_reward or (is_gold and not ppo.prompts.source.startswith("world:")):
         return []
     path = run.folder_of(PPO.name) / SAMPLES
-    found = [record_of(line, TrainingSample, str(path)) for line in read_metrics(path)]
-    return [sample for sample in found if sample.kind == "drawn"]
+    samples = [record_of(line, TrainingSample, str(path)) for line in read_metrics(path)]
+    return [sample for sample in samples if sample.kind == "drawn"]
 
 
 def preflight(run: StageRun, config: CompareConfig) -> None:

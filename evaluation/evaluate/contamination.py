@@ -48,8 +48,8 @@ class OverlapSearch:
         grams: dict[tuple[str, ...], set[tuple[str, str]]] = defaultdict(set)
         self._whole: dict[tuple[str, ...], set[tuple[str, str]]] = defaultdict(set)
         for place, item in items.items():
-            asked = [message["content"] for message in item.messages if message["role"] == "user"]
-            for text in item.own_texts or asked:
+            user_texts = [message["content"] for message in item.messages if message["role"] == "user"]
+            for text in item.own_texts or user_texts:
                 words = words_of(text)
                 if len(words) < FEWEST_WORDS:
                     self._whole[tuple(words)].add(place)
@@ -66,7 +66,7 @@ class OverlapSearch:
         for gram, places in kept.items():
             hashed = self._hashes(np.array([self._number[word] for word in gram], dtype=np.int64), len(gram))
             self._places[len(gram)].setdefault(int(hashed[0]), set()).update(places)
-        self._known = {size: np.array(sorted(found), dtype=np.uint64) for size, found in self._places.items()}
+        self._known = {size: np.array(sorted(hashes), dtype=np.uint64) for size, hashes in self._places.items()}
 
     def _hashes(self, numbers: Ints, size: int) -> Any:
         """Returns a 64-bit hash of every `size` numbers in a row."""
@@ -77,10 +77,10 @@ class OverlapSearch:
     def find(self, text: str) -> set[tuple[str, str]]:
         """Returns the places of items that share words with a text."""
         words = words_of(text)
-        found = set(self._whole.get(tuple(words), ())) if len(words) < FEWEST_WORDS else set()
+        items = set(self._whole.get(tuple(words), ())) if len(words) < FEWEST_WORDS else set()
         numbers = np.fromiter((self._number.get(word, 0) for word in words), dtype=np.int64, count=len(words))
         if not numbers.any():
-            return found
+            return items
         num_unknown = np.concatenate([[0], np.cumsum(numbers == 0)])
         for size, known in self._known.items():
             if len(words) >= size:
@@ -89,8 +89,8 @@ class OverlapSearch:
                     hashes = self._hashes(numbers, size)[is_known]
                     nearest = known[np.minimum(np.searchsorted(known, hashes), len(known) - 1)]
                     for hashed in hashes[nearest == hashes].tolist():
-                        found |= self._places[size][hashed]
-        return found
+                        items |= self._places[size][hashed]
+        return items
 
 
 def overlaps(

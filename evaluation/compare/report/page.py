@@ -224,7 +224,7 @@ def turned(pair: PairSummary) -> PairSummary:
         verdicts=_turned_counts(pair.verdicts),
         prompts=_turned_counts(pair.prompts),
         length_controlled=_turned_length(pair.length_controlled),
-        categories=tuple(_turned_category(found) for found in pair.categories),
+        categories=tuple(_turned_category(category) for category in pair.categories),
     )
 
 
@@ -235,23 +235,25 @@ def _turned_rate(rate: WinRate) -> WinRate:
     )  # fmt: skip
 
 
-def _turned_interval(found: Interval) -> Interval:
-    return Interval(1 - found.mean, 1 - found.high, 1 - found.low)
+def _turned_interval(interval: Interval) -> Interval:
+    return Interval(1 - interval.mean, 1 - interval.high, 1 - interval.low)
 
 
 def _turned_counts(counts: Counts) -> Counts:
     return Counts(counts.losses, counts.ties, counts.wins)
 
 
-def _turned_length(found: LengthControlled) -> LengthControlled:
+def _turned_length(at_equal_length: LengthControlled) -> LengthControlled:
     """Returns the fit from the other policy's side. The coefficient of the length difference keeps its sign, because
     both the difference and the outcome are reversed.
     """
-    return replace(found, mean=1 - found.mean, low=1 - found.high, high=1 - found.low)
+    return replace(
+        at_equal_length, mean=1 - at_equal_length.mean, low=1 - at_equal_length.high, high=1 - at_equal_length.low
+    )
 
 
-def _turned_category(found: CategoryWinRate) -> CategoryWinRate:
-    return replace(found, win_rate=_turned_rate(found.win_rate))
+def _turned_category(category: CategoryWinRate) -> CategoryWinRate:
+    return replace(category, win_rate=_turned_rate(category.win_rate))
 
 
 def samples_of(
@@ -266,13 +268,13 @@ def samples_of(
     builder = _Builder(folder, styles)
     sizes = [_characters(prompt, responses[prompt.prompt_id]) for prompt in folder.prompts]
     chosen = [folder.prompts[index] for index in evenly(sizes, max_prompts, max_characters)]
-    shown = tuple(
+    shown_prompts = tuple(
         builder.prompt(prompt, responses[prompt.prompt_id], verdicts[prompt.prompt_id], is_open=number_of < NUM_OPEN)
         for number_of, prompt in enumerate(chosen)
     )
     pairs = {tuple(sorted((builder.place[v.policy_a], builder.place[v.policy_b]))) for v in folder.verdicts}
     return Samples(
-        prompts=shown,
+        prompts=shown_prompts,
         num_prompts=len(folder.prompts),
         policies=tuple(styles[name] for name in folder.policies),
         pairs=tuple(sorted((first, second) for first, second in pairs)),
@@ -314,10 +316,11 @@ class _Builder:
                 (
                     self.styles[name],
                     tuple(
-                        ShownResponse(r.index, folded(r.text), _about(r, scores, self.folder.names.scorer)) for r in own
+                        ShownResponse(r.index, folded(r.text), _about(r, scores, self.folder.names.scorer))
+                        for r in rows
                     ),
                 )
-                for name, own in zip(self.folder.policies, by_policy, strict=True)
+                for name, rows in zip(self.folder.policies, by_policy, strict=True)
             ),
             is_open=is_open,
             verdicts=tuple(self._verdicts(verdicts)),
@@ -333,32 +336,32 @@ class _Builder:
         for row in verdicts:
             a, b = sorted((self.place[row.policy_a], self.place[row.policy_b]))
             groups[a, b, self.folder.judges.index(row.judge), row.labeler].append(row)
-        shown = []
+        shown_verdicts = []
         for (a, b, _, _), rows in sorted(groups.items()):
             if len(rows) > MAX_LISTED:
-                shown.append(self._counted(self.folder.policies[a], self.folder.policies[b], rows))
+                shown_verdicts.append(self._counted(self.folder.policies[a], self.folder.policies[b], rows))
             else:
                 rows = sorted(rows, key=lambda row: (row.index_a, row.index_b, row.first))
-                shown += [self._verdict(row) for row in rows]
-        return shown
+                shown_verdicts += [self._verdict(row) for row in rows]
+        return shown_verdicts
 
     def _counted(self, first: str, second: str, rows: Sequence[Verdict]) -> ShownVerdict:
-        found = _Counted.of(first, rows)
+        counts = _Counted.of(first, rows)
         one, other = self.styles[first], self.styles[second]
-        kind, winner = found.outcome
-        ties = f", {number(found.num_ties)} ties" if found.num_ties else ""
-        failed = f", {number(found.num_failed)} failed" if found.num_failed else ""
+        kind, winner = counts.outcome
+        ties = f", {number(counts.num_ties)} ties" if counts.num_ties else ""
+        failed = f", {number(counts.num_failed)} failed" if counts.num_failed else ""
         detail = (
-            f"{one.title} and {other.title}: {number(found.num_first)} to {number(found.num_second)}{ties}{failed}, of"
-            f" {number(len(rows))} pairs of responses"
+            f"{one.title} and {other.title}: {number(counts.num_first)} to {number(counts.num_second)}{ties}{failed},"
+            f" of {number(len(rows))} pairs of responses"
         )
         style = None if winner is None else (one if winner == 0 else other)
         return ShownVerdict(rows[0].judge, rows[0].labeler, kind, style, detail)
 
     def _verdict(self, row: Verdict) -> ShownVerdict:
         a, b = self.styles[row.policy_a], self.styles[row.policy_b]
-        found = _Counted.of(row.policy_a, [row])
-        share, (kind, place) = row.preference_a, found.outcome
+        counts = _Counted.of(row.policy_a, [row])
+        share, (kind, place) = row.preference_a, counts.outcome
         parts = [f"{a.title} and {b.title}"] if len(self.styles) > 2 else []
         parts += [f"responses {row.index_a + 1} and {row.index_b + 1}"] if row.index_a or row.index_b else []
         parts += [f"{(a if row.first == 'a' else b).title} shown first"] if row.first else []
@@ -378,9 +381,9 @@ class _Builder:
         words: list[str] = []
         won: dict[int, list[int | None]] = defaultdict(list)
         for (judge, a, b), rows in by_pair.items():
-            found = _Counted.of(self.folder.policies[a], rows)
-            kind, winner = found.outcome
-            if found.num_failed:
+            counts = _Counted.of(self.folder.policies[a], rows)
+            kind, winner = counts.outcome
+            if counts.num_failed:
                 words.append(f"{a}-{b}:{judge}:failed")
                 won[judge] += []
             if kind != "failed":
@@ -430,12 +433,12 @@ Scores = dict[tuple[str, int], list[tuple[str, float]]]
 
 def _scores(verdicts: Sequence[Verdict]) -> Scores:
     """Returns the scores by judges that score single responses: (judge, score) by policy and sample."""
-    found: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+    scores_of: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
     for row in verdicts:
         if not (math.isnan(row.score_a) or math.isnan(row.score_b)):
-            found[row.policy_a, row.index_a][row.judge] = row.score_a
-            found[row.policy_b, row.index_b][row.judge] = row.score_b
-    return {key: list(scores.items()) for key, scores in found.items()}
+            scores_of[row.policy_a, row.index_a][row.judge] = row.score_a
+            scores_of[row.policy_b, row.index_b][row.judge] = row.score_b
+    return {key: list(scores.items()) for key, scores in scores_of.items()}
 
 
 def _about(row: Response, scores: Scores, scorer: str) -> str:
@@ -455,4 +458,4 @@ def verdicts_disagree(verdicts: Sequence[Verdict]) -> bool:
         if not row.failure and row.preference_a != 0.5:
             a, b = (row.policy_a, row.index_a), (row.policy_b, row.index_b)
             preferred[tuple(sorted((a, b)))].add(a if row.preference_a > 0.5 else b)
-    return any(len(found) > 1 for found in preferred.values())
+    return any(len(policies) > 1 for policies in preferred.values())

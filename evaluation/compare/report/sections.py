@@ -81,8 +81,8 @@ class Rows:
         kept = np.ones(self.num_rows, dtype=bool)
         for column, operator, value in filters:
             values = value if isinstance(value, tuple) else (value,)
-            found = np.any([self.columns[column] == one for one in values], axis=0)
-            kept &= ~found if operator == "!=" else found
+            is_one = np.any([self.columns[column] == one for one in values], axis=0)
+            kept &= ~is_one if operator == "!=" else is_one
         return Source(VERDICTS, filters, int(kept.sum()), how)
 
 
@@ -112,8 +112,8 @@ def sources_of(folder: ComparisonFolder, summary: Summary) -> dict[str, Source]:
     }
     for place, judge in enumerate(summary.judges):
         sources |= _of_judge(rows, f"summary.judges.{place}", judge, folder.runs)
-    for place, found in enumerate(summary.agreement):
-        judges: Filter = ("judge", "in", (found.judge_a, found.judge_b))
+    for place, agreement in enumerate(summary.agreement):
+        judges: Filter = ("judge", "in", (agreement.judge_a, agreement.judge_b))
         how = "pairs of verdicts, one of each judge, on the same two responses"
         sources[f"summary.agreement.{place}"] = rows.source(how, judges, STANDING)
     for place, failure in enumerate(summary.failures):
@@ -167,9 +167,9 @@ def _of_pair(rows: Rows, path: str, judge: str, pair: PairSummary) -> dict[str, 
             "rows of one labeler on the same two responses in both orders", *standing, ORDERED
         ),
     }
-    for place, found in enumerate(pair.categories):
+    for place, category in enumerate(pair.categories):
         how = f"mean over prompts of the mean preference for {pair.policy_a}"
-        sources[f"{path}.categories.{place}"] = rows.source(how, *standing, ("category", "==", found.category))
+        sources[f"{path}.categories.{place}"] = rows.source(how, *standing, ("category", "==", category.category))
     return sources
 
 
@@ -239,11 +239,13 @@ class Sections:
             if judge.pairs
             else Note("No pair has a successful verdict.", "absent")
         )
-        ratings = [self._ratings(f"{path}.ratings.{number_of}", found) for number_of, found in enumerate(judge.ratings)]
-        shown = tuple(found for found in ratings if isinstance(found, Forest))
+        ratings = [
+            self._ratings(f"{path}.ratings.{number_of}", rating) for number_of, rating in enumerate(judge.ratings)
+        ]
+        forests = tuple(part for part in ratings if isinstance(part, Forest))
         parts: list[Part] = [Facts(facts, in_a_row=True), *self._algorithms(place, judge), wins, tests]
-        parts += [Columns(shown)] if shown else []
-        parts += [found for found in ratings if isinstance(found, Note)]
+        parts += [Columns(forests)] if forests else []
+        parts += [part for part in ratings if isinstance(part, Note)]
         parts += [self._lengths(place, judge), *self._order(place, judge), *self._categories(place, judge)]
         return Section(f"judge-{place}", f"By {judge.judge}", tuple(parts))
 
@@ -333,33 +335,33 @@ class Sections:
         return self._shares(f"lengths-{place}", "Length", caption, heads, rows, path, "At equal length")
 
     def _categories(self, place: int, judge: JudgeSummary) -> list[Details]:
-        shown = []
+        forests = []
         for number_of, pair in enumerate(judge.pairs):
             if len(pair.categories) > 1:
                 a, b = self.styles[pair.policy_a].title, self.styles[pair.policy_b].title
-                shown.append(
+                forests.append(
                     self._shares(
                         f"categories-{place}-{number_of}", f"{a} over {b}, by category",
                         "p-values and intervals are corrected for the number of categories (Holm).",
                         ("Category", "Win rate"),
-                        [category_row(found) for found in pair.categories],
+                        [category_row(category) for category in pair.categories],
                         f"summary.judges.{place}.pairs.{number_of}", "p", "Prompts",
                     )
                 )  # fmt: skip
-        is_open = len(shown) <= MAX_OPEN_CATEGORIES
-        return [Details("By category", (Columns(tuple(shown)),), is_open)] if shown else []
+        is_open = len(forests) <= MAX_OPEN_CATEGORIES
+        return [Details("By category", (Columns(tuple(forests)),), is_open)] if forests else []
 
     def _agreement(self) -> list[Section]:
         """Returns the agreement between judges, and between the labelers of each judge that has several."""
-        found: list[tuple[str, Agreement]] = [
+        agreements: list[tuple[str, Agreement]] = [
             (f"{entry.judge_a} and {entry.judge_b}", entry) for entry in self.summary.agreement
         ]
-        found += [
+        agreements += [
             (f"labelers of {judge.judge}", judge.labelers) for judge in self.summary.judges if judge.num_labelers > 1
         ]
-        if not found:
+        if not agreements:
             return []
-        rows = [agreement_row(head, agreement) for head, agreement in found]
+        rows = [agreement_row(head, agreement) for head, agreement in agreements]
         caption = (
             "The share of pairs of verdicts on the same two responses, neither a tie, that prefer the same one."
             " Krippendorff's α also counts ties, and corrects for chance agreement."
@@ -432,10 +434,10 @@ def algorithm_row(pair: AlgorithmPair) -> ForestRow:
     )
 
 
-def category_row(found: CategoryWinRate) -> ForestRow:
+def category_row(category: CategoryWinRate) -> ForestRow:
     """Returns a row with the win rate of a pair's first policy in one category."""
-    cells = (p_value(found.holm_p), number(found.win_rate.num_prompts))
-    return share_row((found.category or "(no category)",), _with_ends(found.win_rate), cells)
+    cells = (p_value(category.holm_p), number(category.win_rate.num_prompts))
+    return share_row((category.category or "(no category)",), _with_ends(category.win_rate), cells)
 
 
 def length_row(pair: PairSummary, styles: Styles) -> ForestRow:
@@ -449,9 +451,9 @@ def length_row(pair: PairSummary, styles: Styles) -> ForestRow:
     return replace(row, dots=(*row.dots, share_dot(fitted.mean, fitted.low, fitted.high, "hollow")))
 
 
-def agreement_row(head: str, found: Agreement) -> ForestRow:
+def agreement_row(head: str, agreement: Agreement) -> ForestRow:
     """Returns a row with the agreement of two judges, or of one judge's labelers."""
-    share, alpha = found.share, found.alpha
+    share, alpha = agreement.share, agreement.alpha
     ends = "" if math.isnan(alpha.low) else f" ({number(float(alpha.low))} to {number(float(alpha.high))})"
     cells = (number(float(alpha.value)) + ends, number(share.num_pairs))
     return share_row((head,), (share.mean, share.low, share.high), cells, note=alpha.reason, unknown="")
