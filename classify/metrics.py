@@ -71,15 +71,15 @@ def token_metrics(predicted: Sequence[Sequence[str]], gold: Sequence[Sequence[st
 
 def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     """Returns (type, first word, last word) of each entity. As in `conlleval`, I- after another type opens one too."""
-    found, start, kind = set(), 0, ""
+    spans, start, kind = set(), 0, ""
     for place, tag in enumerate([*tags, OUTSIDE]):
         mark, _, here = tag.partition("-")
         if kind and (mark != "I" or here != kind):
-            found.add((kind, start, place - 1))
+            spans.add((kind, start, place - 1))
             kind = ""
         if here and not kind:
             start, kind = place, here
-    return found
+    return spans
 
 
 def span_metrics(predicted: Sequence[str], answers: Sequence[Sequence[str]], contexts: Sequence[str]) -> Metrics:
@@ -92,14 +92,14 @@ def span_metrics(predicted: Sequence[str], answers: Sequence[Sequence[str]], con
     numbers = {text: number for number, text in enumerate(dict.fromkeys(contexts))}
     cluster_N = np.array([numbers[text] for text in contexts], dtype=np.int64)
     has_answer_N = np.array([any(map(normalized, golds)) for golds in answers], dtype=np.bool_)
-    found = dict[str, Interval]()
+    metrics = dict[str, Interval]()
     everything = np.ones_like(has_answer_N)
     for prefix, chosen_N in (("", everything), ("answerable_", has_answer_N), ("unanswerable_", ~has_answer_N)):
         for column, name in enumerate(("exact_match", "f1")):
             if chosen_N.any() and (prefix != "unanswerable_" or column):  # without an answer, both are the same
                 mean = clustered_mean(scores_NM[chosen_N, column], cluster_N[chosen_N])
-                found[prefix + name] = Interval(mean.mean, *np.clip([mean.low, mean.high], 0, 1).tolist())
-    return found, {}
+                metrics[prefix + name] = Interval(mean.mean, *np.clip([mean.low, mean.high], 0, 1).tolist())
+    return metrics, {}
 
 
 def f1_of(counts_3: Floats) -> Floats:

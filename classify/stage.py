@@ -91,9 +91,9 @@ def train(
     if engine.is_main:
         save_trained(context.folder, plain, engine.module, weights, tokenizer, config.lora, start)
         write_json(context.model_folder / SETTINGS, as_json(Reading.of(config)))
-        found = predictions(config, labels, logits, unseen)
-        write_jsonl(context.folder / PREDICTIONS, found)
-        metrics, by_label = metrics_of(config.task, found, derive_seed(context.seed, "classify", "intervals"))
+        rows = predictions(config, labels, logits, unseen)
+        write_jsonl(context.folder / PREDICTIONS, rows)
+        metrics, by_label = metrics_of(config.task, rows, derive_seed(context.seed, "classify", "intervals"))
         context.write_results(
             ClassifyResults(
                 task=config.task,
@@ -101,7 +101,7 @@ def train(
                 heldout_loss_before=before["loss"],
                 num_steps=num_steps,
                 num_examples=len(training),
-                num_heldout=len(found),
+                num_heldout=len(rows),
                 labels=tuple(labels),
                 metrics=metrics,
                 by_label=by_label,
@@ -140,22 +140,22 @@ def known_labels(config: ClassifyConfig) -> tuple[str, ...]:
     """
     if config.task == "span" or config.labels:
         return config.labels
-    found = set[str]()
+    labels = set[str]()
     for _, row in read_labelled(config.task, (), config.data, [], []):
-        found |= set(row.tags) if config.task == "token" else {row.label}
-    if not found:
+        labels |= set(row.tags) if config.task == "token" else {row.label}
+    if not labels:
         raise ValueError("classify.data: no rows; at least one was expected")
     if config.task == "token":
-        kinds = {*map(entity_type, found)} - {""}
+        kinds = {*map(entity_type, labels)} - {""}
         if not kinds:
             raise ValueError(f"classify.data: all words have the tag {OUTSIDE}; at least one entity was expected")
         return (OUTSIDE, *(f"{mark}-{kind}" for kind in sorted(kinds) for mark in "BI"))
-    if len(found) < 2:
+    if len(labels) < 2:
         raise ValueError(
-            f"classify.data: all rows have the label {', '.join(found)}; at least two labels were expected"
+            f"classify.data: all rows have the label {', '.join(labels)}; at least two labels were expected"
         )
-    are_numbers = all(label.isascii() and label.isdigit() for label in found)
-    return tuple(sorted(found, key=int) if are_numbers else sorted(found))
+    are_numbers = all(label.isascii() and label.isdigit() for label in labels)
+    return tuple(sorted(labels, key=int) if are_numbers else sorted(labels))
 
 
 def tokenize(run: StageRun, config: ClassifyConfig, tokenizer: Tokenizer, labels: Sequence[str]) -> TokenFolders:

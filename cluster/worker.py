@@ -144,7 +144,7 @@ def interface_of(address: str) -> str:
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
-        if any(found.address == address for found in addresses):
+        if any(candidate.address == address for candidate in addresses):
             return str(name)
     return ""
 

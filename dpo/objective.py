@@ -136,8 +136,8 @@ class DPOConfig(ComparisonsConfig):
         if self.kto != KTOConfig() and self.loss != "kto":
             raise ValueError(f'kto is set, but loss is "{self.loss}"; loss = "kto" was expected')
         if self.loss == "kto" and (self.ties == "davidson" or self.sft_coef):
-            given = 'ties "davidson"' if self.ties == "davidson" else f"sft_coef {self.sft_coef:g}"
-            raise ValueError(f'{given} with loss "kto", which learns from single responses; its default was expected')
+            setting = 'ties "davidson"' if self.ties == "davidson" else f"sft_coef {self.sft_coef:g}"
+            raise ValueError(f'{setting} with loss "kto", which learns from single responses; its default was expected')
         if self.margin and self.ties == "davidson":
             raise ValueError('ties is "davidson", which has no margins; ties = "soft" or margin = 0 was expected')
         if self.loss.startswith("ipo") and self.ties == "davidson":

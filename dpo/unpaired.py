@@ -78,13 +78,13 @@ def require_labels(split: Split, config: DPOConfig) -> None:
 
 def flags_without_effect(split: Split, config: KTOConfig) -> list[str]:
     """Returns the configured flags that no response has."""
-    found = {
+    flags = {
         flag
         for ranking in (*split.train, *split.heldout)
         for response_flags in ranking.flags
         for flag in response_flags
     }
-    return [flag for flag in config.undesirable_flags if flag not in found]
+    return [flag for flag in config.undesirable_flags if flag not in flags]
 
 
 def labelled(comparisons: Sequence[Comparison], config: KTOConfig) -> list[Comparison]:

@@ -302,14 +302,14 @@ class _SavedRows:
 
     def _prompt(self, where: str, row: Mapping[str, Any]) -> Prompt | None:
         """Returns the prompt that the row answers; None if it is not in the comparison."""
-        asked = conversation_key(asked_of(where, row)) if any(name in row for name in ASKING_FIELDS) else None
+        key = conversation_key(asked_of(where, row)) if any(name in row for name in ASKING_FIELDS) else None
         if "prompt_id" not in row:
-            if asked is None:
+            if key is None:
                 wanted = ", ".join(("prompt_id", *ASKING_FIELDS))
                 raise ValueError(f"{where}: the row names no prompt; one of {wanted} was expected, found {names(row)}")
-            return self._by_asked.get(asked)
+            return self._by_asked.get(key)
         prompt = self._by_id.get(id_of(where, row))
-        if prompt is not None and asked is not None and asked != conversation_key(prompt.messages):
+        if prompt is not None and key is not None and key != conversation_key(prompt.messages):
             raise ValueError(f"{where}: prompt_id {prompt.prompt_id!r} belongs to a prompt other than the row's own")
         return prompt
 

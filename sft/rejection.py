@@ -125,7 +125,7 @@ def run_rejection(run: StageRun, config: RejectionConfig) -> None:
     tokens = _tokenize(run, config, tokenizer, path)
     (trained, *_) = run.on_ranks(train, config, start, tokens)
     lost = [read_overlong(folder) for folder in (tokens.training, tokens.heldout)]
-    kept = Overlong(sum(of.num_rows for of in lost), num_skipped=sum(of.num_skipped for of in lost))
+    kept = Overlong(sum(reason.num_rows for reason in lost), num_skipped=sum(reason.num_skipped for reason in lost))
     run.write_results(RejectionResults(chosen, trained, fitting.overlong or None, kept or None, fitting.sources))
 
 
@@ -302,8 +302,8 @@ def plan(planner: Planner, config: RejectionConfig) -> StagePlan:
     return planner.planned(
         "rows",
         {**training.batch, **{name: sampling.batch[name] for name in ("prompts", "responses per prompt")}},
-        {f"{kind} that {what}": memory for what, of in (("samples", sampling), ("trains", training))
-         for kind, memory in of.memory.items()},
+        {f"{kind} that {what}": memory for what, phase in (("samples", sampling), ("trains", training))
+         for kind, memory in phase.memory.items()},
         steps,
         training.seconds_per_step + sampling.seconds / steps,
     )  # fmt: skip

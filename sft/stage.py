@@ -142,8 +142,8 @@ def translate_heldout(
         return None
     engine.barrier()  # until the model is saved
     pairs, size = Pairs(Sequences.read(heldout)), engine.world_size
-    own = [pairs[row] for row in range(engine.rank, len(pairs), size)]
-    shares = engine.gather(translate(context.model_folder, own, config.translation_beams, config.seq_len - 1))
+    pairs_of_rank = [pairs[row] for row in range(engine.rank, len(pairs), size)]
+    shares = engine.gather(translate(context.model_folder, pairs_of_rank, config.translation_beams, config.seq_len - 1))
     if not engine.is_main:
         return None
     rows = [shares[row % size][row // size] for row in range(len(pairs))]
@@ -269,11 +269,11 @@ def _with_translations(planner: Planner, config: SFTConfig, planned: StagePlan) 
         planner.times.sampling_seconds(total, rows, 2 * new, new) for rows in (of_rank, config.translation_beams)
     )
     saved, memory = (2 if layout.is_gpu else 4) * total, dict(planned.memory)
-    for kind, of in planned.memory.items():
-        free = planner.gpu_bytes - sum(of.held.values()) - saved
+    for kind, held_memory in planned.memory.items():
+        free = planner.gpu_bytes - sum(held_memory.held.values()) - saved
         rows = rows_at_once(planner.model, layout, free, min(of_rank, GENERATION_ROWS), 2 * new)
         phase = {"the saved model": saved, **sampling_phase(planner.model, layout, total, rows, new, new)}
-        memory[kind] = replace(of, phases={**of.phases, "translate": phase})
+        memory[kind] = replace(held_memory, phases={**held_memory.phases, "translate": phase})
     return replace(planned, memory=memory, once_seconds=greedy + of_rank * beams)
 
 
@@ -336,20 +336,24 @@ def sft_report(stage: StageFolder) -> StageReport:
     )
 
 
-def _translations(found: TranslationResults) -> Table:
-    named = {"greedy": found.greedy, f"{found.num_beams} beams": found.beam, "beams − greedy": found.beam_above_greedy}
+def _translations(translation: TranslationResults) -> Table:
+    named = {
+        "greedy": translation.greedy,
+        f"{translation.num_beams} beams": translation.beam,
+        "beams − greedy": translation.beam_above_greedy,
+    }
     rows = tuple(
         Row((name,), (_cell(scores.bleu), _cell(scores.chrf), _cell(scores.exact_match, 100)))
         for name, scores in named.items()
     )
-    signatures = "; ".join(found.signatures)
-    caption = f"{count_of(found.num_sentences, 'held-out sentence')}, 95% intervals over sentences; {signatures}"
+    signatures = "; ".join(translation.signatures)
+    caption = f"{count_of(translation.num_sentences, 'held-out sentence')}, 95% intervals over sentences; {signatures}"
     columns = ("decoding", "BLEU", "chrF", "exact, %")
     return Table(caption, columns, rows, title="Translations")
 
 
-def _cell(found: Interval, unit: float = 1) -> Cell:
-    value, low, high = (number(unit * end) for end in (found.mean, found.low, found.high))
+def _cell(interval: Interval, unit: float = 1) -> Cell:
+    value, low, high = (number(unit * end) for end in (interval.mean, interval.low, interval.high))
     return Cell(value, f"{low} to {high}")
 
 

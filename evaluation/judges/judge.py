@@ -89,14 +89,14 @@ def pairs_of(
     `max_pairs` pairs per prompt and two policies; if `max_pairs` is large enough, every two samples are compared once.
     Two policies are compared on the prompts that both have answered.
     """
-    found: dict[tuple[str, str], list[Response]] = {}
-    for policy, own in responses.items():
-        for response in own:
-            found.setdefault((policy, response.prompt_id), []).append(response)
+    by_prompt: dict[tuple[str, str], list[Response]] = {}
+    for policy, rows in responses.items():
+        for response in rows:
+            by_prompt.setdefault((policy, response.prompt_id), []).append(response)
     pairs: list[Pair] = []
     for prompt in prompts:
         for first, second in combinations(responses, 2):
-            ours, theirs = found.get((first, prompt.prompt_id)), found.get((second, prompt.prompt_id))
+            ours, theirs = by_prompt.get((first, prompt.prompt_id)), by_prompt.get((second, prompt.prompt_id))
             if ours and theirs:
                 pairs += [Pair(prompt, ours[i], theirs[j]) for i, j in _meetings(len(ours), len(theirs), max_pairs)]
     return pairs
@@ -159,8 +159,8 @@ class ScoreJudge:
         for start in range(0, len(keys), BATCH):
             part = keys[start : start + BATCH]
             rows = [[wanted[key].row for key in part]] if self.reads_rows else []
-            found = self.score([wanted[key].messages for key in part], [text for _, text in part], *rows)
-            scores |= zip(part, found, strict=True)
+            scored = self.score([wanted[key].messages for key in part], [text for _, text in part], *rows)
+            scores |= zip(part, scored, strict=True)
             on_progress(len(scores), len(keys))
         return scores
 
@@ -190,11 +190,14 @@ def reward_model_score(folder: Path, weights: Mapping[str, float], steps: StepsC
         whole = [[*messages, {"role": "assistant", "content": response}] for messages, response in turns]
         encoded = [encode_answered(tokenizer, conversation) for conversation in whole]
         room = model().network.config.max_position_embeddings
-        fitting = [row for row, of in enumerate(encoded) if model().fits(of.tokens)]
-        found = [Scored(math.nan, f"{len(of.tokens)} tokens; the reward model reads at most {room}") for of in encoded]
+        fitting = [row for row, response in enumerate(encoded) if model().fits(response.tokens)]
+        scored = [
+            Scored(math.nan, f"{len(response.tokens)} tokens; the reward model reads at most {room}")
+            for response in encoded
+        ]
         scores = model().score_encoded([encoded[row] for row in fitting])
         for row, value in zip(fitting, scores, strict=True):
-            found[row] = Scored(value) if math.isfinite(value) else Scored(math.nan, f"the reward model gave {value}")
-        return found
+            scored[row] = Scored(value) if math.isfinite(value) else Scored(math.nan, f"the reward model gave {value}")
+        return scored
 
     return score

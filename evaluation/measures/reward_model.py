@@ -172,13 +172,13 @@ def calibration_error(pairs: ScoredPairs, bin_N: Ints, *, seed: int) -> Calibrat
     num_bins, num_prompts = int(bin_N.max()) + 1, int(place_N.max()) + 1
     off_PB = np.zeros((num_prompts, num_bins))
     np.add.at(off_PB, (place_N, bin_N), (pairs.right_N - pairs.confidence_N) / len(pairs))
-    found = float(np.abs(off_PB.sum(axis=0)).sum())
+    error = float(np.abs(off_PB.sum(axis=0)).sum())
     generator = np.random.default_rng(seed)
     errors_S = np.concatenate([_by_chance(off_PB, generator) for _ in range(NUM_DRAWS // _DRAWS_AT_ONCE)])
     by_chance = float(errors_S.mean())
     # The tolerance keeps rounding from deciding whether a draw reaches `found`.
-    p_value = (1 + int((errors_S >= found - 1e-12).sum())) / (1 + len(errors_S))
-    return CalibrationError(found, by_chance, max(0.0, found - by_chance), p_value, num_bins)
+    p_value = (1 + int((errors_S >= error - 1e-12).sum())) / (1 + len(errors_S))
+    return CalibrationError(error, by_chance, max(0.0, error - by_chance), p_value, num_bins)
 
 
 def _by_chance(off_PB: Floats, generator: np.random.Generator) -> Floats:
@@ -289,12 +289,12 @@ def read_judged(source: str, form: str = AUTO) -> Judgments:
     Raises: ValueError naming file, line and field; for rows in an unknown format, and if none holds a judgment.
     """
     chosen, rows = read_as(form, read_source(source), source)
-    found: Found = collect_all(chosen, rows)
-    report_excluded(found)
-    rankings = tuple(found.rankings)
+    collected: Found = collect_all(chosen, rows)
+    report_excluded(collected)
+    rankings = tuple(collected.rankings)
     if not rankings:
-        raise ValueError(f"{source}: {found.report.num_rows} rows, but no valid ranking")
-    return Judgments(chosen.name, found.tasks, rankings, found.report.counts())
+        raise ValueError(f"{source}: {collected.report.num_rows} rows, but no valid ranking")
+    return Judgments(chosen.name, collected.tasks, rankings, collected.report.counts())
 
 
 def heldout_only(judged: Judgments, share: float, seed: int) -> Judgments:
@@ -424,8 +424,8 @@ def rewardbench_score(pairs: ScoredPairs) -> RewardBenchScore:
             share = {subset: weight / sum(used.values()) for subset, weight in used.items()}
             mean = sum(share[subset] * of_subset[subset][0] for subset in used)
             sections[name] = mean, sum(share[subset] ** 2 * of_subset[subset][1] for subset in used)
-    found = list(sections.values())
-    overall = sum(mean for mean, _ in found) / len(found), sum(variance for _, variance in found) / len(found) ** 2
+    scores = list(sections.values())
+    overall = sum(mean for mean, _ in scores) / len(scores), sum(variance for _, variance in scores) / len(scores) ** 2
     return RewardBenchScore(
         sections={name: _normal_interval(*section) for name, section in sections.items()},
         score=_normal_interval(*overall),

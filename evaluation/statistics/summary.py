@@ -153,7 +153,7 @@ def _algorithms(rows: Sequence[Verdict], comparisons: Comparisons, runs: Runs, s
         prompts = [prompt for prompt, kept in zip(comparisons.prompts, kept_P, strict=True) if kept]
         cluster_P = _clusters_of_prompts(comparisons)[kept_P]
         test = AlgorithmTest.of_preferences(x_ABP[:, :, kept_P], cluster_P, seed=seed)
-        found = AlgorithmPair(
+        pair = AlgorithmPair(
             algorithm_a=a,
             algorithm_b=b,
             num_runs_a=len(runs[a]),
@@ -166,11 +166,11 @@ def _algorithms(rows: Sequence[Verdict], comparisons: Comparisons, runs: Runs, s
             num_clusters=len(np.unique(cluster_P)),
             num_prompts_missing=len(kept_P) - len(prompts),
         )
-        tests.append((found, test))
+        tests.append((pair, test))
     corrected = holm(np.array([test.p for _, test in tests])).tolist()
     return tuple(
-        replace(found, win_rate=test.interval(holm_level(test.p, holm_p)), holm_p=holm_p)
-        for (found, test), holm_p in zip(tests, corrected, strict=True)
+        replace(pair, win_rate=test.interval(holm_level(test.p, holm_p)), holm_p=holm_p)
+        for (pair, test), holm_p in zip(tests, corrected, strict=True)
     )
 
 
@@ -208,12 +208,12 @@ def _score_difference(
 
 def _mean_scores(rows: Sequence[Verdict]) -> dict[tuple[str, str], float]:
     """Returns each policy's mean score on each prompt, over its responses, from one judge's verdicts."""
-    found: dict[tuple[str, str], dict[int, float]] = {}
+    by_response: dict[tuple[str, str], dict[int, float]] = {}
     for row in rows:
         if not (row.failure or math.isnan(row.score_a)):
-            found.setdefault((row.policy_a, row.prompt_id), {})[row.index_a] = row.score_a
-            found.setdefault((row.policy_b, row.prompt_id), {})[row.index_b] = row.score_b
-    return {key: sum(scores.values()) / len(scores) for key, scores in found.items()}
+            by_response.setdefault((row.policy_a, row.prompt_id), {})[row.index_a] = row.score_a
+            by_response.setdefault((row.policy_b, row.prompt_id), {})[row.index_b] = row.score_b
+    return {key: sum(scores.values()) / len(scores) for key, scores in by_response.items()}
 
 
 def _categories(pair: Comparisons, seed: int) -> tuple[CategoryWinRate, ...]:
@@ -367,8 +367,8 @@ def _ends_of_prompts(psi_P: Floats, cluster_P: Ints) -> tuple[float, float]:
     different prompts.
     """
     least, most = min(0.0, float(psi_P.min())), max(1.0, float(psi_P.max()))
-    found = share_interval((psi_P - least) / (most - least), cluster_P)
-    return max(0.0, least + (most - least) * found.low), min(1.0, least + (most - least) * found.high)
+    interval = share_interval((psi_P - least) / (most - least), cluster_P)
+    return max(0.0, least + (most - least) * interval.low), min(1.0, least + (most - least) * interval.high)
 
 
 def _ends_of_two_orders(one_C: Floats, other_C: Floats) -> tuple[float, float]:
@@ -389,7 +389,7 @@ def flips(verdicts: Sequence[Verdict], clusters: Clusters = NO_CLUSTERS) -> Flip
 
     Failed verdicts and those with an unknown order are left out. Every prompt weighs the same.
     """
-    shown: dict[tuple[object, ...], dict[str, float]] = defaultdict(dict)
+    by_order: dict[tuple[object, ...], dict[str, float]] = defaultdict(dict)
     for verdict in verdicts:
         if verdict.failure or not verdict.first:
             continue
@@ -398,8 +398,8 @@ def flips(verdicts: Sequence[Verdict], clusters: Clusters = NO_CLUSTERS) -> Flip
         won = verdict.preference_a if a < b else 1 - verdict.preference_a
         first = verdict.policy_a if verdict.first == "a" else verdict.policy_b
         key = (verdict.prompt_id, verdict.judge, verdict.labeler, min(a, b), max(a, b))
-        shown[key][first] = math.copysign(1.0, won - 0.5) if abs(won - 0.5) > 1e-9 else 0.0
-    both = {key: tuple(signs.values()) for key, signs in shown.items() if len(signs) == 2}
+        by_order[key][first] = math.copysign(1.0, won - 0.5) if abs(won - 0.5) > 1e-9 else 0.0
+    both = {key: tuple(signs.values()) for key, signs in by_order.items() if len(signs) == 2}
     prompts = [str(key[0]) for key in both]
     changed = [one != other for one, other in both.values()]
     opposite = [one * other < 0 for one, other in both.values()]
@@ -412,9 +412,9 @@ def _share_by_prompt(prompts: Sequence[str], is_so: Sequence[bool], clusters: Cl
         by_prompt[prompt].append(so)
     if not by_prompt:
         return Share(math.nan, math.nan, math.nan, num_pairs=0, num_tasks=0)
-    x_P = np.array([np.mean(found) for found in by_prompt.values()])
-    found = share_interval(x_P, places_of(list(by_prompt), clusters))
-    return Share(found.mean, found.low, found.high, num_pairs=len(is_so), num_tasks=len(x_P))
+    x_P = np.array([np.mean(values) for values in by_prompt.values()])
+    interval = share_interval(x_P, places_of(list(by_prompt), clusters))
+    return Share(interval.mean, interval.low, interval.high, num_pairs=len(is_so), num_tasks=len(x_P))
 
 
 def _unknown_bias(reason: str) -> PositionBias:
@@ -424,8 +424,8 @@ def _unknown_bias(reason: str) -> PositionBias:
 def judges_agree(verdicts: Sequence[Verdict], judge: str, other: str, clusters: Clusters = NO_CLUSTERS) -> Agreement:
     """Returns the agreement of two judges. A judge's preference between two responses is the mean of its verdicts on
     them, over labelers and orders."""
-    said = _preferences_by_item((v.judge, v) for v in verdicts if v.judge in (judge, other))
-    return _agreement(said, judge, other, clusters)
+    preferences = _preferences_by_item((v.judge, v) for v in verdicts if v.judge in (judge, other))
+    return _agreement(preferences, judge, other, clusters)
 
 
 def labelers_agree(verdicts: Sequence[Verdict], judge: str, clusters: Clusters = NO_CLUSTERS) -> Agreement:
@@ -437,32 +437,34 @@ def labelers_agree(verdicts: Sequence[Verdict], judge: str, clusters: Clusters =
 
 def _preferences_by_item(named: Iterable[tuple[str, Verdict]]) -> dict[Item, dict[str, list[float]]]:
     """Returns, by item and rater, preferences for the policy whose name sorts first. Failed verdicts are left out."""
-    said: dict[Item, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    preferences: dict[Item, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for rater, verdict in named:
         if verdict.failure:
             continue
         a, b = (verdict.policy_a, verdict.index_a), (verdict.policy_b, verdict.index_b)
         won = verdict.preference_a if a < b else 1 - verdict.preference_a
-        said[verdict.prompt_id, min(a, b), max(a, b)][rater].append(won)
-    return said
+        preferences[verdict.prompt_id, min(a, b), max(a, b)][rater].append(won)
+    return preferences
 
 
-def _agreement(said: dict[Item, dict[str, list[float]]], judge: str, other: str, clusters: Clusters) -> Agreement:
-    from_half = [[float(np.mean(found)) - 0.5 for found in raters.values()] for raters in said.values()]
-    first_T = np.array([sum(d > 1e-9 for d in found) for found in from_half], dtype=np.float64)
-    second_T = np.array([sum(d < -1e-9 for d in found) for found in from_half], dtype=np.float64)
-    num_T = np.array([len(found) for found in from_half], dtype=np.float64)
-    cluster_T = places_of([prompt_id for prompt_id, _, _ in said], clusters)
+def _agreement(
+    preferences: dict[Item, dict[str, list[float]]], judge: str, other: str, clusters: Clusters
+) -> Agreement:
+    from_half = [[float(np.mean(values)) - 0.5 for values in raters.values()] for raters in preferences.values()]
+    first_T = np.array([sum(d > 1e-9 for d in offsets) for offsets in from_half], dtype=np.float64)
+    second_T = np.array([sum(d < -1e-9 for d in offsets) for offsets in from_half], dtype=np.float64)
+    num_T = np.array([len(offsets) for offsets in from_half], dtype=np.float64)
+    cluster_T = places_of([prompt_id for prompt_id, _, _ in preferences], clusters)
     counts = PairCounts(first_T[:, None], second_T[:, None], (num_T - first_T - second_T)[:, None])
     # Pairs of raters, neither of whom gave a tie.
     compared_T = (first_T + second_T) * (first_T + second_T - 1) / 2
     tally = Tally(
-        group_R=np.zeros(len(said), dtype=np.int64),
-        task_R=np.arange(len(said)),
+        group_R=np.zeros(len(preferences), dtype=np.int64),
+        task_R=np.arange(len(preferences)),
         prompt_R=cluster_T,
         right_R=(first_T * (first_T - 1) + second_T * (second_T - 1)) / 2,
         compared_R=compared_T,
-        pairs_R=np.ones(len(said)),
-        responses_R=np.full(len(said), 2),
+        pairs_R=np.ones(len(preferences)),
+        responses_R=np.full(len(preferences), 2),
     )
     return Agreement(judge, other, clustered_shares(tally, 1)[0], ranking_alpha(counts, cluster_T, tally.responses_R))
