@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from evaluation.statistics.judges import flips, labelers_agree, position_bias
 from evaluation.statistics.ratings import Model, rate
 from evaluation.statistics.significance import EqualityTest
+from evaluation.statistics.summary import flips, labelers_agree, position_bias
 from evaluation.statistics.win_rates import bootstrap_clusters, length_controlled, pair_win_rate, prompt_means
 from evaluation.verdicts import Comparisons, Verdict
 from preferences.statistics.estimates import Floats, Ints

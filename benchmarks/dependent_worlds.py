@@ -15,9 +15,9 @@ from scipy import special
 
 from benchmarks.compare_worlds import Held, comparisons
 from evaluation.statistics.algorithms import AlgorithmTest
-from evaluation.statistics.judges import position_bias
 from evaluation.statistics.ratings import rate
 from evaluation.statistics.significance import EqualityTest
+from evaluation.statistics.summary import position_bias
 from evaluation.statistics.win_rates import length_controlled, pair_test
 from evaluation.verdicts import Comparisons
 from heed.worlds.answers import write_answer

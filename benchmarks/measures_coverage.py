@@ -14,10 +14,10 @@ import numpy as np
 from scipy.special import expit
 
 from benchmarks.label_coverage import Covered
-from evaluation.measures.calibration import ScoredPairs, calibration
 from evaluation.measures.curves import Curve, Kind
 from evaluation.measures.kl import ResponseKLs, summarise_kl
 from evaluation.measures.overoptimisation import fit_curve, gain_at
+from evaluation.measures.reward_model import ScoredPairs, calibration
 from preferences.statistics.estimates import Floats, Interval
 
 DISTANCES = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)  # √KL of the planted policies

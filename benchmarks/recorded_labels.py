@@ -26,7 +26,7 @@ import torch
 from files.atomic import atomic_file
 from files.hashes import derive_seed
 from heed.studies.label_choice import NUM_HEADS, HeadPosterior
-from heed.studies.report import spread
+from heed.studies.study import spread
 from heed.studies.verdicts import Claim, Contrast, Rule, decide
 from lm.hub import model_directory
 from lm.model import LanguageModel

@@ -132,9 +132,9 @@ class Encoder:
             )  # fmt: skip
             targets[begins] |= BEGINS
             targets[ends] |= ENDS
-            shown = [[*places[token], int(best[token] == number)] for token in window]
+            spans = [[*places[token], int(best[token] == number)] for token in window]
             examples.append(
-                EncodedExample(tokens, types, targets, {**gold, "window": number, "before": before, "places": shown})
+                EncodedExample(tokens, types, targets, {**gold, "window": number, "before": before, "places": spans})
             )
         return examples, fate
 

@@ -51,10 +51,10 @@ def sequence_metrics(predicted: Sequence[str], gold: Sequence[str], seed: int) -
 
 def token_metrics(predicted: Sequence[Sequence[str]], gold: Sequence[Sequence[str]], seed: int) -> Metrics:
     """Returns precision, recall and F1 of all entities, resampling sentences; and the scores of each type."""
-    found, right = ([entities(tags) for tags in of] for of in (predicted, gold))
-    kinds = sorted({kind for of in (*found, *right) for kind, _, _ in of})
+    predicted_spans, gold_spans = ([entities(tags) for tags in sentences] for sentences in (predicted, gold))
+    kinds = sorted({kind for spans in (*predicted_spans, *gold_spans) for kind, _, _ in spans})
     counts_NK3 = np.zeros((len(gold), len(kinds), 3))
-    for row, parts in enumerate(zip(found, right, strict=True)):
+    for row, parts in enumerate(zip(predicted_spans, gold_spans, strict=True)):
         for column, some in enumerate((parts[0] & parts[1], *parts)):
             for kind, _, _ in some:
                 counts_NK3[row, kinds.index(kind), column] += 1
@@ -64,20 +64,22 @@ def token_metrics(predicted: Sequence[Sequence[str]], gold: Sequence[Sequence[st
         "recall": lambda sums_3: _ratio(sums_3[..., 0], sums_3[..., 2]),
     }
     micro_N3 = counts_NK3.sum(axis=1)
-    return {name: _resampled(micro_N3, of, seed) for name, of in measures.items()}, _by_label(kinds, counts_NK3)
+    return {name: _resampled(micro_N3, measure, seed) for name, measure in measures.items()}, _by_label(
+        kinds, counts_NK3
+    )
 
 
 def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     """Returns (type, first word, last word) of each entity. As in `conlleval`, I- after another type opens one too."""
-    found, start, kind = set(), 0, ""
+    spans, start, kind = set(), 0, ""
     for place, tag in enumerate([*tags, OUTSIDE]):
         mark, _, here = tag.partition("-")
         if kind and (mark != "I" or here != kind):
-            found.add((kind, start, place - 1))
+            spans.add((kind, start, place - 1))
             kind = ""
         if here and not kind:
             start, kind = place, here
-    return found
+    return spans
 
 
 def span_metrics(predicted: Sequence[str], answers: Sequence[Sequence[str]], contexts: Sequence[str]) -> Metrics:
@@ -90,14 +92,14 @@ def span_metrics(predicted: Sequence[str], answers: Sequence[Sequence[str]], con
     numbers = {text: number for number, text in enumerate(dict.fromkeys(contexts))}
     cluster_N = np.array([numbers[text] for text in contexts], dtype=np.int64)
     has_answer_N = np.array([any(map(normalized, golds)) for golds in answers], dtype=np.bool_)
-    found = dict[str, Interval]()
+    metrics = dict[str, Interval]()
     everything = np.ones_like(has_answer_N)
     for prefix, chosen_N in (("", everything), ("answerable_", has_answer_N), ("unanswerable_", ~has_answer_N)):
         for column, name in enumerate(("exact_match", "f1")):
             if chosen_N.any() and (prefix != "unanswerable_" or column):  # without an answer, both are the same
                 mean = clustered_mean(scores_NM[chosen_N, column], cluster_N[chosen_N])
-                found[prefix + name] = Interval(mean.mean, *np.clip([mean.low, mean.high], 0, 1).tolist())
-    return found, {}
+                metrics[prefix + name] = Interval(mean.mean, *np.clip([mean.low, mean.high], 0, 1).tolist())
+    return metrics, {}
 
 
 def f1_of(counts_3: Floats) -> Floats:

@@ -32,8 +32,8 @@ Classifier = SequenceClassifier | TokenClassifier | SpanPredictor
 def logits_of(model: nn.Module, packed: PackedExamples, *, has_types: bool, keys_BT: Tensor | None = None) -> Tensor:
     """Returns logits in fp32: [N, K] of each sequence, row by row, or [B, T, K] of each token."""
     types_BT = packed.token_types_BT if has_types else None
-    found = model(packed.tokens_BT, packed.segments_BT, types_BT, sequence_keys_BT=keys_BT)
-    return torch.stack(found, dim=-1) if isinstance(found, tuple) else found
+    logits = model(packed.tokens_BT, packed.segments_BT, types_BT, sequence_keys_BT=keys_BT)
+    return torch.stack(logits, dim=-1) if isinstance(logits, tuple) else logits
 
 
 def span_loss(logits_NL: Tensor, targets_N: Tensor) -> Tensor:

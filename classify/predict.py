@@ -113,8 +113,8 @@ def predictions(
 
 
 def label_probabilities(logits_K: Tensor) -> list[float]:
-    found: list[float] = logits_K.double().softmax(dim=-1).tolist()
-    return found
+    probabilities: list[float] = logits_K.double().softmax(dim=-1).tolist()
+    return probabilities
 
 
 def tags_of(gold: Mapping[str, Any], logits_LK: Tensor, labels: Sequence[str]) -> list[str]:
@@ -199,8 +199,8 @@ class TextClassifier:
         labels: tuple[str, ...] = getattr(self.network, "labels", ())
         if len(labels) == 1:
             return {labels[0]: float(logits_K)}
-        found = dict(zip(labels, label_probabilities(logits_K), strict=True))
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        probability_of = dict(zip(labels, label_probabilities(logits_K), strict=True))
+        return dict(sorted(probability_of.items(), key=lambda item: -item[1]))
 
     def entities(self, text: str) -> list[tuple[str, str]]:
         """Returns (type, text) of each entity, in order. Words and marks are read one by one, as in CoNLL's data."""
@@ -209,9 +209,9 @@ class TextClassifier:
         logits_LK = self._logits([tokens])[0]
         gold = {"words": matches, "read": [(word, place + 1) for word, place in enumerate(firsts) if place >= 0]}
         tags = tags_of(gold, logits_LK, getattr(self.network, "labels", ()))
-        found = sorted(entities(tags), key=lambda entity: entity[1])
+        spans = sorted(entities(tags), key=lambda entity: entity[1])
         places = [match.span() for match in matches]
-        return [(kind, text[places[first][0] : places[last][1]]) for kind, first, last in found]
+        return [(kind, text[places[first][0] : places[last][1]]) for kind, first, last in spans]
 
     def answer(self, question: str, context: str) -> tuple[str, float]:
         """Returns the best answer, and by how much its score exceeds that of no answer, in nats.
@@ -219,19 +219,21 @@ class TextClassifier:
         It is the model's answer if that exceeds `reading.no_answer_margin`; else the text has none.
         """
         reading = self.reading
-        (asked, _), (tokens, places) = self.tokenizer.encode_with_places([question, context])
-        if len(asked) > reading.max_question_tokens:
+        (question_tokens, _), (tokens, places) = self.tokenizer.encode_with_places([question, context])
+        if len(question_tokens) > reading.max_question_tokens:
             raise ValueError(
-                f"the question has {len(asked)} tokens; the model reads at most {reading.max_question_tokens}"
+                f"the question has {len(question_tokens)} tokens; the model reads at most {reading.max_question_tokens}"
                 " (classify.max_question_tokens of its job)"
             )
-        windows = context_windows(len(tokens), reading.seq_len - len(asked) - QUESTION_MARKS, reading.doc_stride)
-        best, before = best_windows(windows, len(tokens)), len(asked) + QUESTION_MARKS - 1
+        windows = context_windows(
+            len(tokens), reading.seq_len - len(question_tokens) - QUESTION_MARKS, reading.doc_stride
+        )
+        best, before = best_windows(windows, len(tokens)), len(question_tokens) + QUESTION_MARKS - 1
         golds = [
             {"context": context, "before": before, "places": [[*places[t], best[t] == n] for t in window]}
             for n, window in enumerate(windows)
         ]
-        parts = [self._logits([asked, tokens[window.start : window.stop]])[0] for window in windows]
+        parts = [self._logits([question_tokens, tokens[window.start : window.stop]])[0] for window in windows]
         return best_answer(golds, parts, reading.max_answer_tokens)
 
     def _logits(self, texts: Sequence[Sequence[int]]) -> Tensor:
@@ -244,5 +246,5 @@ class TextClassifier:
             )
         device = next(self.network.parameters()).device
         types_1T = torch.tensor([types], device=device) if self.network.config.type_vocab_size > 1 else None
-        found = self.network(torch.tensor([tokens], device=device), None, types_1T)
-        return (torch.stack(found, dim=-1) if isinstance(found, tuple) else found).float().cpu()
+        logits = self.network(torch.tensor([tokens], device=device), None, types_1T)
+        return (torch.stack(logits, dim=-1) if isinstance(logits, tuple) else logits).float().cpu()

@@ -113,17 +113,17 @@ def _label(where: str, row: Mapping[str, Any], field: str, labels: Sequence[str]
 
 def _tagged(where: str, row: Row, data: ClassifyData, labels: Sequence[str]) -> TaggedWords:
     words_field, tags_field = data.text_field or "tokens", data.label_field or "tags"
-    words, found = list_field(where, row, words_field), list_field(where, row, tags_field)
-    places: list[str] = row.get(_LINES) or [f"{where}: field '{tags_field}[{index}]'" for index in range(len(found))]
+    words, tags = list_field(where, row, words_field), list_field(where, row, tags_field)
+    places: list[str] = row.get(_LINES) or [f"{where}: field '{tags_field}[{index}]'" for index in range(len(tags))]
     for index, word in enumerate(words):
         if not isinstance(word, str) or not word.strip():
             raise ValueError(f"{where}: field '{words_field}[{index}]' is {shown(word)}; a word was expected")
-    if not words or len(words) != len(found):
+    if not words or len(words) != len(tags):
         raise ValueError(
-            f"{where}: field {tags_field!r} has {len(found)} entries and {words_field!r} {len(words)}; a tag for each"
+            f"{where}: field {tags_field!r} has {len(tags)} entries and {words_field!r} {len(words)}; a tag for each"
             " word was expected"
         )
-    named = [tag if isinstance(tag, str) else _label(where, {tags_field: tag}, tags_field, labels) for tag in found]
+    named = [tag if isinstance(tag, str) else _label(where, {tags_field: tag}, tags_field, labels) for tag in tags]
     return TaggedWords(tuple(words), tuple(iob2(named, data.tags, places)))
 
 
@@ -158,18 +158,18 @@ def _question(where: str, row: Row) -> Question:
     question_id = name_field(where, row, "id")
     where = f"{where}: question {question_id!r}" if question_id else where
     context, question = text_field(where, row, "context"), text_field(where, row, "question")
-    given = row.get("answers", [])
-    if isinstance(given, Mapping):
-        texts, starts = list_field(where, given, "text"), list_field(where, given, "answer_start")
+    given_answers = row.get("answers", [])
+    if isinstance(given_answers, Mapping):
+        texts, starts = list_field(where, given_answers, "text"), list_field(where, given_answers, "answer_start")
         if len(texts) != len(starts):
             raise ValueError(
                 f"{where}: field 'answers' has {len(texts)} texts and {len(starts)} places; one each expected"
             )
-        given = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
-    if not isinstance(given, list | tuple):
-        raise ValueError(f"{where}: field 'answers' is {kind_of(given)}; a list was expected")
+        given_answers = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
+    if not isinstance(given_answers, list | tuple):
+        raise ValueError(f"{where}: field 'answers' is {kind_of(given_answers)}; a list was expected")
     answers = []
-    for index, answer in enumerate(given):
+    for index, answer in enumerate(given_answers):
         place = f"{where}: field 'answers[{index}]'"
         if not isinstance(answer, Mapping):
             raise ValueError(f"{place} is {kind_of(answer)}; an object was expected")
@@ -262,9 +262,9 @@ def _questions(path: Path, articles: list[Any]) -> Iterator[tuple[str, Row]]:
         for place, paragraph in enumerate(list_field(where, _an_object(where, article), "paragraphs")):
             inside = f"{where}.paragraphs[{place}]"
             context = any_text(inside, _an_object(inside, paragraph), "context")
-            for index, asked in enumerate(list_field(inside, paragraph, "qas")):
+            for index, qa in enumerate(list_field(inside, paragraph, "qas")):
                 at = f"{inside}.qas[{index}]"
-                yield at, {**_an_object(at, asked), "context": context}
+                yield at, {**_an_object(at, qa), "context": context}
 
 
 def _an_object(where: str, value: Any) -> dict[str, Any]:

@@ -5,8 +5,8 @@ Examples are packed into rows and do not attend to each other, so packing change
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,10 +22,9 @@ from classify.examples import (
     example_lengths,
     example_parts,
 )
-from classify.metrics import metrics_of
+from classify.metrics import LabelScore, metrics_of
 from classify.objective import ClassifyObjective, logits_on_all_ranks
 from classify.predict import SETTINGS, Reading, classifier_source, predictions
-from classify.report import REPORTER, ClassifyResults
 from classify.rows import read_labelled
 from files.atomic import write_json, write_jsonl
 from files.hashes import derive_seed
@@ -37,11 +36,24 @@ from lm.progress import note_progress
 from lm.source import inference_device, load, on_meta
 from lm.tokenizer import Tokenizer
 from lm.transfer import MAX_TOKENS, at_positions
+from preferences.statistics.estimates import Interval
 from stages.contract import Parent, Stage
 from stages.data import token_folder
 from stages.planner import Planner, StagePlan
+from stages.reports.parts import Cell, Part, Row, StageReport, StageReporter, Table
+from stages.reports.run_folder import StageFolder
+from stages.reports.stage_report import (
+    GRADIENT_NORM,
+    Panel,
+    headline_of_share,
+    metric_figures,
+    stage_block,
+    train_and_heldout,
+)
+from stages.reports.text import count, number, percent
 from stages.run import StageRun
 from stages.sizes import Lengths
+from training.data import Overlong, SourceRows
 from training.engine import StageContext, build_engine
 from training.loop import LoopConfig, TrainingLoop
 from training.packing import split_passes
@@ -79,9 +91,9 @@ def train(
     if engine.is_main:
         save_trained(context.folder, plain, engine.module, weights, tokenizer, config.lora, start)
         write_json(context.model_folder / SETTINGS, as_json(Reading.of(config)))
-        found = predictions(config, labels, logits, unseen)
-        write_jsonl(context.folder / PREDICTIONS, found)
-        metrics, by_label = metrics_of(config.task, found, derive_seed(context.seed, "classify", "intervals"))
+        rows = predictions(config, labels, logits, unseen)
+        write_jsonl(context.folder / PREDICTIONS, rows)
+        metrics, by_label = metrics_of(config.task, rows, derive_seed(context.seed, "classify", "intervals"))
         context.write_results(
             ClassifyResults(
                 task=config.task,
@@ -89,7 +101,7 @@ def train(
                 heldout_loss_before=before["loss"],
                 num_steps=num_steps,
                 num_examples=len(training),
-                num_heldout=len(found),
+                num_heldout=len(rows),
                 labels=tuple(labels),
                 metrics=metrics,
                 by_label=by_label,
@@ -108,12 +120,12 @@ def largest_input_norm(start: Path, config: ClassifyConfig, folder: Path, rank: 
     initial = config.model_copy(update={"added_layers": 0, "dt_fixup": False})
     model = load(classifier_source(on_this_machine(start), initial, (), seed=0), inference_device()).eval()
     device, examples = inference_device(), Examples.read(folder)
-    own, largest = np.arange(rank, len(examples), num_ranks), 0.0
+    rows, largest = np.arange(rank, len(examples), num_ranks), 0.0
     has_types = model.config.type_vocab_size > 1
-    units = [[length] for length in examples.lengths_of(own).tolist()]
+    units = [[length] for length in examples.lengths_of(rows).tolist()]
     for places in split_passes(units, 1, MAX_TOKENS)[0]:
         note_progress()
-        packed = PackedExamples.of(examples, own[places], device)
+        packed = PackedExamples.of(examples, rows[places], device)
         types_BT = packed.token_types_BT if has_types else None
         states_BTD = model.hidden(packed.tokens_BT, packed.segments_BT, types_BT, None)
         largest = max(largest, float(at_positions(states_BTD, packed.real_BT).norm(dim=-1).max()))
@@ -128,22 +140,22 @@ def known_labels(config: ClassifyConfig) -> tuple[str, ...]:
     """
     if config.task == "span" or config.labels:
         return config.labels
-    found = set[str]()
+    labels = set[str]()
     for _, row in read_labelled(config.task, (), config.data, [], []):
-        found |= set(row.tags) if config.task == "token" else {row.label}
-    if not found:
+        labels |= set(row.tags) if config.task == "token" else {row.label}
+    if not labels:
         raise ValueError("classify.data: no rows; at least one was expected")
     if config.task == "token":
-        kinds = {*map(entity_type, found)} - {""}
+        kinds = {*map(entity_type, labels)} - {""}
         if not kinds:
             raise ValueError(f"classify.data: all words have the tag {OUTSIDE}; at least one entity was expected")
         return (OUTSIDE, *(f"{mark}-{kind}" for kind in sorted(kinds) for mark in "BI"))
-    if len(found) < 2:
+    if len(labels) < 2:
         raise ValueError(
-            f"classify.data: all rows have the label {', '.join(found)}; at least two labels were expected"
+            f"classify.data: all rows have the label {', '.join(labels)}; at least two labels were expected"
         )
-    are_numbers = all(label.isascii() and label.isdigit() for label in found)
-    return tuple(sorted(found, key=int) if are_numbers else sorted(found))
+    are_numbers = all(label.isascii() and label.isdigit() for label in labels)
+    return tuple(sorted(labels, key=int) if are_numbers else sorted(labels))
 
 
 def tokenize(run: StageRun, config: ClassifyConfig, tokenizer: Tokenizer, labels: Sequence[str]) -> TokenFolders:
@@ -225,6 +237,88 @@ def _num_rows(planner: Planner, config: ClassifyConfig, data: ClassifyData) -> i
     key = f"rows of {config.task} {data.model_dump_json()}"
     read = read_labelled(config.task, config.labels, (data,), [], [])
     return planner.sizes.measures.get(key, lambda: sum(1 for _ in read))
+
+
+PANELS = (
+    Panel("Loss", "nats", train_and_heldout("loss")),
+    Panel("Accuracy", "of texts, words or windows", train_and_heldout("accuracy"), is_share=True),
+    GRADIENT_NORM,
+)
+TITLES = {
+    "accuracy": "Accuracy",
+    "macro_f1": "Macro F1",
+    "f1": "F1",
+    "precision": "Precision",
+    "recall": "Recall",
+    "exact_match": "Exact match",
+    "answerable_exact_match": "Exact match, with an answer",
+    "answerable_f1": "F1, with an answer",
+    "unanswerable_f1": "Right that there is none",
+}
+
+
+@dataclass(frozen=True)
+class ClassifyResults:
+    """Loss in nats per text (`sequence`), tagged word (`token`) or window (`span`); `metrics` are on held-out rows,
+    from 0 to 1, with 95% intervals (`classify.metrics`).
+    """
+
+    task: str
+    heldout_loss: float
+    heldout_loss_before: float
+    num_steps: int
+    num_examples: int
+    num_heldout: int  # texts, sentences or questions
+    labels: tuple[str, ...]
+    metrics: Mapping[str, Interval]
+    by_label: Mapping[str, LabelScore] = field(default_factory=dict)
+    overlong: Overlong | None = None  # of the training data
+    heldout_overlong: Overlong | None = None
+    sources: tuple[SourceRows, ...] = ()  # of both, if rows are unusual
+
+
+def report(stage: StageFolder) -> StageReport:
+    figures = metric_figures(stage, PANELS)
+    results = stage.results(ClassifyResults)
+    if results is None:
+        return StageReport((stage_block(stage, (), figures),))
+    facts = [
+        ("Task", results.task),
+        ("Examples", count(results.num_examples)),
+        ("Held-out rows", count(results.num_heldout)),
+        ("Steps", count(results.num_steps)),
+        ("Held-out loss before", number(results.heldout_loss_before)),
+        ("Held-out loss after", number(results.heldout_loss)),
+    ]
+    facts += [
+        (TITLES[name], f"{percent(share.mean)} ({percent(share.low)} to {percent(share.high)})")
+        for name, share in results.metrics.items()
+    ]
+    for title, overlong in (("Training rows", results.overlong), ("Held-out rows too long", results.heldout_overlong)):
+        if overlong:
+            facts.append((title, str(overlong)))
+    facts += [rows.fact for rows in results.sources]
+    parts: list[Part] = [stage_block(stage, facts, figures)]
+    if results.by_label:
+        rows = tuple(
+            Row((label,), tuple(map(Cell, (*map(percent, (s.precision, s.recall, s.f1)), count(s.num_gold)))))
+            for label, s in results.by_label.items()
+        )
+        what = "type of entity" if results.task == "token" else "label"
+        parts.append(Table(f"Held-out rows, by {what}", (what, "precision", "recall", "F1", "gold"), rows))
+    name = "accuracy" if results.task == "sequence" else "f1"
+    share = results.metrics[name]
+    headline = headline_of_share(
+        stage, f"metrics.{name}", f"Classifier: {TITLES[name]}", (share.mean, share.low, share.high), "held-out rows"
+    )
+    what = "an accuracy" if name == "accuracy" else "an F1"
+    sentence = f"The classifier reaches {what} of {percent(share.mean)} on held-out rows."
+    return StageReport(tuple(parts), headlines=(headline,), sentence=sentence)
+
+
+REPORTER = StageReporter(
+    "Classification", "An encoder is fine-tuned to label texts, to mark entities or to find answers.", report
+)
 
 
 STAGE = Stage(

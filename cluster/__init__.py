@@ -4,8 +4,8 @@ The modules, in the order in which to read them:
 
     groups of ranks       config, group, places, worker, remote (typed calls)
     calls in progress     calls, messages, failures
-    the Ray cluster       connection, local_ray, lean_node, head, hosts
+    the Ray cluster       connection, local_ray, lean_node, hosts
     jobs on a cluster     jobs
     several nodes here    local_cluster
-    processes             environment, sigterm
+    this machine          processes (environment, free ports, SIGTERM)
 """

@@ -1,23 +1,33 @@
 """The Ray cluster of a job: joining or starting one, its room for ranks, and the precision its machines are fast in.
 
 A rank takes a `Bundle` of its machine's resources. Ranks are placed only if the cluster could hold all of them.
+
+`call_on_lost_head` notices when the process on Ray's head node that keeps Ray's state has ended. Ray ends the driver a
+minute after that, with a line of C++ and without running any Python. A thread notices it sooner; the main thread
+cannot, because it may be waiting inside Ray. A head that is merely stopped still accepts connections, and connections
+to one that is out of reach time out; `cluster.calls` has a limit for that.
 """
 
 import logging
 import os
+import socket
+import threading
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private import worker as ray_worker
+from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster import local_ray
-from cluster.environment import token_warning
 from cluster.failures import WorkerLostError, last_line, without_colours
-from cluster.sigterm import end_by_sigterm, sigterm_kept
+from cluster.messages import ANSWER_SECONDS
+from cluster.processes import end_by_sigterm, sigterm_kept, token_warning
 from cluster.worker import HeedFirst
 from lm.config import Precision
 from training.config import EngineConfig, cpu_multiplies_bf16
@@ -259,3 +269,74 @@ def _precisions_of_nodes(bundle: Bundle, limit_seconds: float) -> set[Precision]
     except ray.exceptions.RayError as error:
         cause = last_line(without_colours(str(error)))
         raise WorkerLostError(f"start: a machine of the cluster did not report its precision: {cause}") from error
+
+
+HEAD_SECONDS = 45.0  # how long to wait for a head that has ended; Ray ends this process after 60
+CHECK_SECONDS = 2.0
+
+
+@contextmanager
+def call_on_lost_head(callback: Callable[[str], None]) -> Iterator[None]:
+    """Once Ray's head has ended for good, call `callback` in another thread with a line that says what to do."""
+    closes = threading.Event()
+    watching = threading.Thread(target=_watch_head, args=(callback, closes), name="head", daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        closes.set()
+
+
+def _watch_head(callback: Callable[[str], None], closes: threading.Event) -> None:
+    looked_at, gone_seconds = time.monotonic(), 0.0
+    while not closes.wait(CHECK_SECONDS):
+        # Time in which this process was suspended does not count.
+        elapsed, looked_at = min(time.monotonic() - looked_at, 3 * CHECK_SECONDS), time.monotonic()
+        address = _head_address()
+        if not address:
+            gone_seconds = 0.0
+            continue
+        # A restarted head does not know this job and does not answer it, unless its state was kept outside the head.
+        is_gone = not _head_answers() if gone_seconds else _head_refuses(address)
+        gone_seconds = gone_seconds + elapsed if is_gone else 0.0
+        if gone_seconds > HEAD_SECONDS:
+            callback(_lost_head_line(address))
+            return
+
+
+def _head_address() -> str:
+    """Return the address of the head of this process's cluster; "" if it is in no cluster, or is just leaving it."""
+    try:
+        return str(ray.get_runtime_context().gcs_address) if ray.is_initialized() else ""
+    except Exception:  # what Ray raises depends on how far it has left
+        return ""
+
+
+def _head_refuses(address: str) -> bool:
+    """Whether the machine refuses the connection because no process listens at the address."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _head_answers() -> bool:
+    """Whether the head answers this process."""
+    try:
+        internal_kv.internal_kv_get_gcs_client().internal_kv_multi_get([b"-"], b"heed-head", ANSWER_SECONDS)
+    except Exception:  # what Ray raises depends on how the connection was lost, and this process may leave meanwhile
+        return False
+    return True
+
+
+def _lost_head_line(address: str) -> str:
+    if not os.environ.get("RAY_ADDRESS"):
+        return "Ray's head on this machine has ended; run the same command again, which continues"
+    return (
+        f"Ray's head at {address} has ended; restart Ray there and on the other machines if they do not rejoin by"
+        " themselves, then run the same command again, which continues"
+    )

@@ -22,9 +22,9 @@ from cluster.connection import (
     most_ranks_per_node,
     require_places,
 )
-from cluster.environment import WORKER_ENVIRONMENT
 from cluster.failures import WorkerError
 from cluster.places import Places, nodes_of
+from cluster.processes import WORKER_ENVIRONMENT
 from cluster.remote import Closeable, Remote
 from cluster.worker import _Worker
 from files.importing import user_folders

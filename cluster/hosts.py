@@ -30,7 +30,7 @@ class Host:
 
     def unlike(self, other: "Host") -> dict[str, str]:
         """Return those of this host's versions that differ from another host's."""
-        return {name: found for name, found in self.versions.items() if found != other.versions[name]}
+        return {name: installed for name, installed in self.versions.items() if installed != other.versions[name]}
 
 
 @cache
@@ -105,5 +105,7 @@ def _require_same_code(hosts: list[Host], here: Host) -> None:
 def difference(host: Host) -> str:
     """Return one line about a host whose package versions differ from the driver's."""
     here = this_host()
-    there, own = (", ".join(f"{name} {of.versions[name]}" for name in host.unlike(here)) for of in (host, here))
-    return f"{host.name} has {there}, and {here.name}, where the driver runs, {own}: results may differ by rounding"
+    there, expected = (", ".join(f"{name} {one.versions[name]}" for name in host.unlike(here)) for one in (host, here))
+    return (
+        f"{host.name} has {there}, and {here.name}, where the driver runs, {expected}: results may differ by rounding"
+    )

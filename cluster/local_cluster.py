@@ -26,8 +26,7 @@ from typing import Self
 
 import psutil
 
-from cluster.environment import RAY_ENVIRONMENT
-from files.ports import free_port
+from cluster.processes import RAY_ENVIRONMENT, free_port
 
 MARK = "HEED_LOCAL_CLUSTER"
 HEAD = "head"

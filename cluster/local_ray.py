@@ -9,9 +9,8 @@ import logging
 import os
 import threading
 
-from cluster.environment import RAY_ENVIRONMENT
 from cluster.lean_node import lean_nodes
-from cluster.sigterm import end_by_sigterm, sigterm_kept
+from cluster.processes import RAY_ENVIRONMENT, end_by_sigterm, sigterm_kept
 
 
 class _LocalRay(threading.Thread):
@@ -87,7 +86,7 @@ def _init() -> None:
     # A local cluster uses a token by default, and Ray warns about it at each start. The setting that silences the
     # warning works only before Ray is imported, when it is not yet known which cluster to use.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    # Ray warns that it cannot handle SIGTERM in a thread; `cluster.sigterm` handles it.
+    # Ray warns that it cannot handle SIGTERM in a thread; `cluster.processes` handles it.
     logging.getLogger("ray._private.worker").addFilter(lambda record: "SIGTERM handler" not in record.getMessage())
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)

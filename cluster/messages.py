@@ -172,10 +172,10 @@ def claims_of_others() -> dict[str, int]:
     """Return the number of each other job's last claim. It no longer changes once that job has ended."""
     try:
         others = [key for key in _store().internal_kv_keys(b"", _CLAIMS, ANSWER_SECONDS) if key != _job().encode()]
-        found = _store().internal_kv_multi_get(others, _CLAIMS, ANSWER_SECONDS) if others else {}
+        claims = _store().internal_kv_multi_get(others, _CLAIMS, ANSWER_SECONDS) if others else {}
     except RayError:
         return {}
-    return {key.decode(): int(number) for key, number in found.items()}
+    return {key.decode(): int(number) for key, number in claims.items()}
 
 
 def _job() -> str:

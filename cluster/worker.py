@@ -16,8 +16,8 @@ from ray import cloudpickle
 from ray.job_config import JobConfig
 
 from cluster.messages import listen_for_request, send_beats, send_notice
+from cluster.processes import free_port
 from files.importing import import_from, imports_uncollected, source_tree
-from files.ports import free_port
 from training.notices import speak_through
 
 
@@ -144,7 +144,7 @@ def interface_of(address: str) -> str:
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
-        if any(found.address == address for found in addresses):
+        if any(candidate.address == address for candidate in addresses):
             return str(name)
     return ""
 

@@ -1,27 +1,35 @@
-"""The training objective: losses of direct preference optimisation, from log-ratios to a fixed reference or, for
-SimPO, from log-probs alone.
+"""The DPO stage's settings and training objective: losses of direct preference optimisation, from log-ratios to a fixed
+reference or, for SimPO, from log-probs alone; and the policy in training, with the log-probs of whole responses, which
+are packed with their prompts into few rows. All settings but the rankings have a default; docs/dpo.md says where each
+default comes from.
 
 A response's log-ratio is log π(y|x) - log π_ref(y|x) in nats: a sum over its tokens, including the end token. β times
 it is the response's implicit reward (arXiv 2305.18290, eq. 5), up to a constant per prompt that cancels in differences.
 
 Shape letters: N responses of all comparisons, B comparisons (in the losses: judgments), K responses per comparison
 (padded to the largest), J verdicts of all comparisons, P pairs of responses. Ranks count from 1 = best; 0 = padding.
+In the policy: R response tokens, L rows, T tokens of a row, C tokens of all responses.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from pydantic import ConfigDict, Field, model_validator
+from torch import Tensor, nn
 
-from dpo.config import DPOConfig
-from dpo.learner import PackedResponses, PolicyLearner
+from lm.layers import sequence_keys
+from lm.model import LanguageModel
+from lm.source import ModelSource
 from lm.transfer import spread, upload
 from reward.comparisons import Comparison
+from reward.config import ComparisonsConfig
 from reward.objective import (
     MAX_RESPONSES,
+    NETWORK,
     ComparisonObjective,
     accuracy_of,
     davidson_loss,
@@ -29,7 +37,236 @@ from reward.objective import (
     pairs_of,
     ranking_loss,
 )
-from training.packing import IntArray
+from training.config import BatchConfig, Config, OptimizerConfig
+from training.packing import IntArray, packed_rows
+from training.tokens import Sequences
+
+Loss = Literal["sigmoid", "ipo", "length_normalised", "ipo_length_normalised", "simpo", "kto"]
+# Defaults of losses whose log-probs are per token, and so smaller than sums.
+DEFAULTS = {
+    "length_normalised": {"beta": 5.0},  # Tülu 3's (arXiv 2411.15124)
+    "simpo": {"beta": 2.5, "margin": 1.375},  # for Llama 3 8B Instruct in SimPO's own repository
+}
+
+OPTIMIZER = {"learning_rate": 1e-6, "schedule": "linear", "warmup_steps": 20}
+LORA_LEARNING_RATE = 1e-5  # ten times as much (`lm.lora.LoRAConfig`)
+
+
+class KTOConfig(Config):
+    """What `loss = "kto"` makes of ratings and flags, and how it weighs the two kinds of responses."""
+
+    model_config = ConfigDict(title="KTO")
+
+    desirable_above: float = Field(
+        default=0.5,
+        description="Responses rated above this are desirable, all other rated ones undesirable. The default suits"
+        " labels of true and false, which are ratings of 1 and 0.",
+    )
+    undesirable_flags: tuple[str, ...] = Field(
+        default=(), description="Flags of the labeling page that make a response undesirable, whatever its rating."
+    )
+    desirable_weight: float = Field(default=1.0, gt=0, description="Weight of the loss of desirable responses.")
+    undesirable_weight: float = Field(
+        default=1.0,
+        gt=0,
+        description="Weight of the loss of undesirable responses. The paper advises that the number of desirable"
+        " responses times their weight be 1 to 4/3 times that of the undesirable ones.",
+    )
+
+
+class DPOConfig(ComparisonsConfig):
+    """`init_from` names the policy to start from, which is also the reference."""
+
+    section = "dpo"
+    objectives_key = "dpo.objective"
+
+    objective: str = Field(
+        default="", description="Objective to learn if the rankings have several; empty = the only one."
+    )
+    loss: Loss = Field(
+        default="sigmoid",
+        description="`sigmoid` is DPO (arXiv 2305.18290, eq. 7); `ipo` its squared form (arXiv 2310.12036, eq. 17);"
+        " `length_normalised` and `ipo_length_normalised` are these with log-probabilities per token (Tülu 3, arXiv"
+        " 2411.15124; TRL's IPO); `simpo` has log-probabilities per token, a margin and no reference (arXiv 2405.14734,"
+        " eq. 6); `kto` learns from labels of single responses (arXiv 2402.01306).",
+    )
+    beta: float = Field(
+        default=0.1,
+        gt=0,
+        description="Weight of the KL from the reference: smaller lets the policy move further. The default with"
+        f" `length_normalised` is {DEFAULTS['length_normalised']['beta']:g}, and with `simpo`, where it scales"
+        f" log-probabilities, {DEFAULTS['simpo']['beta']:g}.",
+    )
+    margin: float = Field(
+        default=0.0,
+        ge=0,
+        description="Lead that the better response's implicit reward should have, for `simpo` alone; its default there"
+        f" is {DEFAULTS['simpo']['margin']:g}.",
+    )
+    kto: KTOConfig = Field(default=KTOConfig(), description="How `kto` reads labels; for that loss alone.")
+    sft_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the SFT loss of the best responses, nats per token (arXiv 2404.19733); 0 = none.",
+    )
+    batch: BatchConfig = Field(
+        default=BatchConfig(batch_size=64, micro_batch_tokens=8192),
+        description="Batch sizes, in comparisons; by default 64, in passes of 8,192 tokens.",
+    )
+    optimizer: OptimizerConfig = Field(
+        default=OptimizerConfig.model_validate(OPTIMIZER),
+        description="Optimizer and learning rate; by default 1e-6 (with `lora`"
+        f" {LORA_LEARNING_RATE:g}) after 20 steps of warm-up, falling linearly.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_defaults(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        values = {**DEFAULTS.get(str(values.get("loss")), {}), **values}
+        if values.get("lora") is not None:
+            values = {"optimizer": {**OPTIMIZER, "learning_rate": LORA_LEARNING_RATE}, **values}
+        return values
+
+    @model_validator(mode="after")
+    def _check_loss(self) -> Self:
+        if self.margin and self.loss != "simpo":
+            raise ValueError(f'margin is {self.margin:g} with loss "{self.loss}"; only "simpo" has a margin')
+        if self.kto != KTOConfig() and self.loss != "kto":
+            raise ValueError(f'kto is set, but loss is "{self.loss}"; loss = "kto" was expected')
+        if self.loss == "kto" and (self.ties == "davidson" or self.sft_coef):
+            setting = 'ties "davidson"' if self.ties == "davidson" else f"sft_coef {self.sft_coef:g}"
+            raise ValueError(f'{setting} with loss "kto", which learns from single responses; its default was expected')
+        if self.margin and self.ties == "davidson":
+            raise ValueError('ties is "davidson", which has no margins; ties = "soft" or margin = 0 was expected')
+        if self.loss.startswith("ipo") and self.ties == "davidson":
+            raise ValueError(
+                f'ties is "davidson" with loss "{self.loss}", which has no probabilities; ties = "soft" was expected'
+            )
+        return self
+
+    @property
+    def least_responses(self) -> int:
+        """A label of a single response is enough for KTO; other losses need pairs."""
+        return 1 if self.loss == "kto" else super().least_responses
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the policy with the model that it starts from."""
+        return self.loss != "simpo"
+
+    @property
+    def named_objectives(self) -> tuple[str, ...]:
+        return (self.objective,) if self.objective else ()
+
+
+class PolicyLearner(nn.Module):
+    """Log-probs and log ν from one forward pass, so that every backend gathers what it shards.
+
+    log ν = start + hidden_size · θ, where θ starts at 0, as in a reward model's training (`reward.objective`).
+    """
+
+    def __init__(self, network: LanguageModel, starting_log_nu: float | None) -> None:
+        super().__init__()
+        self.network, self.starting_log_nu = network, starting_log_nu
+        self.nu = nn.Parameter(torch.zeros(1)) if starting_log_nu is not None else None
+
+    def tie(self) -> None:
+        """Share the embedding's matrix with the head if the policy's config says so (`lm.source.load`)."""
+        self.network.tie()
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        segments_BT: Tensor,
+        selected_BT: Tensor,
+        sequence_keys_BT: Tensor | None,
+        targets_C: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the targets' log-probs [C], nats, at the positions where `selected_BT` is True, and log ν, None if it
+        is not learned.
+        """
+        logprobs_C = self.network(tokens_BT, segments_BT, selected_BT, sequence_keys_BT, targets_C)
+        if self.nu is None or self.starting_log_nu is None:
+            return logprobs_C, None
+        return logprobs_C, self.starting_log_nu + self.network.config.hidden_size * self.nu.float()
+
+
+@dataclass(frozen=True)
+class PolicySource:
+    """A source of a `PolicyLearner`, from a source of its network."""
+
+    network: ModelSource[LanguageModel]
+    starting_log_nu: float | None = None
+
+    def build(self) -> PolicyLearner:
+        return PolicyLearner(self.network.build(), self.starting_log_nu)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        if self.starting_log_nu is not None:
+            yield "nu", torch.zeros(1)
+        for name, tensor in self.network.tensors():
+            yield NETWORK + name, tensor
+
+
+@dataclass(frozen=True)
+class PackedResponses:
+    """A policy's inputs. `targets_C` are the responses' tokens, row by row; `places_C` are their indices in a flat
+    [N, R].
+
+    `predicts_LT` is True where the next token is a response's. It and the segments stay in CPU memory, where counting
+    does not wait for a GPU. `tokens_N` counts each response's tokens.
+    """
+
+    tokens_LT: Tensor
+    segments_LT: Tensor
+    predicts_LT: Tensor
+    sequence_LT: IntArray
+    targets_C: Tensor
+    places_C: Tensor
+    tokens_N: Tensor
+    num_columns: int
+
+    @classmethod
+    def of(cls, sequences: Sequence[Sequence[int]], response_tokens: Sequence[int], device: torch.device) -> Self:
+        """Pack sequences. Each is a prompt with its response, which is the last `response_tokens` of it."""
+        held = Sequences.of(
+            (tokens, [False] * (len(tokens) - num) + [True] * num)
+            for tokens, num in zip(sequences, response_tokens, strict=True)
+        )
+        rows = packed_rows(held, device)
+        sequence_LT, counted_LT = rows.sequence_of_tokens(), rows.counted
+        owners_C = sequence_LT[counted_LT]
+        tokens_N = held.num_counted.astype(np.int64)
+        # A row holds a response's tokens in order, one response after another.
+        starts = np.flatnonzero(np.diff(owners_C, prepend=-1))
+        number_in_response_C = np.arange(len(owners_C)) - np.repeat(starts, np.diff(starts, append=len(owners_C)))
+        num_columns = max(1, int(tokens_N.max(initial=0)))  # R
+        return cls(
+            upload(torch.from_numpy(rows.tokens[:, :-1].copy()), device),
+            torch.from_numpy(rows.segments[:, :-1]),
+            torch.from_numpy(counted_LT[:, 1:]),
+            sequence_LT[:, :-1],
+            upload(torch.from_numpy(rows.tokens[counted_LT]), device),
+            upload(torch.from_numpy(owners_C * num_columns + number_in_response_C), device),
+            upload(torch.from_numpy(tokens_N), device),
+            num_columns,
+        )
+
+    def keys(self, seed: int, numbers_N: IntArray) -> Tensor:
+        """Returns dropout keys [L, T], derived from each response's number in the data set."""
+        return sequence_keys(seed, numbers_N[self.sequence_LT], self.tokens_LT.device)
+
+    def logprobs(self, model: PolicyLearner, keys_LT: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Returns log π(response | prompt), [N] nats, summed over its tokens in fp32; and log ν, None if not learned.
+
+        Log-probs are first arranged as [N, R], so a response's sum adds in the same order wherever it was packed.
+        """
+        logprobs_C, log_nu = model(self.tokens_LT, self.segments_LT, self.predicts_LT, keys_LT, self.targets_C)
+        N, R = len(self.tokens_N), self.num_columns
+        return logprobs_C.new_zeros(N * R).scatter(0, self.places_C, logprobs_C).view(N, R).sum(dim=1), log_nu
+
 
 Floats = NDArray[np.float32]
 

@@ -14,8 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dpo.learner import PolicyLearner
-from dpo.objective import Floats, PreferenceObjective, packed_comparisons
+from dpo.objective import Floats, PolicyLearner, PreferenceObjective, packed_comparisons
 from files.atomic import atomic_file
 from lm.progress import note_progress
 from reward.comparisons import Comparison
@@ -105,11 +104,11 @@ def _of_some(engine: Engine[PolicyLearner], comparisons: Sequence[Comparison], b
     # the first one and discards the result.
     for places in shares[engine.data_rank]:
         note_progress()
-        own, _ = packed_comparisons([comparisons[place] for place in places or [0]], engine.device).logprobs(
-            engine.model
-        )
+        policy_logprobs, _ = packed_comparisons(
+            [comparisons[place] for place in places or [0]], engine.device
+        ).logprobs(engine.model)
         if places:
-            logprobs[np.concatenate([np.arange(starts[p], starts[p + 1]) for p in places])] = own.float()
+            logprobs[np.concatenate([np.arange(starts[p], starts[p + 1]) for p in places])] = policy_logprobs.float()
     return split_by_comparison(engine.sum_over_shares(logprobs).cpu().numpy(), comparisons)
 
 
@@ -133,9 +132,9 @@ def check_first_loss(
             note_progress()
             taken = mine if len(mine) else rows[:1]
             packed = packed_comparisons([objective.comparisons[row] for row in taken], engine.device)
-            own, _ = packed.logprobs(engine.model)
+            policy_logprobs, _ = packed.logprobs(engine.model)
             if len(mine):
-                ratios.append(own.cpu() - torch.from_numpy(np.concatenate([reference[r] for r in mine])))
+                ratios.append(policy_logprobs.cpu() - torch.from_numpy(np.concatenate([reference[r] for r in mine])))
                 tokens.append(packed.tokens_N.cpu())
     everything = [pair for of_rank in engine.gather((ratios, tokens)) for pair in zip(*of_rank, strict=True)]
     ratios_N, tokens_N = (torch.cat(part) for part in zip(*everything, strict=True))

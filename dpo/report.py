@@ -114,8 +114,8 @@ def report(stage: StageFolder) -> StageReport:
     accuracy, pairs = results.heldout_accuracy.mean, count_of(results.heldout_accuracy.num_pairs, "held-out pair")
     sentence = f"{title_of(results.loss)}'s implicit rewards order {percent(accuracy)} of {pairs} as the labelers did."
     if results.unpaired is not None:
-        of, right = results.unpaired, results.unpaired.heldout_accuracy
-        detail = count_of(of.heldout_desirable + of.heldout_undesirable, "held-out label")
+        unpaired, right = results.unpaired, results.unpaired.heldout_accuracy
+        detail = count_of(unpaired.heldout_desirable + unpaired.heldout_undesirable, "held-out label")
         span = (right.mean, right.low, right.high)
         headlines: tuple[Headline, ...] = (
             headline_of_share(stage, "unpaired.heldout_accuracy", "KTO's accuracy", span, detail),
@@ -143,13 +143,13 @@ def _facts(results: DPOResults) -> list[tuple[str, str]]:
             ("Held-out margin", f"{number(results.margin.mean)} (95% {ends_of(results.margin) or 'unknown'})"),
         ]
     if results.pairs is not None:
-        of = results.pairs
+        means = results.pairs
         facts += [
-            ("Log-prob of the better, nats", _change(of.chosen_logprob_before, of.chosen_logprob)),
-            ("Log-prob of the worse, nats", _change(of.rejected_logprob_before, of.rejected_logprob)),
+            ("Log-prob of the better, nats", _change(means.chosen_logprob_before, means.chosen_logprob)),
+            ("Log-prob of the worse, nats", _change(means.rejected_logprob_before, means.rejected_logprob)),
             (
                 "Tokens of the better and the worse",
-                f"{number(of.chosen_tokens, 1)} and {number(of.rejected_tokens, 1)}",
+                f"{number(means.chosen_tokens, 1)} and {number(means.rejected_tokens, 1)}",
             ),
         ]
     if results.unpaired is not None:

@@ -14,9 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpo.config import DPOConfig
-from dpo.learner import PolicyLearner, PolicySource
-from dpo.objective import Floats, PreferenceObjective, implicit_rewards
+from dpo.objective import DPOConfig, Floats, PolicyLearner, PolicySource, PreferenceObjective, implicit_rewards
 from dpo.reference import check_first_loss, logprobs_on_all_ranks, reference_logprobs
 from dpo.report import REPORTER, DPOResults, PairMeans, UnpairedResults
 from dpo.unpaired import UnpairedObjective, flags_without_effect, labelled, labels_of, mismatched, require_labels
@@ -158,7 +156,7 @@ def write_results(
         comparison.task_id: _measured(config, comparison, *values)
         for comparison, *values in zip(unseen, *logprobs, strict=True)
     }
-    rewards = {task_id: of.rewards.tolist() for task_id, of in measured.items()}
+    rewards = {task_id: comparison.rewards.tolist() for task_id, comparison in measured.items()}
     write_json(context.folder / HELDOUT_REWARDS, rewards)
     write_json(context.folder / WARNINGS, data.warnings)
     num_pairs, num_equal = count_pairs(trained_on)
@@ -184,7 +182,7 @@ def write_results(
             num_equal_pairs=num_equal,
             learned_nu=learned_nu,
             unpaired=unpaired,
-            labelers={name: record_of(of, LabelerResults, name) for name, of in labelers.items()},
+            labelers={name: record_of(result, LabelerResults, name) for name, result in labelers.items()},
             overlong=read_overlong(data.folder) or None,
             sources=data.sources,
         )
@@ -198,7 +196,12 @@ def unpaired_results(
     assert isinstance(heldout, UnpairedObjective)
     assert heldout.reference is not None
     config = heldout.config
-    learned = [label for of in trained_on for verdict in of.verdicts for label in labels_of(verdict, config.kto)]
+    learned = [
+        label
+        for comparison in trained_on
+        for verdict in comparison.verdicts
+        for label in labels_of(verdict, config.kto)
+    ]
     prompts = {ranking.task_id: ranking.prompt for ranking in data.split.heldout}
     numbers: dict[object, int] = {}
     labels, leads, clusters = list[int](), list[float](), list[int]()
@@ -235,8 +238,8 @@ def margin_and_means(
     prompts: list[int] = []
     numbers: dict[object, int] = {}
     for ranking in rankings:
-        of = measured[ranking.task_id]
-        values_4K = np.stack([of.rewards, of.before, of.after, of.tokens])
+        values = measured[ranking.task_id]
+        values_4K = np.stack([values.rewards, values.before, values.after, values.tokens])
         for i, j in itertools.permutations(range(len(ranking.ranks)), 2):
             if ranking.ranks[i] < ranking.ranks[j]:
                 sides.append((values_4K[:, i], values_4K[:, j]))
@@ -253,8 +256,8 @@ def length_correlation(measured: Sequence[Measured]) -> float | None:
     """Returns Pearson's correlation of implicit rewards and lengths, after subtracting each comparison's means; None if
     either does not vary.
     """
-    rewards_N = np.concatenate([of.rewards - of.rewards.mean() for of in measured]).astype(np.float64)
-    tokens_N = np.concatenate([of.tokens - of.tokens.mean() for of in measured]).astype(np.float64)
+    rewards_N = np.concatenate([m.rewards - m.rewards.mean() for m in measured]).astype(np.float64)
+    tokens_N = np.concatenate([m.tokens - m.tokens.mean() for m in measured]).astype(np.float64)
     scale = float(np.sqrt((rewards_N**2).sum() * (tokens_N**2).sum()))
     return float((rewards_N * tokens_N).sum()) / scale if scale > 0 else None
 

@@ -20,9 +20,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpo.config import DPOConfig, KTOConfig
-from dpo.learner import PolicyLearner
-from dpo.objective import Floats, PreferenceObjective, numbers_of, packed_comparisons
+from dpo.objective import (
+    DPOConfig,
+    Floats,
+    KTOConfig,
+    PolicyLearner,
+    PreferenceObjective,
+    numbers_of,
+    packed_comparisons,
+)
 from dpo.reference import logprobs_on_all_ranks
 from lm.transfer import upload
 from preferences.records import Ranking
@@ -52,7 +58,7 @@ def require_labels(split: Split, config: DPOConfig) -> None:
     labels = [label for ranking in rankings for label in labels_of(ranking, config.kto)]
     if not {1, -1} <= set(labels):
         ratings = [rating for ranking in rankings for rating in ranking.ratings]
-        flags = sorted({flag for ranking in rankings for of in ranking.flags for flag in of})
+        flags = sorted({flag for ranking in rankings for response_flags in ranking.flags for flag in response_flags})
         raise ValueError(
             f'dpo.loss "kto": of {len(labels):,} responses to learn from in {config.rankings.source},'
             f" {labels.count(1):,} are desirable and {labels.count(-1):,} undesirable; both kinds were expected."
@@ -72,8 +78,13 @@ def require_labels(split: Split, config: DPOConfig) -> None:
 
 def flags_without_effect(split: Split, config: KTOConfig) -> list[str]:
     """Returns the configured flags that no response has."""
-    found = {flag for ranking in (*split.train, *split.heldout) for of in ranking.flags for flag in of}
-    return [flag for flag in config.undesirable_flags if flag not in found]
+    flags = {
+        flag
+        for ranking in (*split.train, *split.heldout)
+        for response_flags in ranking.flags
+        for flag in response_flags
+    }
+    return [flag for flag in config.undesirable_flags if flag not in flags]
 
 
 def labelled(comparisons: Sequence[Comparison], config: KTOConfig) -> list[Comparison]:
@@ -92,7 +103,10 @@ def mismatched(comparisons: Sequence[Comparison], seed: int, max_tokens: int) ->
     A response is cut where prompt and response have more than `max_tokens` tokens. If more than half of the comparisons
     have the same prompt, some get another response to it.
     """
-    prompts, order = [_prompt(own) for own in comparisons], np.random.default_rng(seed).permutation(len(comparisons))
+    prompts, order = (
+        [_prompt(comparison) for comparison in comparisons],
+        np.random.default_rng(seed).permutation(len(comparisons)),
+    )
     same: dict[bytes, list[int]] = {}
     for place in order.tolist():
         same.setdefault(prompts[place].tobytes(), []).append(place)

@@ -120,7 +120,7 @@ class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find
             room = self.max_position_embeddings - settings.max_new_tokens
             queries = {row: self._shortened(self.encode(requests[row].args[0]), room) for row in rows}
             rows.sort(key=lambda row: len(queries[row]))
-            found = generate(
+            generated = generate(
                 self.policy.model,
                 [queries[row] or [self.policy.tokenizer.start_id] for row in rows],
                 max_new_tokens=settings.max_new_tokens,
@@ -130,7 +130,7 @@ class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find
                 stop=self.policy.tokenizer.stop_at(settings.until),
                 max_rows=BATCH,
             )
-            for row, response in zip(rows, found.responses, strict=True):
+            for row, response in zip(rows, generated.responses, strict=True):
                 texts[row] = before_stop(self.policy.tokenizer.decode(response), settings.until)
         return texts
 
@@ -176,7 +176,7 @@ def score_pairs(model: LanguageModel, pairs: Sequence[Pair]) -> list[tuple[float
 
     Vocabulary logits are held for one chunk of positions at a time.
     """
-    found = [(0.0, True)] * len(pairs)
+    scores = [(0.0, True)] * len(pairs)
     logits = logits_function(model)
     for rows in batches_by_length([[*context, *continuation] for context, continuation in pairs]):
         states_CD = predicting_states(model, [pairs[row] for row in rows])
@@ -189,8 +189,8 @@ def score_pairs(model: LanguageModel, pairs: Sequence[Pair]) -> list[tuple[float
         lengths = [len(pairs[row][1]) for row in rows]
         parts = zip(rows, torch.cat(logprobs).split(lengths), torch.cat(greedy).split(lengths), strict=True)
         for row, logprob_C, greedy_C in parts:
-            found[row] = float(logprob_C.double().sum()), bool(greedy_C.all())
-    return found
+            scores[row] = float(logprob_C.double().sum()), bool(greedy_C.all())
+    return scores
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def run_tasks(
     if unknown or not tasks:
         raise ValueError(f"tasks {list(tasks)}: {unknown} not found in {include or 'lm_eval (`lm-eval ls tasks`)'}")
     model = HeedLM(folder, chat=chat, seed=seed)
-    found = simple_evaluate(
+    evaluated = simple_evaluate(
         model=model,
         tasks=list(tasks),
         num_fewshot=num_shots,
@@ -241,19 +241,19 @@ def run_tasks(
         torch_random_seed=seed,
         fewshot_random_seed=seed,
     )
-    assert found is not None, "only rank 0 gets results, and this is the only rank"
-    return _results(found)
+    assert evaluated is not None, "only rank 0 gets results, and this is the only rank"
+    return _results(evaluated)
 
 
-def _results(found: Mapping[str, Any]) -> list[TaskResult]:
+def _results(evaluated: Mapping[str, Any]) -> list[TaskResult]:
     """Reads metrics, which the harness names "acc,none" (metric, filter), and standard errors, "acc_stderr,none"."""
     rows = []
-    for task, metrics in found["results"].items():
-        num_documents = int(found.get("n-samples", {}).get(task, {}).get("effective", 0))
+    for task, metrics in evaluated["results"].items():
+        num_documents = int(evaluated.get("n-samples", {}).get(task, {}).get("effective", 0))
         for name, value in metrics.items():
             metric, comma, kept_by = name.partition(",")
             if comma and not metric.endswith("_stderr"):
                 error = metrics.get(f"{metric}_stderr,{kept_by}")
-                said = float(error) if isinstance(error, int | float) else float("nan")
-                rows.append(TaskResult(task, metric, float(value), said, num_documents))
+                error_value = float(error) if isinstance(error, int | float) else float("nan")
+                rows.append(TaskResult(task, metric, float(value), error_value, num_documents))
     return rows

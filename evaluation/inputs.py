@@ -50,32 +50,34 @@ def named_runs(specs: Sequence[str], what: str = "policy") -> tuple[list[tuple[s
     Raises: ValueError for a run given twice, and as `named_specs` does.
     """
     split = [_name_and_spec(spec) for spec in specs]
-    given: dict[str, list[str]] = {}
+    specs_by_name: dict[str, list[str]] = {}
     for name, spec in split:
-        if name and spec in given.setdefault(name, []):
+        if name and spec in specs_by_name.setdefault(name, []):
             raise ValueError(f"{what} {name!r}: {spec} is given twice; different runs were expected")
-        given.get(name, []).append(spec)
-    seeds = {name: own for name, own in given.items() if len(own) > 1}
+        specs_by_name.get(name, []).append(spec)
+    seeds = {name: several for name, several in specs_by_name.items() if len(several) > 1}
     others = iter(
         named_specs([whole for whole, (name, _) in zip(specs, split, strict=True) if name not in seeds], what)
     )
-    found = [(f"{name}/{seeds[name].index(spec) + 1}", spec) if name in seeds else next(others) for name, spec in split]
-    names = [name for name, _ in found]
-    for name, spec in found:
+    named = [(f"{name}/{seeds[name].index(spec) + 1}", spec) if name in seeds else next(others) for name, spec in split]
+    names = [name for name, _ in named]
+    for name, spec in named:
         if name in seeds or names.count(name) > 1:
             raise ValueError(f"{what} {spec!r} would be called {name!r} like others; name it with NAME={spec}")
-    return found, {name: [f"{name}/{number}" for number in range(1, len(own) + 1)] for name, own in seeds.items()}
+    return named, {
+        name: [f"{name}/{number}" for number in range(1, len(several) + 1)] for name, several in seeds.items()
+    }
 
 
 def _name_and_spec(spec: str) -> tuple[str, str]:
-    found = _NAMED.fullmatch(spec)
-    return (found[1], found[2]) if found else ("", spec)
+    match = _NAMED.fullmatch(spec)
+    return (match[1], match[2]) if match else ("", spec)
 
 
 def _default_names(specs: Sequence[str], taken: set[str], what: str) -> dict[str, str]:
     parts = {spec: _name_parts(spec) for spec in specs}
-    name_of = {spec: own[-1] for spec, own in parts.items()}
-    for num_parts in range(2, max((len(own) for own in parts.values()), default=0) + 1):
+    name_of = {spec: path_parts[-1] for spec, path_parts in parts.items()}
+    for num_parts in range(2, max((len(path_parts) for path_parts in parts.values()), default=0) + 1):
         alike = [spec for spec in specs if _is_name_taken(name_of, spec, taken)]
         name_of |= {spec: "/".join(parts[spec][-num_parts:]) for spec in alike}
     for spec in specs:

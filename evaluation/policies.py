@@ -302,14 +302,14 @@ class _SavedRows:
 
     def _prompt(self, where: str, row: Mapping[str, Any]) -> Prompt | None:
         """Returns the prompt that the row answers; None if it is not in the comparison."""
-        asked = conversation_key(asked_of(where, row)) if any(name in row for name in ASKING_FIELDS) else None
+        key = conversation_key(asked_of(where, row)) if any(name in row for name in ASKING_FIELDS) else None
         if "prompt_id" not in row:
-            if asked is None:
+            if key is None:
                 wanted = ", ".join(("prompt_id", *ASKING_FIELDS))
                 raise ValueError(f"{where}: the row names no prompt; one of {wanted} was expected, found {names(row)}")
-            return self._by_asked.get(asked)
+            return self._by_asked.get(key)
         prompt = self._by_id.get(id_of(where, row))
-        if prompt is not None and asked is not None and asked != conversation_key(prompt.messages):
+        if prompt is not None and key is not None and key != conversation_key(prompt.messages):
             raise ValueError(f"{where}: prompt_id {prompt.prompt_id!r} belongs to a prompt other than the row's own")
         return prompt
 
@@ -318,14 +318,14 @@ class _SavedRows:
         by_prompt: dict[str, list[Response]] = {prompt.prompt_id: [] for prompt in self._prompts}
         for key in sorted(self._responses, key=lambda key: key[1]):
             by_prompt[key[0]].append(self._responses[key])
-        missing = [prompt_id for prompt_id, own in by_prompt.items() if not own]
+        missing = [prompt_id for prompt_id, rows in by_prompt.items() if not rows]
         if missing:
             more = f" and {len(missing) - SHOWN_IDS} more" if len(missing) > SHOWN_IDS else ""
             raise ValueError(
                 f"policy {self._policy!r}: {file} has no response to {len(missing)} of {len(by_prompt)} prompts:"
                 f" {', '.join(map(repr, missing[:SHOWN_IDS]))}{more}; {self.num_unused} other rows are unused"
             )
-        return [response for own in by_prompt.values() for response in own]
+        return [response for rows in by_prompt.values() for response in rows]
 
 
 def _flag(where: str, row: Mapping[str, Any], field: str) -> bool | None:

@@ -428,13 +428,13 @@ def check_results(where: str, turns: Iterable[Turn]) -> None:
                 " result per call was expected"
             )
         wanted = turn.more.get("tool_call_id")
-        found = next((call for call in open_calls if wanted is None or call.get("id", wanted) == wanted), None)
-        if found is None:
+        answered = next((call for call in open_calls if wanted is None or call.get("id", wanted) == wanted), None)
+        if answered is None:
             raise ValueError(
                 f"{where}: field '{turn.content_field.rpartition('.')[0]}.tool_call_id' is {shown(wanted)}; the id of a"
                 " call before it that has no result yet was expected"
             )
-        open_calls.remove(found)
+        open_calls.remove(answered)
 
 
 def spoken(message: Mapping[str, Any]) -> str:

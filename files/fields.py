@@ -3,6 +3,7 @@
 import math
 import reprlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from files.strict_json import parse_json
@@ -211,14 +212,14 @@ def _message(where: str, message: Any, field: str, takes_tools: bool) -> dict[st
         has_content = message.get("content") is not None
         content = _content(f"{where}: {field}", message) if has_content else ""
         return {"role": role, "content": content, "tool_calls": tool_calls(where, calls, f"{field}.tool_calls")}
-    found = {"role": "system" if role == "developer" else role, "content": _content(f"{where}: {field}", message)}
+    checked = {"role": "system" if role == "developer" else role, "content": _content(f"{where}: {field}", message)}
     names = {name: optional_text(f"{where}: {field}", message, name) for name in ("tool_call_id", "name")}
-    return found | ({name: text for name, text in names.items() if text} if role == "tool" else {})
+    return checked | ({name: text for name, text in names.items() if text} if role == "tool" else {})
 
 
 def tool_calls(where: str, calls: Any, field: str) -> list[dict[str, Any]]:
     """Returns calls of tools as OpenAI's API has them, with objects as arguments. They may be objects or JSON text."""
-    found = []
+    checked = []
     for index, call in enumerate(objects_field(where, {field: calls}, field)):
         place = f"{field}[{index}]"
         if call.get("type") not in (None, "function"):
@@ -232,11 +233,11 @@ def tool_calls(where: str, calls: Any, field: str) -> list[dict[str, Any]]:
                 " expected"
             )
         call_id = optional_text(f"{where}: {place}", call, "id")
-        found.append(
+        checked.append(
             {"type": "function", "function": {"name": name, "arguments": arguments}}
             | ({"id": call_id} if call_id else {})
         )
-    return found
+    return checked
 
 
 def tools_field(where: str, row: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
@@ -245,12 +246,12 @@ def tools_field(where: str, row: Mapping[str, Any], field: str) -> list[dict[str
     The list may be JSON text, and its items may be the functions themselves.
     """
     tools = from_json(where, row.get(field) or [], field)
-    found = []
+    checked = []
     for index, tool in enumerate(objects_field(where, {field: tools}, field)):
         function = tool if "function" not in tool else object_field(f"{where}: {field}[{index}]", tool, "function")
         text_field(f"{where}: {field}[{index}]", function, "name")
-        found.append({"type": "function", "function": function})
-    return found
+        checked.append({"type": "function", "function": function})
+    return checked
 
 
 def from_json(where: str, value: Any, field: str) -> Any:
@@ -281,3 +282,24 @@ def _content(where: str, message: Mapping[str, Any]) -> str:
             )
         texts.append(any_text(f"{where}: content[{index}]", part, "text"))
     return "".join(texts)
+
+
+_job_folders: list[Path] = []
+
+
+def remember_job(file: Path) -> None:
+    """Let messages say that a file is next to this job file, if it is there."""
+    folder = file.resolve().parent
+    if folder not in _job_folders:
+        _job_folders.append(folder)
+
+
+def no_such_file(name: str | Path) -> str:
+    """Returns "no such file" for a path that does not exist, with the folder that a relative path was looked up in."""
+    path = Path(name)
+    if path.is_absolute():
+        return "no such file"
+    here = Path.cwd()
+    beside = next((folder for folder in _job_folders if folder != here and (folder / path).exists()), None)
+    hint = f"; {beside / path} exists, so run heed in {beside}, or write that path" if beside else ""
+    return f"no such file in {here}, where relative paths start{hint}"

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from files.lookup import no_such_file
+from files.fields import no_such_file
 
 ROOT = Path(__file__).parents[1]
 SHOWN_FRAMES = 4  # of a traceback through a user's code
@@ -78,14 +78,14 @@ def function_named(name: str, what: str) -> str:
     if ":" in name or not name.endswith(".py"):
         return name
     module = load_module(name, what)
-    found = [
+    functions = [
         f"{name}:{key}"
         for key, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not key.startswith("_")
     ]
-    if len(found) == 1:
-        return found[0]
-    expected = f"one of {', '.join(found)}" if found else f"{name}:NAME, of a function in the file,"
+    if len(functions) == 1:
+        return functions[0]
+    expected = f"one of {', '.join(functions)}" if functions else f"{name}:NAME, of a function in the file,"
     raise ValueError(f"{what} {name!r} names no function; {expected} was expected")
 
 

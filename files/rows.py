@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from files.fields import kind_of
-from files.lookup import no_such_file
+from files.fields import kind_of, no_such_file
 from files.parquet import Unpacked, read_parquet, require_bounded
 from files.strict_json import MAX_ROW_BYTES, open_bytes, read_jsonl, read_list, refuse, starts_a_list, too_long
 

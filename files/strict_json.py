@@ -108,8 +108,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _integer(digits: str) -> int:
     value = int(digits) if len(digits) <= _MAX_DIGITS else 2**64
     if not -(2**63) <= value < 2**63:
-        shown = digits if len(digits) <= _MAX_DIGITS else f"{digits[:8]}... ({len(digits)} digits)"
-        raise NotPlainJSONError(f"the integer {shown} does not fit 64 bits")
+        digits_text = digits if len(digits) <= _MAX_DIGITS else f"{digits[:8]}... ({len(digits)} digits)"
+        raise NotPlainJSONError(f"the integer {digits_text} does not fit 64 bits")
     return value
 
 

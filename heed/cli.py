@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cluster import local_ray
-from cluster.environment import LAUNCHER_VARIABLES
+from cluster.processes import LAUNCHER_VARIABLES
 from files.importing import imports_uncollected
 from heed.commands.arena import arena
 from heed.commands.chat import chat

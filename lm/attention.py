@@ -7,7 +7,7 @@ two sequences is computed. On a GPU, these kernels are used (none of this has ru
 |----------------------------------------------------|-------------------------------------------------------|
 | packed, padded (encoder), or with a sliding window | variable-length flash attention                       |
 | one sequence each, padding on the right at most    | flash attention, causal                               |
-| one query each, over a cache                       | Heed's (`lm.native.gpu_attention`); without Triton    |
+| one query each, over a cache                       | Heed's (`lm.native.gpu`); without Triton              |
 |                                                    | memory-efficient; heads that share keys are its rows  |
 | any other, and all in fp32                         | memory-efficient with a mask, keys and values repeated |
 

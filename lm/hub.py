@@ -11,8 +11,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils.tqdm import tqdm
 
+from files.fields import no_such_file
 from files.hashes import folder_hash, unchanged_hash
-from files.lookup import no_such_file
 from files.rows import hub_reason
 from lm.progress import note_progress
 

@@ -28,16 +28,13 @@ from stages.reports.parts import (
     Note,
     Part,
     Row,
+    Samples,
     Section,
+    ShownPrompt,
+    ShownResponse,
     StageReport,
     StageReporter,
     Table,
-)
-from stages.reports.run_folder import StageFolder
-from stages.reports.samples import (
-    Samples,
-    ShownPrompt,
-    ShownResponse,
     anchor_of,
     evenly,
     folded,
@@ -45,6 +42,7 @@ from stages.reports.samples import (
     start_of,
     turns_of,
 )
+from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import Panel, Series, fields_under, metric_figures, stage_block
 from stages.reports.text import (
     DEFAULT_NAMES,

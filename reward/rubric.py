@@ -14,7 +14,7 @@ from typing import Self
 from pydantic import Field, FiniteFloat, ValidationError, field_validator, model_validator
 
 from files.conversations import spoken
-from files.lookup import no_such_file
+from files.fields import no_such_file
 from lm.tokenizer import Messages
 from reward.endpoint import read_last_line
 from training.config import Config

@@ -56,8 +56,8 @@ def demonstration_parts(
     lines, counted = list[str](), list[SourceRows]()
     read = enumerate(read_conversations(sources, lines.append, takes_texts=not limit.has_source, count=counted.append))
     for chunk in chunks(itertools.islice(read, first_row, None)):
-        own = [conversation for number, conversation in chunk if rows.have(number)]
-        encoded = list(encode_demonstrations(tokenizer, own, limit))
+        chosen = [conversation for number, conversation in chunk if rows.have(number)]
+        encoded = list(encode_demonstrations(tokenizer, chosen, limit))
         kept = sequence_arrays((tokens, is_response) for tokens, is_response, fate in encoded if fate != SKIPPED)
         yield Part(len(chunk), {**kept, "overlong": np.array([fate for *_, fate in encoded])})
     for line in lines:

@@ -7,6 +7,7 @@ writes the best responses to `best.jsonl`, a file of demonstrations. Training is
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -25,13 +26,23 @@ from reward.sampling import Sample, SamplingSpec, sample_everywhere
 from reward.scoring import labels_of, weights_by_label
 from reward.stage import STAGE as REWARD
 from sft.demonstrations import Limit, Rows, demonstration_parts
-from sft.report import REJECTION_REPORTER, Chosen, RejectionResults, Trained
 from stages.contract import Parent, Stage
 from stages.data import fitting_prompts, token_folder
 from stages.planner import Planner, StagePlan
+from stages.reports.parts import StageReport, StageReporter
+from stages.reports.run_folder import StageFolder
+from stages.reports.stage_report import (
+    GRADIENT_NORM,
+    Panel,
+    headline_of,
+    metric_figures,
+    stage_block,
+    train_and_heldout,
+)
+from stages.reports.text import count, number
 from stages.run import JobView, StageRun
 from training.config import FineTuningConfig
-from training.data import DataConfig, OnOverlong, Overlong, Prompt, overlong_field
+from training.data import DataConfig, OnOverlong, Overlong, Prompt, SourceRows, overlong_field
 from training.engine import StageContext, build_engine
 from training.loop import LoopConfig, TrainingLoop
 from training.objectives import PackedObjective
@@ -68,6 +79,48 @@ class RejectionConfig(FineTuningConfig):
     num_epochs: float = Field(default=1.0, gt=0, description="Passes over the kept responses.")
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """What was sampled and kept. Scores are the reward model's, averaged over the samples that have one
+    (`sample_score`) and over those that were kept (`kept_score`).
+
+    A sample that cannot be kept is counted once, by the first reason that applies: truncated, empty, failed. Of the
+    kept prompts, `num_identical` had no choice, as all their usable samples are the same text; `num_tied` have
+    different texts with the best score, and the first sample is kept.
+    """
+
+    num_prompts: int
+    num_samples: int  # per prompt
+    num_kept: int  # prompts with a sample to learn from
+    num_truncated: int  # samples that reached max_new_tokens
+    num_empty: int  # samples without text
+    num_failed: int  # samples without a score
+    num_identical: int
+    num_tied: int
+    sample_score: float
+    kept_score: float
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Losses on held-out kept responses, in nats per response token."""
+
+    num_steps: int
+    heldout_loss_before: float
+    heldout_loss: float
+
+
+@dataclass(frozen=True)
+class RejectionResults:
+    """What was sampled and kept, and how training on it went."""
+
+    chosen: Chosen
+    trained: Trained
+    overlong: Overlong | None = None  # of the prompts, for max_new_tokens
+    overlong_kept: Overlong | None = None  # of the kept responses with their prompts, for seq_len
+    sources: tuple[SourceRows, ...] = ()  # of the prompts, if rows are unusual
+
+
 def run_rejection(run: StageRun, config: RejectionConfig) -> None:
     """Sample and choose, unless that is already done; train on all workers."""
     start, tokenizer, path = run.start("sft"), load_tokenizer(run, config), run.folder / BEST
@@ -76,7 +129,7 @@ def run_rejection(run: StageRun, config: RejectionConfig) -> None:
     tokens = _tokenize(run, config, tokenizer, path)
     (trained, *_) = run.on_ranks(train, config, start, tokens)
     lost = [read_overlong(folder) for folder in (tokens.training, tokens.heldout)]
-    kept = Overlong(sum(of.num_rows for of in lost), num_skipped=sum(of.num_skipped for of in lost))
+    kept = Overlong(sum(reason.num_rows for reason in lost), num_skipped=sum(reason.num_skipped for reason in lost))
     run.write_results(RejectionResults(chosen, trained, fitting.overlong or None, kept or None, fitting.sources))
 
 
@@ -254,11 +307,69 @@ def plan(planner: Planner, config: RejectionConfig) -> StagePlan:
     return planner.planned(
         "rows",
         {**training.batch, **{name: sampling.batch[name] for name in ("prompts", "responses per prompt")}},
-        {f"{kind} that {what}": memory for what, of in (("samples", sampling), ("trains", training))
-         for kind, memory in of.memory.items()},
+        {f"{kind} that {what}": memory for what, phase in (("samples", sampling), ("trains", training))
+         for kind, memory in phase.memory.items()},
         steps,
         training.seconds_per_step + sampling.seconds / steps,
     )  # fmt: skip
+
+
+REJECTION_PANELS = (Panel("Loss", "nats per token of the best samples", train_and_heldout("loss")), GRADIENT_NORM)
+
+
+def rejection_report(stage: StageFolder) -> StageReport:
+    figures, results = metric_figures(stage, REJECTION_PANELS), stage.results(RejectionResults)
+    if results is None:
+        return StageReport((stage_block(stage, (), figures),))
+    chosen = results.chosen
+    kept, before = number(chosen.kept_score), number(chosen.sample_score)
+    detail = f"by the reward model, {before} over all samples"
+    return StageReport(
+        (stage_block(stage, _rejection_facts(results), figures),),
+        headlines=(headline_of(stage, "chosen.kept_score", "Kept samples' score", chosen.kept_score, kept, detail),),
+        sentence=f"Rejection sampling learns from the best of {chosen.num_samples} samples of each of"
+        f" {count(chosen.num_kept)} prompts.",
+    )
+
+
+def _rejection_facts(results: RejectionResults) -> list[tuple[str, str]]:
+    chosen, trained = results.chosen, results.trained
+    facts = [
+        ("Prompts", count(chosen.num_prompts)),
+        ("Samples per prompt", count(chosen.num_samples)),
+        ("Prompts with a sample to learn from", count(chosen.num_kept)),
+        *_not_kept(chosen),
+        ("Reward model's score, all samples", number(chosen.sample_score)),
+        ("Reward model's score, kept samples", number(chosen.kept_score)),
+        ("Steps", count(trained.num_steps)),
+        ("Held-out loss", f"{number(trained.heldout_loss_before)} → {number(trained.heldout_loss)}"),
+    ]
+    if results.overlong:
+        facts.append(("Prompts read", str(results.overlong)))
+    facts += [rows.fact for rows in results.sources]
+    if results.overlong_kept:
+        facts.append(("Kept samples with their prompts", str(results.overlong_kept)))
+    return facts
+
+
+def _not_kept(chosen: Chosen) -> list[tuple[str, str]]:
+    """Returns why samples were not kept, and for how many prompts there was no choice."""
+    counts = (
+        ("Samples that reached max_new_tokens", chosen.num_truncated),
+        ("Samples without text", chosen.num_empty),
+        ("Samples without a score", chosen.num_failed),
+        ("Prompts whose usable samples are all one text", chosen.num_identical),
+        ("Prompts with several best samples", chosen.num_tied),
+    )
+    return [(what, count(num)) for what, num in counts if num]
+
+
+REJECTION_REPORTER = StageReporter(
+    "Rejection sampling",
+    "The policy samples several responses per prompt and learns, as in SFT, from the one that the reward model scores"
+    " highest.",
+    rejection_report,
+)
 
 
 STAGE = Stage(

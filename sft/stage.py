@@ -7,7 +7,7 @@ writes that response (sequence to sequence); its pairs are not packed.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,28 @@ from lm.model import LanguageModel
 from lm.source import ModelSource, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import WithNewHead, purpose_of
+from preferences.statistics.estimates import Interval
 from sft.demonstrations import Limit, Rows, demonstration_lengths, demonstration_parts, split_pair
-from sft.report import SFT_REPORTER, SFTResults
 from sft.translation import TranslationResults, translate, write_and_score
 from stages.contract import Parent, Stage
 from stages.data import token_folder
 from stages.planner import Planner, StagePlan
-from stages.planning.memory import GENERATION_ROWS, count, rows_at_once, sampling_phase
+from stages.planning.memory import GENERATION_ROWS, rows_at_once, sampling_phase
+from stages.planning.memory import count as count_parameters
+from stages.reports.parts import Cell, Row, StageReport, StageReporter, Table
+from stages.reports.run_folder import StageFolder
+from stages.reports.stage_report import (
+    GRADIENT_NORM,
+    Panel,
+    headline_of,
+    metric_figures,
+    stage_block,
+    train_and_heldout,
+)
+from stages.reports.text import count, count_of, number, percent
 from stages.run import JobView, StageRun
 from training.config import LayersConfig
-from training.data import DataConfig, OnOverlong, overlong_field, untold
+from training.data import DataConfig, OnOverlong, Overlong, SourceRows, overlong_field, untold
 from training.engine import Engine, StageContext, build_engine
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.objectives import PackedObjective, PairsObjective
@@ -130,8 +142,8 @@ def translate_heldout(
         return None
     engine.barrier()  # until the model is saved
     pairs, size = Pairs(Sequences.read(heldout)), engine.world_size
-    own = [pairs[row] for row in range(engine.rank, len(pairs), size)]
-    shares = engine.gather(translate(context.model_folder, own, config.translation_beams, config.seq_len - 1))
+    pairs_of_rank = [pairs[row] for row in range(engine.rank, len(pairs), size)]
+    shares = engine.gather(translate(context.model_folder, pairs_of_rank, config.translation_beams, config.seq_len - 1))
     if not engine.is_main:
         return None
     rows = [shares[row % size][row // size] for row in range(len(pairs))]
@@ -249,16 +261,19 @@ def _with_translations(planner: Planner, config: SFTConfig, planned: StagePlan) 
     else:
         num_pairs = round(config.heldout_share * sum(planner.sizes.num_rows(data) for data in config.demonstrations))
     layout, new = planner.layout, config.seq_len - 1
-    total, of_rank = count(planner.model, config.optimizer).total, max(1, math.ceil(num_pairs / layout.ranks))
+    total, of_rank = (
+        count_parameters(planner.model, config.optimizer).total,
+        max(1, math.ceil(num_pairs / layout.ranks)),
+    )
     greedy, beams = (
         planner.times.sampling_seconds(total, rows, 2 * new, new) for rows in (of_rank, config.translation_beams)
     )
     saved, memory = (2 if layout.is_gpu else 4) * total, dict(planned.memory)
-    for kind, of in planned.memory.items():
-        free = planner.gpu_bytes - sum(of.held.values()) - saved
+    for kind, held_memory in planned.memory.items():
+        free = planner.gpu_bytes - sum(held_memory.held.values()) - saved
         rows = rows_at_once(planner.model, layout, free, min(of_rank, GENERATION_ROWS), 2 * new)
         phase = {"the saved model": saved, **sampling_phase(planner.model, layout, total, rows, new, new)}
-        memory[kind] = replace(of, phases={**of.phases, "translate": phase})
+        memory[kind] = replace(held_memory, phases={**held_memory.phases, "translate": phase})
     return replace(planned, memory=memory, once_seconds=greedy + of_rank * beams)
 
 
@@ -275,6 +290,78 @@ def _num_packed_rows(planner: Planner, config: SFTConfig) -> float | None:
         return None
     trained = lengths.num_rows * (1.0 if config.heldout else 1 - config.heldout_share)
     return trained * len(best_fit(lengths.spread, config.seq_len)) / max(1, len(lengths.spread))
+
+
+SFT_PANELS = (Panel("Loss", "nats per response token", train_and_heldout("loss")), GRADIENT_NORM)
+
+
+@dataclass(frozen=True)
+class SFTResults:
+    """Losses in nats per response token, before and after training. `packing_efficiency` is the share of positions
+    that are not padding.
+    """
+
+    heldout_loss: float
+    heldout_loss_before: float
+    num_steps: int
+    num_rows: int
+    packing_efficiency: float
+    overlong: Overlong | None = None  # of the demonstrations
+    sources: tuple[SourceRows, ...] = ()  # of the demonstrations, if rows are unusual
+    translation: TranslationResults | None = None
+
+
+def sft_report(stage: StageFolder) -> StageReport:
+    figures = metric_figures(stage, SFT_PANELS)
+    results = stage.results(SFTResults)
+    if results is None:
+        return StageReport((stage_block(stage, (), figures),))
+    loss, before = results.heldout_loss, number(results.heldout_loss_before)
+    facts = [
+        ("Packed rows", count(results.num_rows)),
+        ("Steps", count(results.num_steps)),
+        ("Held-out loss before", before),
+        ("Held-out loss after", number(loss)),
+        ("Packing efficiency", percent(results.packing_efficiency)),
+    ]
+    if results.overlong:
+        facts.append(("Demonstrations", str(results.overlong)))
+    facts += [rows.fact for rows in results.sources]
+    tables = () if results.translation is None else (_translations(results.translation),)
+    detail = f"nats per token, {before} before"
+    return StageReport(
+        (stage_block(stage, facts, figures), *tables),
+        headlines=(headline_of(stage, "heldout_loss", "SFT held-out loss", loss, number(loss), detail),),
+        sentence=f"SFT reaches a held-out loss of {number(loss)} nats per token.",
+    )
+
+
+def _translations(translation: TranslationResults) -> Table:
+    named = {
+        "greedy": translation.greedy,
+        f"{translation.num_beams} beams": translation.beam,
+        "beams − greedy": translation.beam_above_greedy,
+    }
+    rows = tuple(
+        Row((name,), (_cell(scores.bleu), _cell(scores.chrf), _cell(scores.exact_match, 100)))
+        for name, scores in named.items()
+    )
+    signatures = "; ".join(translation.signatures)
+    caption = f"{count_of(translation.num_sentences, 'held-out sentence')}, 95% intervals over sentences; {signatures}"
+    columns = ("decoding", "BLEU", "chrF", "exact, %")
+    return Table(caption, columns, rows, title="Translations")
+
+
+def _cell(interval: Interval, unit: float = 1) -> Cell:
+    value, low, high = (number(unit * end) for end in (interval.mean, interval.low, interval.high))
+    return Cell(value, f"{low} to {high}")
+
+
+SFT_REPORTER = StageReporter(
+    "Supervised fine-tuning",
+    "Demonstrations teach the model to follow instructions; the loss is on responses only.",
+    sft_report,
+)
 
 
 STAGE = Stage(

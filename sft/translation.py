@@ -66,7 +66,7 @@ def translate(folder: Path, pairs: Sequence[Pair], num_beams: int, max_new_token
     model, tokenizer = load_for_inference(ModelFolder(folder, EncoderDecoder)), Tokenizer.load(folder)
     sources = [list(source) for source, _ in pairs]
     by_length = sorted(range(len(sources)), key=lambda row: len(sources[row]))
-    found = generate(
+    generated = generate(
         model,
         [[tokenizer.target_start_id]] * len(sources),
         sources=[sources[row] for row in by_length],
@@ -75,7 +75,7 @@ def translate(folder: Path, pairs: Sequence[Pair], num_beams: int, max_new_token
         choice=Choice(temperature=0),
         seeds=[0] * len(sources),
     )
-    greedy = dict(zip(by_length, found.responses, strict=True))
+    greedy = dict(zip(by_length, generated.responses, strict=True))
     rows = []
     for row, (source, reference) in enumerate(pairs):
         note_progress()

@@ -3,8 +3,8 @@
 import pytest
 import ray
 
-from cluster.environment import RAY_ENVIRONMENT
 from cluster.lean_node import lean_nodes
+from cluster.processes import RAY_ENVIRONMENT
 from cluster.worker import HeedFirst
 
 

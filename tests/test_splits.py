@@ -25,11 +25,9 @@ from torch import Tensor, nn
 
 from classify.examples import BEGINS, ENDS, Examples
 from classify.objective import ClassifyObjective
-from dpo.config import DPOConfig, KTOConfig
-from dpo.learner import PolicySource
-from dpo.objective import PreferenceObjective
+from cluster.processes import free_port
+from dpo.objective import DPOConfig, KTOConfig, PolicySource, PreferenceObjective
 from dpo.unpaired import UnpairedObjective, mismatched
-from files.ports import free_port
 from lm.config import ModelConfig
 from lm.encoder import (
     EncoderDecoder,

@@ -50,7 +50,7 @@ else:
 @pytest.mark.parametrize(
     ("section", "files", "program"),
     [
-        ("Adding a preference loss", {"dpo/config.py", "dpo/objective.py"}, LOSS),
+        ("Adding a preference loss", {"dpo/objective.py"}, LOSS),
         ("Adding a kind of reward", {"reward/sources.py"}, REWARD),
     ],
 )

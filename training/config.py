@@ -49,7 +49,7 @@ def values_at(config: BaseModel, key: str) -> list[Any]:
     if not star:
         return [value] if value else []
     tables = value.values() if isinstance(value, Mapping) else value or ()
-    return [found for table in tables for found in values_at(table, after)]
+    return [inner for table in tables for inner in values_at(table, after)]
 
 
 def tables_in(config: BaseModel, kind: type[AnyTable], prefix: str = "") -> Iterator[tuple[str, AnyTable]]:

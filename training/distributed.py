@@ -127,8 +127,8 @@ def make_sequence_group(config: EngineConfig) -> SequenceGroup | None:
     if config.sequence_parallel_size == 1:
         return None
     timeout = timedelta(seconds=config.collective_timeout_seconds)
-    own, _ = dist.new_subgroups(config.sequence_parallel_size, timeout=timeout)
-    return SequenceGroup(own)
+    group, _ = dist.new_subgroups(config.sequence_parallel_size, timeout=timeout)
+    return SequenceGroup(group)
 
 
 def deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: int, num_trained: int) -> dict[str, Any]:
@@ -212,9 +212,9 @@ class Gatherer:
 
     def __init__(self, shards: Iterable[ParamShard], rank: int, device: torch.device, exchange: Exchange) -> None:
         self._rank, self._device = rank, device
-        own = {shard.name: (shard.offset, shard.length) for shard in shards if shard.length}
+        ranges = {shard.name: (shard.offset, shard.length) for shard in shards if shard.length}
         self._ranges: dict[str, list[tuple[int, int, int]]] = defaultdict(list)  # (rank, first number, length)
-        for owner, held in enumerate(exchange(own)):
+        for owner, held in enumerate(exchange(ranges)):
             for name, (offset, length) in held.items():
                 self._ranges[name].append((owner, offset, length))
 

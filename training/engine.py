@@ -390,8 +390,8 @@ class Engine(Generic[AnyModule]):
         """Load a state that any number of ranks wrote at any ZeRO stage; a collective call."""
         self.offload.bring_back()
         saved = SavedState(folder)
-        own = whole_params(self.module, self._optimizers) if self.config.zero_stage == 0 else self.shards()
-        for shard in own + whole_tensors(self.module.named_buffers()):
+        shards = whole_params(self.module, self._optimizers) if self.config.zero_stage == 0 else self.shards()
+        for shard in shards + whole_tensors(self.module.named_buffers()):
             shard.restore(saved)
         if self.config.zero_stage > 0:
             write_back(self.model.optimizer, self.config.zero_stage)
@@ -477,8 +477,8 @@ def deterministic_kernels(is_on: bool) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        operation, found, _ = str(error).partition(" does not have a deterministic implementation")
-        if not found:
+        operation, separator, _ = str(error).partition(" does not have a deterministic implementation")
+        if not separator:
             raise
         raise ValueError(
             f"engine.deterministic: {operation.split()[-1]} has no deterministic GPU kernel in torch"

@@ -301,9 +301,9 @@ class CheckpointPart:
 
     def _remove(self) -> None:
         """Remove this rank's files, as far as the disk can be reached."""
-        own = [self.folder / model / f"rank-{self.rank:05d}.safetensors" for model in self.models]
-        own += [self.folder / name for name in self.files] if self.rank == 0 else []
-        for path in (*own, _written_note(self.folder, self.rank)):
+        paths = [self.folder / model / f"rank-{self.rank:05d}.safetensors" for model in self.models]
+        paths += [self.folder / name for name in self.files] if self.rank == 0 else []
+        for path in (*paths, _written_note(self.folder, self.rank)):
             try:
                 path.unlink(missing_ok=True)
             except OSError:

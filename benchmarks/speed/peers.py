@@ -18,7 +18,7 @@ from benchmarks.speed.protocol import Task, command
 from benchmarks.speed.rows import HEED, OWN_MODULE, ROWS, Row
 from benchmarks.speed.table import README, markdown, write_between_markers
 from benchmarks.speed.work import SHAPE, Sizes, write_work
-from cluster.environment import ALLOCATOR, WORKER_ENVIRONMENT
+from cluster.processes import ALLOCATOR, WORKER_ENVIRONMENT
 
 LOADED = "other processes use the same cores: compare CPU seconds instead of wall time"
 RESULTS = ROOT / "benchmarks" / "speed"

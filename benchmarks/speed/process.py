@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.speed.environments import ROOT
-from cluster.environment import WORKER_ENVIRONMENT
+from cluster.processes import WORKER_ENVIRONMENT
 
 TIMEOUT_SECONDS = 1800.0  # per measuring process
 RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of this process, if it has an engine

@@ -35,9 +35,8 @@ from evaluation.compare.report.answer import WEIGHTS_ONLY
 from evaluation.compare.report.page import write_comparison_report
 from evaluation.inputs import clusters_of, named_runs, named_specs, read_compared_prompts
 from evaluation.judges.external import read_verdict_file
-from evaluation.judges.judge import Judge, pairs_of, refuse_too_many_failures
+from evaluation.judges.judge import MAX_PAIRS, Judge, ScoreJudge, pairs_of, refuse_too_many_failures
 from evaluation.judges.people import PeopleJudge
-from evaluation.judges.scorers import MAX_PAIRS, ScoreJudge
 from evaluation.measures.policies import Known, measure_policies
 from evaluation.policies import LocalPolicy, Policy, RemotePolicy, Sampling, SavedPolicy, is_saved
 from evaluation.statistics.significance import ALPHA
@@ -100,14 +99,14 @@ def compare(compared: Compared, folder: Path, progress: Progress, tell: Callable
             refuse_other_settings(folder, read_settings(folder), settings)
             return judge_again(folder, judges, max_failed_share, progress)
         responses = _sample(policies, prompts, aside, progress)
-        settings["responses"] = {name: counts_of(own) for name, own in responses.items()}
+        settings["responses"] = {name: counts_of(rows) for name, rows in responses.items()}
         verdicts: list[Verdict] = []
         for judge in judges:
-            entry, own = judged(judge, prompts, responses, max_failed_share, progress)
+            entry, judge_verdicts = judged(judge, prompts, responses, max_failed_share, progress)
             settings["judges"].append(entry)
-            verdicts += own
+            verdicts += judge_verdicts
         if verdicts:
-            write_comparison(folder, settings, prompts, [row for own in responses.values() for row in own], verdicts)
+            write_comparison(folder, settings, prompts, [row for rows in responses.values() for row in rows], verdicts)
     return Outcome(settings, bool(verdicts))
 
 
@@ -120,20 +119,20 @@ def judge_again(folder: Path, judges: Sequence[Judge], max_failed_share: float, 
     Raises: ValueError for a judge that fails too often, and for a folder that holds no comparison.
     """
     settings = read_settings(folder)
-    found = read_comparison(folder)
+    comparison = read_comparison(folder)
     by_judge: dict[str, list[Verdict]] = {entry["name"]: [] for entry in settings["judges"]}
-    for verdict in found.verdicts:
+    for verdict in comparison.verdicts:
         if verdict.judge in by_judge:  # otherwise a run ended after writing it and before naming its judge
             by_judge[verdict.judge].append(verdict)
     entries = {entry["name"]: entry for entry in settings["judges"]}
-    asked = [judge for judge in judges if _is_asked(judge, entries.get(judge.name, {}))]
-    for judge in asked:
+    judges_to_ask = [judge for judge in judges if _is_asked(judge, entries.get(judge.name, {}))]
+    for judge in judges_to_ask:
         entries[judge.name], by_judge[judge.name] = judged(
-            judge, found.prompts, found.by_policy, max_failed_share, progress
+            judge, comparison.prompts, comparison.by_policy, max_failed_share, progress
         )
     settings["judges"] = list(entries.values())
-    if asked:
-        write_verdicts(folder, settings, [verdict for own in by_judge.values() for verdict in own])
+    if judges_to_ask:
+        write_verdicts(folder, settings, [verdict for verdicts in by_judge.values() for verdict in verdicts])
     return Outcome(settings, has_verdicts=True)
 
 
@@ -145,36 +144,37 @@ def take_verdicts(
     Raises: as `read_verdict_file` does; ValueError if `folder` holds another comparison.
     """
     ((judge, source),) = named_specs([spec], "file")
-    found = read_verdict_file(source, form, judge=judge, category=category, cluster_by=cluster_by)
+    verdict_file = read_verdict_file(source, form, judge=judge, category=category, cluster_by=cluster_by)
     path = Path(source)
     settings: Settings = {
-        "policies": [{"name": name, "kind": EXTERNAL} for name in found.policies],
-        "prompts": {"num_prompts": len(found.prompts), "category": category} | settings_of_clusters(cluster_by),
+        "policies": [{"name": name, "kind": EXTERNAL} for name in verdict_file.policies],
+        "prompts": {"num_prompts": len(verdict_file.prompts), "category": category} | settings_of_clusters(cluster_by),
         "seed": seed,
         "verdicts": {
             "source": source,
             "sha256": file_hash(path) if path.is_file() else "",
-            "format": found.format,
-            "warnings": found.report.counts(),
-            "num_same_policy": found.num_same_policy,
-            "num_unknown": found.num_unknown,
-            "num_again": found.num_again,
+            "format": verdict_file.format,
+            "warnings": verdict_file.report.counts(),
+            "num_same_policy": verdict_file.num_same_policy,
+            "num_unknown": verdict_file.num_unknown,
+            "num_again": verdict_file.num_again,
         },
         "responses": {
-            name: counts_of([row for row in found.responses if row.policy == name]) for name in found.policies
+            name: counts_of([row for row in verdict_file.responses if row.policy == name])
+            for name in verdict_file.policies
         },
         "judges": [
-            {"name": name, "kind": EXTERNAL} | _failed([row for row in found.verdicts if row.judge == name])
-            for name in found.judges
+            {"name": name, "kind": EXTERNAL} | _failed([row for row in verdict_file.verdicts if row.judge == name])
+            for name in verdict_file.judges
         ],
         "versions": versions(),
     }
     with holding(folder):
         if folder.exists():
             refuse_other_settings(folder, read_settings(folder), settings)
-            return Outcome(read_settings(folder), has_verdicts=True), found.report
-        write_comparison(folder, settings, found.prompts, found.responses, found.verdicts)
-    return Outcome(settings, has_verdicts=True), found.report
+            return Outcome(read_settings(folder), has_verdicts=True), verdict_file.report
+        write_comparison(folder, settings, verdict_file.prompts, verdict_file.responses, verdict_file.verdicts)
+    return Outcome(settings, has_verdicts=True), verdict_file.report
 
 
 def open_policies(compared: Compared, prompts: Sequence[Prompt]) -> list[Policy]:
@@ -237,18 +237,18 @@ def _sample(
     """Returns responses by policy. Those that were sampled before an interruption are read from `aside`."""
     responses: dict[str, list[Response]] = {}
     for policy in policies:
-        path, found = _sampled_before(aside, policy, prompts)
-        if not found:
-            found = policy.respond(progress(f"sample {policy.name}"))
-            write_rows(path, found)
-        responses[policy.name] = found
+        path, responses_of_policy = _sampled_before(aside, policy, prompts)
+        if not responses_of_policy:
+            responses_of_policy = policy.respond(progress(f"sample {policy.name}"))
+            write_rows(path, responses_of_policy)
+        responses[policy.name] = responses_of_policy
     return responses
 
 
 def _sampled_before(aside: Path, policy: Policy, prompts: Sequence[Prompt]) -> tuple[Path, list[Response]]:
     """Returns the file for a policy's responses, and the responses that it already holds."""
-    asked = [prompt.model_dump(exclude={"cluster"}) for prompt in prompts]
-    depends = json.dumps([policy.describe(), asked], sort_keys=True)
+    prompt_rows = [prompt.model_dump(exclude={"cluster"}) for prompt in prompts]
+    depends = json.dumps([policy.describe(), prompt_rows], sort_keys=True)
     path = aside / f"{hashlib.sha256(depends.encode()).hexdigest()[:24]}.parquet"
     return path, read_responses(path) if path.is_file() else []
 
@@ -308,13 +308,13 @@ def conclude(folder: Path) -> dict[str, Any]:
     measures = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if _share_prompts(responses):
         known = Known(
-            best_of={found["name"]: found["n"] for found in settings["policies"] if found.get("kind") == BEST_OF_N},
+            best_of={policy["name"]: policy["n"] for policy in settings["policies"] if policy.get("kind") == BEST_OF_N},
             pass_marks={judge["name"]: judge["pass_mark"] for judge in settings["judges"] if "pass_mark" in judge},
         )
-        found = measure_policies(
+        policy_measures = measure_policies(
             responses, verdicts, clusters_of(prompts_of(folder)), seed=settings["seed"], known=known
         )
-        write_json(path, measures | {"policies": as_json(found)})
+        write_json(path, measures | {"policies": as_json(policy_measures)})
     return write_comparison_report(folder)
 
 

@@ -1,4 +1,6 @@
-"""The folder of a comparison: writing it and reading it. The same settings give the same bytes.
+"""The config of a job's compare stage, and the folder of a comparison: writing it and reading it.
+
+The same settings give the same bytes.
 
     compare.json        resolved settings: policies, prompts, judges and their outcomes, versions
     prompts.jsonl       prompt_id, messages, category, and cluster if prompts have one
@@ -19,6 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from evaluation.verdicts import Response, Verdict, read_responses, read_verdicts, write_rows
 from files.atomic import atomic_folder, lock, write_json, write_text
 from files.fields import any_messages, any_text, list_field, text_field, whole_field
@@ -28,7 +32,58 @@ from files.rows import read_source
 from stages.lineage import code_version
 from stages.reports.run_folder import parse_object
 from stages.reports.text import Names, clean_json
-from training.data import Prompt
+from training.config import Config
+from training.data import DataConfig, OnOverlong, Prompt, overlong_field
+
+
+class CompareConfig(Config):
+    """Judges each policy's responses to the same prompts by what training never used: the world's gold judge, a reward
+    model, a function, or people, for whom the stage waits. The reward used in training may judge too, on prompts
+    that it has not seen.
+    """
+
+    prompts: DataConfig = Field(description="Prompts that all policies answer.")
+    cluster_by: str = Field(
+        default="",
+        description="Field of the prompts' rows that says which prompts depend on each other, such as the template they"
+        " were made from; intervals and tests are then over these clusters. Empty = the prompts are independent.",
+    )
+    scored_by: tuple[str, ...] = Field(
+        default=(),
+        description='Names of the sources of a `reward` of kind "sum" that score responses to these prompts, as in'
+        " ppo.prompts; empty = all. A row's own `scored_by` replaces it.",
+    )
+    judge_from: str = Field(
+        default="", description="Model directory or hub id of a reward model that judges; empty = the world's judge."
+    )
+    judge_function: str = Field(
+        default="",
+        pattern=r"^(|[^:]+:[^:]+)$",
+        description='Python function that judges, "MODULE:FUNCTION" or "FILE.py:FUNCTION"; higher is better.',
+    )
+    judge_people: str = Field(
+        default="",
+        description="Label store whose labelers judge: a file, or a PostgreSQL URL without a password.",
+    )
+    judge_reward: bool = Field(
+        default=False,
+        description="Whether the job's own reward judges, its reward model or PPO's function. It cannot show that the"
+        " reward was gamed; any other judge can.",
+    )
+    num_labelers: int = Field(default=1, ge=1, description="Labelers per task of `judge_people`.")
+    judged_share: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Share of the tasks of `judge_people` that must have all their judgments; labelers skip some.",
+    )
+    on_overlong: OnOverlong = overlong_field()
+    num_samples: int = Field(default=1, ge=1, description="Responses per prompt and policy.")
+    best_of: int = Field(default=16, ge=2, description="Samples per prompt of the SFT policy, for best-of-n.")
+    max_new_tokens: int = Field(ge=1, description="Length limit of a response, in tokens.")
+    temperature: float = Field(default=1.0, ge=0, description="Sampling temperature; 0 = greedy.")
+    num_shown: int = Field(default=12, ge=0, description="Prompts whose responses the report shows next to each other.")
+
 
 SETTINGS, PROMPTS, MEASURES = "compare.json", "prompts.jsonl", "measures.json"
 RESPONSES, VERDICTS = "responses.parquet", "verdicts.parquet"
@@ -200,8 +255,8 @@ def _names(path: Path, settings: Mapping[str, Any], field: str) -> tuple[str, ..
 def _judges(path: Path, settings: Mapping[str, Any], verdicts: Sequence[Verdict]) -> tuple[str, ...]:
     """Returns the judges that have verdicts, in the order of the settings, then by name."""
     listed = _names(path, settings, "judges") if "judges" in settings else ()
-    found = {verdict.judge for verdict in verdicts}
-    return (*(name for name in listed if name in found), *sorted(found - set(listed)))
+    judges = {verdict.judge for verdict in verdicts}
+    return (*(name for name in listed if name in judges), *sorted(judges - set(listed)))
 
 
 def prompts_of(folder: Path) -> list[Prompt]:
@@ -248,12 +303,12 @@ def _check_responses(path: Path, rows: Sequence[Response], policies: Sequence[st
 def _check_verdicts(
     path: Path, rows: Sequence[Verdict], responses: Sequence[Response], policies: Sequence[str], known: set[str]
 ) -> None:
-    given = {(row.policy, row.prompt_id, row.index) for row in responses}
+    responded = {(row.policy, row.prompt_id, row.index) for row in responses}
     for number, row in enumerate(rows, 1):
         where = f"{path}: row {number}"
         _check_known(where, row.prompt_id, known, [row.policy_a, row.policy_b], policies)
         for policy, index in ((row.policy_a, row.index_a), (row.policy_b, row.index_b)):
-            if (policy, row.prompt_id, index) not in given:
+            if (policy, row.prompt_id, index) not in responded:
                 raise ValueError(
                     f"{where}: it is of response {index} of {policy!r} to prompt {row.prompt_id!r}, which {RESPONSES}"
                     " does not hold"

@@ -8,10 +8,9 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from evaluation.inputs import named_specs
-from evaluation.judges.judge import Judge
+from evaluation.judges.judge import Judge, ScoreJudge, reward_model_score
 from evaluation.judges.language_model import LanguageModelJudge, read_template
 from evaluation.judges.people import PeopleJudge
-from evaluation.judges.scorers import ScoreJudge, reward_model_score
 from files.hashes import file_hash, folder_hash, json_hash
 from lm.hub import model_directory, model_hash
 from lm.tokenizer import Messages
@@ -172,9 +171,9 @@ def reward_judge(
         about: dict[str, object] = {"description": f"the {reward.noun} {reward.source}"}
         judge = ScoreJudge(name, f"reward {reward.noun}", reward.source, reward.score, about, reward.reads_rows)
     else:
-        found = {"description": "the run's reward model", "sha256": folder_hash(reward)}
+        details = {"description": "the run's reward model", "sha256": folder_hash(reward)}
         judge = ScoreJudge(
-            name, "reward model", str(reward), reward_model_score(reward, objective_weights, steps), found
+            name, "reward model", str(reward), reward_model_score(reward, objective_weights, steps), details
         )
     return described_as_reward(judge, "is also the reward") if is_climbed else judge
 

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from evaluation.compare.comparing import Progress, conclude, counts_of, judged, settings_of_clusters
-from evaluation.compare.config import CompareConfig
-from evaluation.compare.folder import BEST_OF_N, MEASURES, Settings, versions, write_files
+from evaluation.compare.folder import BEST_OF_N, MEASURES, CompareConfig, Settings, versions, write_files
 from evaluation.compare.judges import PEOPLE
 from evaluation.compare.results import (
     CompareResults,
@@ -26,9 +25,8 @@ from evaluation.compare.results import (
     WinRateResults,
 )
 from evaluation.inputs import clusters_of
-from evaluation.judges.judge import pairs_of
+from evaluation.judges.judge import ScoreJudge, pairs_of
 from evaluation.judges.people import PeopleJudge
-from evaluation.judges.scorers import ScoreJudge
 from evaluation.measures.curves import BestOfN, best_of_n_scores
 from evaluation.measures.policies import PolicyMeasures, PolicyScores, Scores, response_scores
 from evaluation.measures.reward_hacking import RewardHacking, TrainingScore, measure_reward_hacking
@@ -104,7 +102,7 @@ def compare_sampled(
         _require_judgments(judge, sampled.prompts, responses, config.judged_share)
     entry, verdicts = judged(judge, sampled.prompts, responses, MAX_FAILED_SHARE, progress)
     settings = _settings(config, sampled, responses, entry)
-    write_files(folder, settings, sampled.prompts, [row for own in responses.values() for row in own], verdicts)
+    write_files(folder, settings, sampled.prompts, [row for rows in responses.values() for row in rows], verdicts)
     scores = response_scores(verdicts).get(judge.name, {})  # people's ratings, if they gave any
     best = () if isinstance(judge, PeopleJudge) else _best_of_n(sampled, responses, scores)
     write_json(folder / MEASURES, {"best_of_n": as_json(best)})
@@ -117,7 +115,7 @@ def compare_sampled(
         num_prompts=len(sampled.prompts),
         num_samples=config.num_samples,
         temperature=config.temperature,
-        policies={name: _policy(found, judge.name) for name, found in measures.policies.items()},
+        policies={name: _policy(policy_measures, judge.name) for name, policy_measures in measures.policies.items()},
         pairs=dict(_pairs(by_gold)),
         best_of_n=measures.best_of_n,
         cluster_by=config.cluster_by,
@@ -136,24 +134,24 @@ def _asked(responses: Mapping[str, Sequence[Response]], num_samples: int) -> dic
     """Returns the first `num_samples` responses of each policy to each prompt, since people do not judge the whole pool
     of best-of-n.
     """
-    found: dict[str, list[Response]] = {}
-    for name, own in responses.items():
+    first_rows: dict[str, list[Response]] = {}
+    for name, rows in responses.items():
         num_seen: Counter[str] = Counter()
-        for row in own:
+        for row in rows:
             num_seen[row.prompt_id] += 1
             if num_seen[row.prompt_id] <= num_samples:
-                found.setdefault(name, []).append(row)
-    return found
+                first_rows.setdefault(name, []).append(row)
+    return first_rows
 
 
 def _require_judgments(
     judge: PeopleJudge, prompts: Sequence[Prompt], responses: Mapping[str, Sequence[Response]], judged_share: float
 ) -> None:
     """Put the tasks into the label store. Raises: StageWaitsError while too few of them are judged."""
-    found = judge.put_tasks(pairs_of(prompts, responses))
-    if found.num_tasks - found.num_open < judged_share * found.num_tasks:
+    put = judge.put_tasks(pairs_of(prompts, responses))
+    if put.num_tasks - put.num_open < judged_share * put.num_tasks:
         raise StageWaitsError(
-            f"compare waits for people: {found.num_open:,} of {found.num_tasks:,} tasks of batch {judge.batch!r} in"
+            f"compare waits for people: {put.num_open:,} of {put.num_tasks:,} tasks of batch {judge.batch!r} in"
             f" {_store_of(judge)} have fewer than {judge.num_labelers} judgments. Once they are labeled (`heed label"
             " serve`), the same command continues; to go on without tasks that everybody skips, set"
             " compare.judged_share"
@@ -174,15 +172,15 @@ def _described(judge: ScoreJudge | PeopleJudge) -> JudgeResults:
 
 def _responses(sampled: Sampled, n: int) -> dict[str, list[Response]]:
     """Returns responses by policy; best-of-n comes after the policy that it chooses from."""
-    found: dict[str, list[Response]] = {}
+    responses: dict[str, list[Response]] = {}
     for name, samples in sampled.policies.items():
-        found[name] = [response_of(name, sample) for sample in samples]
+        responses[name] = [response_of(name, sample) for sample in samples]
         if name == sampled.pool:
-            own, chosen = best_of_name(n), best_of(samples, n)
+            best, chosen = best_of_name(n), best_of(samples, n)
             # The log-ratio of a chosen sample says nothing about the choosing policy, whose KL is known only by its
             # bound.
-            found[own] = [replace(response_of(own, sample), log_ratio=nan) for sample in chosen]
-    return found
+            responses[best] = [replace(response_of(best, sample), log_ratio=nan) for sample in chosen]
+    return responses
 
 
 def _settings(
@@ -206,7 +204,7 @@ def _settings(
             "num_prompts": len(sampled.prompts),
         },
         "seed": sampled.seed,
-        "responses": {name: counts_of(own) for name, own in responses.items()},
+        "responses": {name: counts_of(rows) for name, rows in responses.items()},
         "judges": [judge],
         "versions": versions(),
     }
@@ -225,14 +223,14 @@ def _best_of_n(sampled: Sampled, responses: Mapping[str, Sequence[Response]], go
     return best_of_n_scores(gold_R.reshape(shape), proxy_R.reshape(shape), places_of(prompts, clusters))
 
 
-def _policy(found: PolicyMeasures, judge: str) -> PolicyResults:
-    gold, diversity = found.scores.get(judge, UNSCORED), found.diversity
+def _policy(measures: PolicyMeasures, judge: str) -> PolicyResults:
+    gold, diversity = measures.scores.get(judge, UNSCORED), measures.diversity
     assert diversity.tokens is not None, "a sampled response has a number of tokens"
     return PolicyResults(
         gold_score=gold.mean,
         pass_share=gold.pass_share,
-        kl_nats=_known(found.kl_nats),
-        proxy_score=_known(found.proxy_score),
+        kl_nats=_known(measures.kl_nats),
+        proxy_score=_known(measures.proxy_score),
         distinct_2=diversity.across.distinct_2,
         end_rate=diversity.finished.mean,
         mean_tokens=diversity.tokens.mean.mean,
@@ -249,18 +247,18 @@ def _hacking(
     if "ppo" not in responses:
         return None
     drawn = sampled.drawn
-    found = judge.score([s.messages for s in drawn], [s.response for s in drawn]) if drawn else []
+    gold_scores = judge.score([s.messages for s in drawn], [s.response for s in drawn]) if drawn else []
     training = [
         TrainingScore(sample.step, sample.prompt_id, sample.score, scored.score)
-        for sample, scored in zip(drawn, found, strict=True)
+        for sample, scored in zip(drawn, gold_scores, strict=True)
     ]
     categories = {prompt.prompt_id: prompt.kind for prompt in sampled.prompts}
     clusters = clusters_of(sampled.prompts)
     return measure_reward_hacking(responses["sft"], responses["ppo"], scores, categories, training, clusters)
 
 
-def _known(found: Interval) -> Interval | None:
-    return None if np.isnan(found.mean) else found
+def _known(interval: Interval) -> Interval | None:
+    return None if np.isnan(interval.mean) else interval
 
 
 def _pairs(judge: JudgeSummary) -> Iterator[tuple[str, PairResults]]:
@@ -278,7 +276,7 @@ def _shown(
 ) -> tuple[SampledPrompt, ...]:
     """Returns the first sample of every policy on each prompt, with gold and reward model scores."""
     firsts: dict[tuple[str, str], Response] = {}
-    for row in (row for own in responses.values() for row in own):
+    for row in (row for rows in responses.values() for row in rows):
         firsts.setdefault((row.policy, row.prompt_id), row)
     return tuple(
         SampledPrompt(

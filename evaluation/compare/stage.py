@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dpo.report import title_of
 from dpo.stage import STAGE as DPO
-from evaluation.compare.config import CompareConfig
+from evaluation.compare.folder import CompareConfig
 from evaluation.compare.judges import (
     described_as_reward,
     function_judge,
@@ -22,8 +22,8 @@ from evaluation.compare.judges import (
 from evaluation.compare.report.stage import REPORTER
 from evaluation.compare.sampled import Sampled, compare_sampled
 from evaluation.inputs import named_specs, with_clusters
+from evaluation.judges.judge import ScoreJudge
 from evaluation.judges.people import PeopleJudge
-from evaluation.judges.scorers import ScoreJudge
 from files.hashes import derive_seed, file_hash
 from files.records import record_of
 from lm.hub import model_directory
@@ -267,8 +267,8 @@ def _drawn(run: StageRun, config: CompareConfig, ppo: PPOConfig) -> list[Trainin
     if config.judge_people or config.judge_reward or (is_gold and not ppo.samples_world):
         return []
     path = run.folder_of(PPO.name) / SAMPLES
-    found = [record_of(line, TrainingSample, str(path)) for line in read_metrics(path)]
-    return [sample for sample in found if sample.kind == "drawn"]
+    samples = [record_of(line, TrainingSample, str(path)) for line in read_metrics(path)]
+    return [sample for sample in samples if sample.kind == "drawn"]
 
 
 def preflight(run: StageRun, config: CompareConfig) -> None:

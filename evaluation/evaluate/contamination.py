@@ -48,8 +48,8 @@ class OverlapSearch:
         grams: dict[tuple[str, ...], set[tuple[str, str]]] = defaultdict(set)
         self._whole: dict[tuple[str, ...], set[tuple[str, str]]] = defaultdict(set)
         for place, item in items.items():
-            asked = [message["content"] for message in item.messages if message["role"] == "user"]
-            for text in item.own_texts or asked:
+            user_texts = [message["content"] for message in item.messages if message["role"] == "user"]
+            for text in item.own_texts or user_texts:
                 words = words_of(text)
                 if len(words) < FEWEST_WORDS:
                     self._whole[tuple(words)].add(place)
@@ -66,7 +66,7 @@ class OverlapSearch:
         for gram, places in kept.items():
             hashed = self._hashes(np.array([self._number[word] for word in gram], dtype=np.int64), len(gram))
             self._places[len(gram)].setdefault(int(hashed[0]), set()).update(places)
-        self._known = {size: np.array(sorted(found), dtype=np.uint64) for size, found in self._places.items()}
+        self._known = {size: np.array(sorted(hashes), dtype=np.uint64) for size, hashes in self._places.items()}
 
     def _hashes(self, numbers: Ints, size: int) -> Any:
         """Returns a 64-bit hash of every `size` numbers in a row."""
@@ -77,10 +77,10 @@ class OverlapSearch:
     def find(self, text: str) -> set[tuple[str, str]]:
         """Returns the places of items that share words with a text."""
         words = words_of(text)
-        found = set(self._whole.get(tuple(words), ())) if len(words) < FEWEST_WORDS else set()
+        items = set(self._whole.get(tuple(words), ())) if len(words) < FEWEST_WORDS else set()
         numbers = np.fromiter((self._number.get(word, 0) for word in words), dtype=np.int64, count=len(words))
         if not numbers.any():
-            return found
+            return items
         num_unknown = np.concatenate([[0], np.cumsum(numbers == 0)])
         for size, known in self._known.items():
             if len(words) >= size:
@@ -89,8 +89,8 @@ class OverlapSearch:
                     hashes = self._hashes(numbers, size)[is_known]
                     nearest = known[np.minimum(np.searchsorted(known, hashes), len(known) - 1)]
                     for hashed in hashes[nearest == hashes].tolist():
-                        found |= self._places[size][hashed]
-        return found
+                        items |= self._places[size][hashed]
+        return items
 
 
 def overlaps(
@@ -100,26 +100,31 @@ def overlaps(
 
     Raises: ValueError for data that cannot be read, naming file and line.
     """
-    places = {(suite, item.item_id): item for suite, own in items.items() for item in own}
+    places = {(suite, item.item_id): item for suite, suite_items in items.items() for item in suite_items}
     search = OverlapSearch(places)
-    found: dict[str, set[tuple[str, str]]] = {}
+    overlapping: dict[str, set[tuple[str, str]]] = {}
     num_rows: Counter[str] = Counter()
-    for source in dict.fromkeys(source for own in sources.values() for source in own):
-        found[source] = set()
+    for source in dict.fromkeys(source for model_sources in sources.values() for source in model_sources):
+        overlapping[source] = set()
         for _, row in read_source(source):
             num_rows[source] += 1
             for text in texts_of(row):
-                found[source] |= search.find(text)
+                overlapping[source] |= search.find(text)
     return {
         model: {
             suite: Overlap(
-                frozenset(item_id for source in own for in_suite, item_id in found[source] if in_suite == suite),
-                {source: num_rows[source] for source in own},
+                frozenset(
+                    item_id
+                    for source in model_sources
+                    for in_suite, item_id in overlapping[source]
+                    if in_suite == suite
+                ),
+                {source: num_rows[source] for source in model_sources},
             )
             for suite in items
         }
-        for model, own in sources.items()
-        if own
+        for model, model_sources in sources.items()
+        if model_sources
     }
 
 
@@ -141,7 +146,7 @@ def training_files(model: Path) -> tuple[list[str], list[str]]:
     The second list names data that are recorded but are no longer files, or hold no rows of text (a label
     store, the .gguf file that training began with).
     """
-    found: dict[str, bool] = {}
+    paths: dict[str, bool] = {}
     waiting, seen = [model.absolute().parent], set[Path]()
     while waiting:
         stage = waiting.pop()
@@ -150,12 +155,12 @@ def training_files(model: Path) -> tuple[list[str], list[str]]:
         seen.add(stage)
         lineage = parse_object((stage / LINEAGE).read_text(encoding="utf-8"), str(stage / LINEAGE))
         for source in lineage.get("data", {}):
-            of, colon, name = source.partition(":")
-            if colon and (stage.parent / of).is_dir() and of != "world":
+            prefix, colon, name = source.partition(":")
+            if colon and (stage.parent / prefix).is_dir() and prefix != "world":
                 continue  # what another stage made from its own data
-            path = stage.parent / "world" / "data" / f"{name}.jsonl" if of == "world" and colon else Path(source)
-            found[str(path)] = path.is_file() and is_file_name(str(path))
+            path = stage.parent / "world" / "data" / f"{name}.jsonl" if prefix == "world" and colon else Path(source)
+            paths[str(path)] = path.is_file() and is_file_name(str(path))
         waiting += [stage.parent / parent for parent in lineage.get("parents", {})]
-    return [path for path, is_here in found.items() if is_here], [
-        path for path, is_here in found.items() if not is_here
+    return [path for path, is_here in paths.items() if is_here], [
+        path for path, is_here in paths.items() if not is_here
     ]

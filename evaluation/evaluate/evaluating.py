@@ -101,20 +101,22 @@ def evaluate(wanted: Evaluation, folder: Path) -> EvaluationReport:
     Raises: ValueError for any invalid input, before any model is asked; for a model that cannot do what a suite asks;
     if too many requests fail or the budget is used up; if `folder` holds something else.
     """
-    found = _prepare(wanted)
-    settings = _settings(wanted, found)
+    prepared = _prepare(wanted)
+    settings = _settings(wanted, prepared)
     with holding(folder, doing="evaluating"):
         _refuse_another(folder, settings)
-        overlap = overlaps(found.items, {model: files for model, (files, _) in found.training.items()})
-        scored = _scored(found)
-        if found.judge is not None:
-            found.judge.model.close()
-        reports = tuple(_report(suite, found, scored[suite.name], overlap, wanted.how.seed) for suite in found.suites)
-        shown = tuple(dict.fromkeys(model for own in scored.values() for model in own))
-        report = EvaluationReport(shown, reports, settings)
+        overlap = overlaps(prepared.items, {model: files for model, (files, _) in prepared.training.items()})
+        scored = _scored(prepared)
+        if prepared.judge is not None:
+            prepared.judge.model.close()
+        reports = tuple(
+            _report(suite, prepared, scored[suite.name], overlap, wanted.how.seed) for suite in prepared.suites
+        )
+        model_names = tuple(dict.fromkeys(model for models in scored.values() for model in models))
+        report = EvaluationReport(model_names, reports, settings)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic_folder(folder) as aside:
-            write_evaluation(aside, settings, found.items, scored)
+            write_evaluation(aside, settings, prepared.items, scored)
             write_json(aside / REPORT, clean_json(as_json(report)))
             write_evaluation_report(aside, folder.absolute().name)
     return report
@@ -149,29 +151,31 @@ def _prepare(wanted: Evaluation) -> _Prepared:
     )
 
 
-def _settings(wanted: Evaluation, found: _Prepared) -> Settings:
+def _settings(wanted: Evaluation, prepared: _Prepared) -> Settings:
     """Returns what the evaluation depends on, as JSON, and says which rows of saved answers it does not use."""
     unused: dict[str, dict[str, int]] = {}
-    for suite, models in found.ready.items():
+    for suite, models in prepared.ready.items():
         for model in models:
             if isinstance(model, SavedModel) and model.unused:
                 unused.setdefault(suite, {})[model.name] = len(model.unused)
                 wanted.how.tell(
                     f"{model.name}: {len(model.unused):,} rows of the file answer none of the"
-                    f" {len(found.items[suite]):,} items of {suite} and are unused, the first in {model.unused[0]}"
+                    f" {len(prepared.items[suite]):,} items of {suite} and are unused, the first in {model.unused[0]}"
                 )
     return {
-        "models": [dict(describe(model)) for model in found.models],
-        "algorithms": {name: list(own) for name, own in found.runs.items()},
-        "suites": [_described(suite, found.sources[suite.name], found.items[suite.name]) for suite in found.suites],
+        "models": [dict(describe(model)) for model in prepared.models],
+        "algorithms": {name: list(names) for name, names in prepared.runs.items()},
+        "suites": [
+            _described(suite, prepared.sources[suite.name], prepared.items[suite.name]) for suite in prepared.suites
+        ],
         "seed": wanted.how.seed,
         "precision": wanted.how.precision,
         "max_new_tokens": wanted.how.max_new_tokens,
         "max_items": wanted.max_items,
-        "judge": dict(describe(found.judge.model)) if found.judge else None,
-        "scorers": {measure: scorer.judge.describe() for measure, scorer in found.scorers.items()},
-        "baseline": dict(describe(found.baseline)) if found.baseline else None,
-        "training_data": {model: files for model, (files, _) in found.training.items()},
+        "judge": dict(describe(prepared.judge.model)) if prepared.judge else None,
+        "scorers": {measure: scorer.judge.describe() for measure, scorer in prepared.scorers.items()},
+        "baseline": dict(describe(prepared.baseline)) if prepared.baseline else None,
+        "training_data": {model: files for model, (files, _) in prepared.training.items()},
         "unused_rows": unused,
         "versions": versions(),
     }
@@ -207,12 +211,12 @@ def _refuse_another(folder: Path, settings: Settings) -> None:
         return
     if not is_evaluation(folder):
         raise ValueError(f"{folder}: exists and holds no evaluation; a new folder was expected (--out)")
-    found = read_settings(folder)
+    existing = read_settings(folder)
     for name in UNCHANGING:
         now = json.loads(json.dumps(settings[name]))
-        if found.get(name) != now:
+        if existing.get(name) != now:
             raise ValueError(
-                f"{folder}: holds an evaluation whose {name} differ: {json.dumps(found.get(name))}; now"
+                f"{folder}: holds an evaluation whose {name} differ: {json.dumps(existing.get(name))}; now"
                 f" {json.dumps(now)}. Give another --out, or remove the folder; cached answers are used again"
             )
 
@@ -236,28 +240,28 @@ def _ready(models: Sequence[Opened], suite: Suite, source: str, items: Sequence[
     return ready
 
 
-def _scored(found: _Prepared) -> dict[str, dict[str, Rows]]:
+def _scored(prepared: _Prepared) -> dict[str, dict[str, Rows]]:
     """Returns what every model's answers are worth, by suite, model and item id."""
-    scored: dict[str, dict[str, Rows]] = {suite.name: {} for suite in found.suites}
-    for place, opened in enumerate(found.models):
-        for suite in found.suites:
-            own, model = found.items[suite.name], found.ready[suite.name][place]
+    scored: dict[str, dict[str, Rows]] = {suite.name: {} for suite in prepared.suites}
+    for place, opened in enumerate(prepared.models):
+        for suite in prepared.suites:
+            items, model = prepared.items[suite.name], prepared.ready[suite.name][place]
             if isinstance(model, dict):
                 scored[suite.name] |= model
             else:
-                ask_baseline = asks_baseline(found.baseline, suite.name, own) if found.baseline else None
-                tools = Tools(found.judge, found.scorers, ask_baseline)
-                scored[suite.name][model.name] = _in_order(suite, model.name, own, suite.score(model, own, tools))
+                ask_baseline = asks_baseline(prepared.baseline, suite.name, items) if prepared.baseline else None
+                tools = Tools(prepared.judge, prepared.scorers, ask_baseline)
+                scored[suite.name][model.name] = _in_order(suite, model.name, items, suite.score(model, items, tools))
         if not isinstance(opened, Published):
             opened.close()
     return scored
 
 
 def _in_order(suite: Suite, model: str, items: Sequence[Item], scored: Sequence[Scored]) -> Rows:
-    expected, given = [item.item_id for item in items], [row.item_id for row in scored]
-    if given != expected:
+    expected, returned = [item.item_id for item in items], [row.item_id for row in scored]
+    if returned != expected:
         raise ValueError(
-            f"suite {suite.name!r}: `score` returned {len(given)} rows; one per item, in order, was expected"
+            f"suite {suite.name!r}: `score` returned {len(returned)} rows; one per item, in order, was expected"
         )
     _refuse_invalid(suite, model, scored)
     return dict(zip(expected, scored, strict=True))
@@ -303,41 +307,43 @@ def _training_data(
     [MODEL=]FILE adds a file, for one model, for all runs of an algorithm, or for all models; a model in a run's folder
     brings the data of its lineage.
     """
-    asked = [model for model in models if not isinstance(model, Published)]
-    found: dict[str, tuple[list[str], list[str]]] = {model.name: ([], []) for model in asked}
-    for model in asked:
+    local_models = [model for model in models if not isinstance(model, Published)]
+    files_of: dict[str, tuple[list[str], list[str]]] = {model.name: ([], []) for model in local_models}
+    for model in local_models:
         if isinstance(model, LocalModel):
-            found[model.name] = training_files(model.folder)
+            files_of[model.name] = training_files(model.folder)
         elif isinstance(model, RewardUnderTest) and model.scorer.kind == "reward model":
-            found[model.name] = training_files(Path(model.scorer.spec.partition("#")[0]))
+            files_of[model.name] = training_files(Path(model.scorer.spec.partition("#")[0]))
     for value in given:
         name, separator, path = value.partition("=")
-        trained = [model for model in runs.get(name, [name]) if model in found] if separator else []
+        trained = [model for model in runs.get(name, [name]) if model in files_of] if separator else []
         path = path if trained else value
         if not Path(path).exists():
             raise ValueError(f"--training-data {value!r}: no such file; [MODEL=]FILE was expected")
-        for model_name in trained or found:
-            found[model_name][0].append(path)
-    return {name: data for name, data in found.items() if any(data)}
+        for model_name in trained or files_of:
+            files_of[model_name][0].append(path)
+    return {name: data for name, data in files_of.items() if any(data)}
 
 
 def _report(
     suite: Suite,
-    found: _Prepared,
+    prepared: _Prepared,
     rows: Mapping[str, Rows],
     overlap: Mapping[str, Mapping[str, Overlap]],
     seed: int,
 ) -> SuiteReport:
-    items, own_seed = found.items[suite.name], derive_seed(seed, "evaluate", suite.name)
+    items, own_seed = prepared.items[suite.name], derive_seed(seed, "evaluate", suite.name)
     return SuiteReport(
         suite=suite.name,
         title=suite.title,
-        source=found.sources[suite.name],
+        source=prepared.sources[suite.name],
         measures=tuple(ReportedMeasure(m.name, m.description, m.higher_is_better) for m in suite.measures),
-        statistics=suite_statistics(suite.name, suite.measures, items, rows, found.runs, seed=own_seed),
+        statistics=suite_statistics(suite.name, suite.measures, items, rows, prepared.runs, seed=own_seed),
         contamination=tuple(
-            _contamination(suite, items, model, own[suite.name], found.training[model][1], rows[model], own_seed)
-            for model, own in overlap.items()
+            _contamination(
+                suite, items, model, overlaps_of_model[suite.name], prepared.training[model][1], rows[model], own_seed
+            )
+            for model, overlaps_of_model in overlap.items()
         ),
     )
 

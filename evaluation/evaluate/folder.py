@@ -103,11 +103,14 @@ def write_evaluation(
             json.dumps([dict(message) for message in item.messages], ensure_ascii=False),
             data_json(suite, item),
         )
-        for suite, own in items.items()
-        for item in own
+        for suite, suite_items in items.items()
+        for item in suite_items
     ]
     rows = [
-        (suite, model, row) for suite, models in scored.items() for model, own in models.items() for row in own.values()
+        (suite, model, row)
+        for suite, models in scored.items()
+        for model, model_rows in models.items()
+        for row in model_rows.values()
     ]
     answer_rows = [(suite, model, row.item_id, row.answer) for suite, model, row in rows]
     value_rows = [
@@ -118,8 +121,8 @@ def write_evaluation(
         ),
         *((s, m, row.item_id, name, math.nan, why) for s, m, row in rows for name, why in row.failures.items()),
     ]
-    for name, found in ((ITEMS, item_rows), (ANSWERS, answer_rows), (VALUES, value_rows)):
-        _write(folder / name, found)
+    for name, table in ((ITEMS, item_rows), (ANSWERS, answer_rows), (VALUES, value_rows)):
+        _write(folder / name, table)
     write_json(folder / SETTINGS, clean_json(json.loads(json.dumps(settings))))
 
 
@@ -169,7 +172,7 @@ def read_evaluation(folder: Path, name: str) -> EvaluationFolder:
     path = folder / REPORT
     if not path.is_file():
         raise ValueError(f"{path}: no such file; the folder of a finished evaluation was expected")
-    found = parse_object(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    settings = parse_object(path.read_text(encoding="utf-8", errors="replace"), str(path))
     items = [
         (row["suite"], Item(row["item_id"], json.loads(row["messages"]), row["group"], data=json.loads(row["data"])))
         for row in _rows(folder / ITEMS)
@@ -180,7 +183,7 @@ def read_evaluation(folder: Path, name: str) -> EvaluationFolder:
             row["failure"] or row["value"]
         )
     answers = {(row["suite"], row["model"], row["item_id"]): row["answer"] for row in _rows(folder / ANSWERS)}
-    return EvaluationFolder(name, record_of(found, EvaluationReport, str(path)), items, answers, values)
+    return EvaluationFolder(name, record_of(settings, EvaluationReport, str(path)), items, answers, values)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

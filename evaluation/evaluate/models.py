@@ -18,7 +18,7 @@ import torch
 from evaluation.compare.judges import Asking, is_function, is_url, open_scorer
 from evaluation.evaluate.saved import SavedAnswers
 from evaluation.inputs import named_runs, named_specs
-from evaluation.judges.scorers import BATCH, ScoreJudge
+from evaluation.judges.judge import BATCH, ScoreJudge
 from evaluation.policies import SEEDS, is_saved
 from evaluation.suites.suite import Asks, Continuation, Item, Model, Request, Unable
 from files.hashes import derive_seed, json_hash
@@ -62,15 +62,17 @@ class Answering:
         answers depend on no seed, so theirs is 0.
         """
         seen: Counter[str] = Counter()
-        found = []
+        requests_with_seeds = []
         for request in requests:
-            asked = {key: value for key, value in asdict(request).items() if key != "item_id"}
-            asked["messages"] = [dict(message) for message in request.messages]
-            key = json_hash(asked)
+            fields = {key: value for key, value in asdict(request).items() if key != "item_id"}
+            fields["messages"] = [dict(message) for message in request.messages]
+            key = json_hash(fields)
             is_sampled = request.temperature > 0
-            found.append((asked, derive_seed(self.seed, "evaluate", key, seen[key]) if is_sampled else 0))
+            requests_with_seeds.append(
+                (fields, derive_seed(self.seed, "evaluate", key, seen[key]) if is_sampled else 0)
+            )
             seen[key] += 1
-        return found
+        return requests_with_seeds
 
 
 @dataclass
@@ -116,9 +118,9 @@ class LocalModel(Unable):
         queries = self._encoded([(request.messages, request.text) for request in limited])
         limits = [self._limit(len(query), request) for query, request in zip(queries, limited, strict=True)]
         # The limit is a function of the model and the request, so the key need not contain it.
-        self.num_shortened += sum(0 < own < r.max_new_tokens for own, r in zip(limits, limited, strict=True))
+        self.num_shortened += sum(0 < limit < r.max_new_tokens for limit, r in zip(limits, limited, strict=True))
         numbered = self.how.numbered(limited)
-        keys = [self._key("answer", asked, seed) for asked, seed in numbered]
+        keys = [self._key("answer", request, seed) for request, seed in numbered]
         groups: dict[tuple[int, float, tuple[str, ...]], list[int]] = {}
         for row in sorted(range(len(limited)), key=lambda row: len(queries[row])):  # sorted to minimise padding
             if limits[row]:
@@ -127,9 +129,9 @@ class LocalModel(Unable):
         def compute(rows: Sequence[int]) -> list[Answer]:
             return self._generated([(queries[row], limits[row], limited[row], numbered[row][1]) for row in rows])
 
-        found = self._cached("answer", keys, list(groups.values()), CHUNK, compute)
+        answers = self._cached("answer", keys, list(groups.values()), CHUNK, compute)
         return [
-            found[key] if limit else Answer("", failure=self._no_room(len(query)))
+            answers[key] if limit else Answer("", failure=self._no_room(len(query)))
             for key, limit, query in zip(keys, limits, queries, strict=True)
         ]
 
@@ -157,8 +159,8 @@ class LocalModel(Unable):
             contexts, wanted = zip(*(pairs[row] for row in rows), strict=True)
             return [Answer(repr(value)) for value in sequence_logprobs(self._model, contexts, wanted, 1.0)]
 
-        found = self._cached("log-probabilities", keys, [order], 8 * CHUNK, compute)
-        return [float(found[key].text) for key in keys]
+        values = self._cached("log-probabilities", keys, [order], 8 * CHUNK, compute)
+        return [float(values[key].text) for key in keys]
 
     def close(self) -> None:
         """Release the weights, and say how many requests were shortened."""
@@ -181,8 +183,8 @@ class LocalModel(Unable):
     ) -> dict[str, Answer]:
         return cached(self.how.asking.cache, self.how.progress(f"{step} {self.name}"), keys, groups, size, compute)
 
-    def _key(self, what: str, asked: Any, seed: int) -> str:
-        return json_hash("local", what, self.sha256, self.how.precision, asked, seed)
+    def _key(self, what: str, request: Any, seed: int) -> str:
+        return json_hash("local", what, self.sha256, self.how.precision, request, seed)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -197,17 +199,19 @@ class LocalModel(Unable):
     def _context(self) -> int:
         return read_config(self.folder, "language")[0].max_position_embeddings
 
-    def _encoded(self, asked: Sequence[tuple[Messages, str]]) -> list[list[int]]:
+    def _encoded(self, queries: Sequence[tuple[Messages, str]]) -> list[list[int]]:
         """Returns the tokens of conversations, up to the next response, and of plain texts."""
-        if any(messages for messages, _ in asked) and not self.has_chat_template:
+        if any(messages for messages, _ in queries) and not self.has_chat_template:
             raise ValueError(f"model {self.name!r} has no chat template, so it cannot be asked conversations")
-        plain = self._tokenizer.encode_plain([text for _, text in asked])
+        plain = self._tokenizer.encode_plain([text for _, text in queries])
         try:
-            chats = iter(self._tokenizer.encode_prompts([messages for messages, _ in asked if messages]))
+            chats = iter(self._tokenizer.encode_prompts([messages for messages, _ in queries if messages]))
         except ValueError as error:
             raise ValueError(f"model {self.name!r}: {error}") from None
         start = [self._tokenizer.start_id]
-        return [next(chats) if messages else own or start for (messages, _), own in zip(asked, plain, strict=True)]
+        return [
+            next(chats) if messages else tokens or start for (messages, _), tokens in zip(queries, plain, strict=True)
+        ]
 
     def _limit(self, num_tokens: int, request: Request) -> int:
         """Returns the longest answer that the context has room for; 0 if it has none."""
@@ -222,7 +226,7 @@ class LocalModel(Unable):
     def _generated(self, chosen: Sequence[tuple[Sequence[int], int, Request, int]]) -> list[Answer]:
         """Generate answers to requests with the same limit, temperature and stop strings."""
         _, limit, request, _ = chosen[0]
-        found = generate(
+        generated = generate(
             self._model,
             [query for query, *_ in chosen],
             max_new_tokens=limit,
@@ -233,7 +237,7 @@ class LocalModel(Unable):
             max_rows=BATCH,
         )
         answers = []
-        for tokens, finished in zip(found.responses, found.finished, strict=True):
+        for tokens, finished in zip(generated.responses, generated.finished, strict=True):
             text = before_stop(self._tokenizer.decode(tokens), request.stop)
             answers.append(Answer(text.strip() if request.messages else text, finished, len(tokens)))
         return answers
@@ -261,16 +265,16 @@ def cached(
     `groups` are the rows that may be computed together, in that order. Failures are not stored.
     """
     with closing(AnswerCache(path)) as cache:
-        found = {key: answer for key in dict.fromkeys(keys) if (answer := cache.get(key)) is not None}
+        answers = {key: answer for key in dict.fromkeys(keys) if (answer := cache.get(key)) is not None}
         for group in groups:
-            rows = list({keys[row]: row for row in reversed(group) if keys[row] not in found}.values())[::-1]
+            rows = list({keys[row]: row for row in reversed(group) if keys[row] not in answers}.values())[::-1]
             for part in parts(rows, size):
                 for row, answer in zip(part, compute(part), strict=True):
-                    found[keys[row]] = answer
+                    answers[keys[row]] = answer
                     if not answer.failure:
                         cache.put(keys[row], answer)
-                on_progress(len(found), len(set(keys)))
-    return found
+                on_progress(len(answers), len(set(keys)))
+    return answers
 
 
 @dataclass(frozen=True)
@@ -341,12 +345,12 @@ class RewardUnderTest(Unable):
         order = sorted(range(len(keys)), key=lambda row: sum(len(m["content"]) for m in conversations[row]))
         # What an endpoint computes may change without notice, and a function may read other files than its own.
         is_fixed = self.scorer.kind == "reward model"
-        found = (
+        answers = (
             cached(self.how.asking.cache, self.how.progress(f"score {self.name}"), keys, [order], BATCH, compute)
             if is_fixed
             else {key: answer for rows in parts(order, BATCH) for key, answer in _keyed(keys, rows, compute)}
         )
-        return [found[key] if found[key].failure else float(found[key].text) for key in keys]
+        return [answers[key] if answers[key].failure else float(answers[key].text) for key in keys]
 
     def close(self) -> None:
         """The score function keeps its network until it is released itself."""
@@ -391,8 +395,8 @@ def open_models(specs: Sequence[str], how: Answering) -> tuple[list[Opened], Map
     if not specs:
         raise ValueError("no model was given; at least one MODEL was expected")
     named, runs = named_runs(specs, "model")
-    for algorithm, own in runs.items():
-        if (f"{PUBLISHED}{ALL}") in [spec for name, spec in named if name in own]:
+    for algorithm, run_names in runs.items():
+        if (f"{PUBLISHED}{ALL}") in [spec for name, spec in named if name in run_names]:
             raise ValueError(f"model {algorithm!r}: {PUBLISHED}{ALL} is several models; one run was expected")
     return [open_model(name, spec, how) for name, spec in named], runs
 

@@ -31,19 +31,17 @@ from stages.reports.parts import (
     Note,
     Part,
     Row,
-    Section,
-    Table,
-    axis,
-    share_row,
-)
-from stages.reports.samples import (
     Samples,
+    Section,
     ShownPrompt,
     ShownResponse,
+    Table,
     anchor_of,
+    axis,
     evenly,
     folded,
     folded_turns,
+    share_row,
     start_of,
     turns_of,
 )
@@ -87,19 +85,19 @@ def write_evaluation_report(folder: Path, name: str = "") -> None:
 
     Raises: ValueError naming a file that is absent or malformed.
     """
-    found = read_evaluation(folder, name or folder.resolve().name)
-    write_text(folder / "report.html", page_of(found))
+    evaluation = read_evaluation(folder, name or folder.resolve().name)
+    write_text(folder / "report.html", page_of(evaluation))
 
 
-def page_of(found: EvaluationFolder) -> str:
+def page_of(evaluation: EvaluationFolder) -> str:
     """Returns the page as HTML."""
-    report = found.report
+    report = evaluation.report
     styles = styles_of(report.models)
     num_items = sum(suite.statistics.num_items for suite in report.suites)
-    samples = _samples(found, styles)
+    samples = _samples(evaluation, styles)
     page = Page(
         kicker="Heed evaluation",
-        title=found.name,
+        title=evaluation.name,
         meta=(
             count_of(len(report.models), "model"),
             count_of(len(report.suites), "suite"),
@@ -109,7 +107,7 @@ def page_of(found: EvaluationFolder) -> str:
         sections=(
             *(_section(suite, styles) for suite in report.suites),
             Section("samples", "Answers", (_about_samples(samples), samples)),
-            _made(found),
+            _made(evaluation),
         ),
         skip_to=("samples", "the answers"),
         styles=tuple(styles.values()),
@@ -122,10 +120,12 @@ def _answer(suites: Sequence[SuiteReport]) -> Answer:
     """Says what the evaluation shows. Sentences on algorithms come first, and those that show a difference before
     those that show none, so that the first one agrees with the answer's tone.
     """
-    algorithms = [found for suite in suites for found in algorithm_conclusions(suite)]
-    weights = [found for suite in suites for found in conclusions(suite)]
-    sentences = [text for own in (algorithms, weights) for _, text in sorted(own, key=lambda found: not found[0])]
-    is_shown = any(shown for shown, _ in algorithms or weights)
+    algorithms = [conclusion for suite in suites for conclusion in algorithm_conclusions(suite)]
+    weights = [conclusion for suite in suites for conclusion in conclusions(suite)]
+    sentences = [
+        text for group in (algorithms, weights) for _, text in sorted(group, key=lambda conclusion: not conclusion[0])
+    ]
+    is_shown = any(is_clear for is_clear, _ in algorithms or weights)
     num_more = len(sentences) - 1 - MAX_SENTENCES
     more = (f"{count_of(num_more, 'more sentence')} like these: see the sections.",) if num_more > 0 else ()
     caveat = (ALGORITHMS,) if algorithms else (TWO_MODELS,) if any(_primary(suite) for suite in suites) else ()
@@ -146,9 +146,9 @@ def conclusions(suite: SuiteReport) -> list[tuple[bool, str]]:
     value. Each sentence comes with whether it shows a difference.
     """
     rows = _primary(suite)
-    shown = [row for row in rows if row.better]
-    if shown:
-        return [(True, f"{suite.suite}: {in_words(row, suite)}") for row in shown]
+    clear = [row for row in rows if row.better]
+    if clear:
+        return [(True, f"{suite.suite}: {in_words(row, suite)}") for row in clear]
     if rows:
         pairs = "the two models" if len(rows) == 1 else f"any of {number(len(rows))} pairs of models"
         return [(False, f"{suite.suite}: no difference in {rows[0].measure} is shown between {pairs}.")]
@@ -174,10 +174,10 @@ def _of_algorithms(row: AlgorithmDifference, suite: SuiteReport) -> str:
     if not row.better:
         size = difference_text(row.difference, row.measure, suite)
         return f"no difference between the algorithms {a} and {b} in {row.measure} is shown, {runs} ({size})."
-    found, other = (row.difference, b) if row.better == a else (-row.difference, a)
+    lead, other = (row.difference, b) if row.better == a else (-row.difference, a)
     return (
         f"as algorithms, {row.better} is better than {other} in {row.measure}{_direction(row.measure, suite)}, {runs}:"
-        f" {difference_text(found, row.measure, suite)}, {p_value(row.holm_p)}."
+        f" {difference_text(lead, row.measure, suite)}, {p_value(row.holm_p)}."
     )
 
 
@@ -200,25 +200,25 @@ def in_words(row: Difference, suite: SuiteReport) -> str:
     if not row.better:
         size = difference_text(row.difference, row.measure, suite)
         return f"no difference in {row.measure} is shown between {row.model_a} and {row.model_b} ({size})."
-    found, other = (row.difference, row.model_b) if row.better == row.model_a else (-row.difference, row.model_a)
+    lead, other = (row.difference, row.model_b) if row.better == row.model_a else (-row.difference, row.model_a)
     return (
         f"{row.better} is better than {other} in {row.measure}{_direction(row.measure, suite)}:"
-        f" {difference_text(found, row.measure, suite)}, {p_value(row.holm_p)}."
+        f" {difference_text(lead, row.measure, suite)}, {p_value(row.holm_p)}."
     )
 
 
 def _direction(measure: str, suite: SuiteReport) -> str:
-    is_higher = next(found.higher_is_better for found in suite.measures if found.name == measure)
+    is_higher = next(reported.higher_is_better for reported in suite.measures if reported.name == measure)
     return "" if is_higher else ", where lower is better"
 
 
-def difference_text(found: Interval, measure: str, suite: SuiteReport) -> str:
+def difference_text(difference: Interval, measure: str, suite: SuiteReport) -> str:
     """Formats a difference in a measure with its interval, in percentage points for shares."""
     if not any(value.unit == "share" for value in suite.statistics.values if value.measure == measure):
-        return f"{_signed(number(found.mean))}{_in_brackets(ends_of(found))}"
-    texts = [_signed_points(value) for value in (found.low, found.high)]
+        return f"{_signed(number(difference.mean))}{_in_brackets(ends_of(difference))}"
+    texts = [_signed_points(value) for value in (difference.low, difference.high)]
     ends = f" ({texts[0]} to {texts[1]})" if UNKNOWN not in texts else ""
-    return f"{_signed_points(found.mean)} points{ends}"
+    return f"{_signed_points(difference.mean)} points{ends}"
 
 
 def _signed(text: str) -> str:
@@ -240,23 +240,23 @@ def value_text(value: Value | None) -> str:
 def interval_text(value: Value | None) -> str:
     if value is None or not math.isfinite(value.value.low):
         return ""
-    found = value.value
-    return share_ends(found.low, found.high) if value.unit == "share" else ends_of(found)
+    interval = value.value
+    return share_ends(interval.low, interval.high) if value.unit == "share" else ends_of(interval)
 
 
 def _warnings(report: EvaluationReport) -> list[str]:
     """What readers of the numbers must know: answers that could not be scored, saved answers that are unused, items
     seen in training, and models that are the only run of their algorithm.
     """
-    found = [
+    warnings = [
         f"{suite}: {count_of(num, 'row')} of {model}'s file answer no item that was asked and are unused."
         for suite, models in report.settings.get("unused_rows", {}).items()
         for model, num in models.items()
     ]
-    runs = [run for own in report.settings.get("algorithms", {}).values() for run in own]
+    runs = [run for names in report.settings.get("algorithms", {}).values() for run in names]
     single = [model for model in report.models if model not in runs]
     if runs and single:
-        found.append(
+        warnings.append(
             f"There is only one run of {', '.join(single)}: a sentence on an algorithm takes several runs (seeds) of"
             " it."
         )
@@ -264,18 +264,18 @@ def _warnings(report: EvaluationReport) -> list[str]:
         num_failed = {model: _num_failed(suite, model) for model in suite.statistics.models}
         by_model = ", ".join(f"{model} {number(num)}" for model, num in num_failed.items() if num)
         if by_model:
-            found.append(
+            warnings.append(
                 f"{suite.suite}: a measure could not be computed on some of"
                 f" {count_of(suite.statistics.num_items, 'item')} (by model: {by_model}); it leaves them out."
             )
         for row in suite.contamination:
             if row.item_ids:
                 share = percent(len(row.item_ids) / row.num_items)
-                found.append(
+                warnings.append(
                     f"{suite.suite}: {share} of the items share words with the training data of {row.model}; its"
                     " results on the other items are in the section."
                 )
-    return found
+    return warnings
 
 
 def _num_failed(suite: SuiteReport, model: str) -> int:
@@ -335,12 +335,16 @@ def _forest(suite: SuiteReport, styles: Styles) -> Forest:
     start, end, ticks = axis(min(numbers, default=0.0), max(numbers, default=1.0))
     rows = []
     for value in values:
-        heads, found, cells = (styles[value.model],), value.value, (number(value.num_items), number(value.num_clusters))
+        heads, interval, cells = (
+            (styles[value.model],),
+            value.value,
+            (number(value.num_items), number(value.num_clusters)),
+        )
         if is_share:
-            rows.append(share_row(heads, (found.mean, found.low, found.high), cells))
+            rows.append(share_row(heads, (interval.mean, interval.low, interval.high), cells))
         else:
-            dots = (_dot(found, start, end),) if math.isfinite(found.mean) else ()
-            rows.append(ForestRow(heads, dots, number(found.mean), ends_of(found), cells))
+            dots = (_dot(interval, start, end),) if math.isfinite(interval.mean) else ()
+            rows.append(ForestRow(heads, dots, number(interval.mean), ends_of(interval), cells))
     shared = {} if is_share else {"ticks": tuple(((t - start) / (end - start), number(t)) for t in ticks)}
     return Forest(
         name=f"values-{suite.suite}",
@@ -356,18 +360,18 @@ def _forest(suite: SuiteReport, styles: Styles) -> Forest:
     )
 
 
-def _dot(found: Interval, start: float, end: float) -> Dot:
+def _dot(interval: Interval, start: float, end: float) -> Dot:
     def place(value: float) -> float | None:
         return (value - start) / (end - start) if math.isfinite(value) else None
 
-    mean = place(found.mean)
-    assert mean is not None, found
-    return Dot(mean, place(found.low), place(found.high))
+    mean = place(interval.mean)
+    assert mean is not None, interval
+    return Dot(mean, place(interval.low), place(interval.high))
 
 
 def _differences(suite: SuiteReport, styles: Styles) -> Table:
     place = {measure.name: number_of for number_of, measure in enumerate(suite.measures)}
-    found = sorted(suite.statistics.differences, key=lambda row: place[row.measure])
+    differences = sorted(suite.statistics.differences, key=lambda row: place[row.measure])
     rows = [
         Row(
             (styles[row.model_a], styles[row.model_b]),
@@ -380,9 +384,9 @@ def _differences(suite: SuiteReport, styles: Styles) -> Table:
             ),
             is_strong=bool(row.better),
         )
-        for row in found[:MAX_DIFFERENCES]
+        for row in differences[:MAX_DIFFERENCES]
     ]
-    rest = f" The first {number(len(rows))} of {number(len(found))}." if len(rows) < len(found) else ""
+    rest = f" The first {number(len(rows))} of {number(len(differences))}." if len(rows) < len(differences) else ""
     caption = (
         "The first model minus the second, on the items that both have, paired. p is two-sided and corrected for all"
         " pairs of models (Holm); the interval excludes 0 exactly if it is below 5%. "
@@ -423,9 +427,9 @@ def _algorithms(suite: SuiteReport) -> Table:
 def _group_table(suite: SuiteReport, measure: ReportedMeasure, groups: Sequence[str], styles: Styles) -> Table:
     rows = []
     for group in groups[:MAX_GROUPS]:
-        found = [suite.statistics.of(model, measure.name, group) for model in suite.statistics.models]
-        num_items = max((value.num_items for value in found if value is not None), default=0)
-        rows.append(Row((group,), (Cell(number(num_items)), *(_cell(value) for value in found))))
+        values = [suite.statistics.of(model, measure.name, group) for model in suite.statistics.models]
+        num_items = max((value.num_items for value in values if value is not None), default=0)
+        rows.append(Row((group,), (Cell(number(num_items)), *(_cell(value) for value in values))))
     columns: tuple[Head, ...] = ("Group", "Items", *(styles[model] for model in suite.statistics.models))
     cut = f" The first {number(MAX_GROUPS)} of {number(len(groups))} groups." if len(groups) > MAX_GROUPS else ""
     caption = f"{measure.name} by group, each with its 95% interval, not corrected for the number of groups.{cut}"
@@ -433,7 +437,7 @@ def _group_table(suite: SuiteReport, measure: ReportedMeasure, groups: Sequence[
 
 
 def _failures(suite: SuiteReport, styles: Styles) -> Table:
-    found = suite.statistics.failures
+    failures = suite.statistics.failures
     rows = [
         Row(
             (styles[row.model],),
@@ -444,9 +448,11 @@ def _failures(suite: SuiteReport, styles: Styles) -> Table:
                 Cell(row.item_id, is_code=True),
             ),
         )
-        for row in found[:MAX_FAILURES]
+        for row in failures[:MAX_FAILURES]
     ]
-    rest = f" The {number(MAX_FAILURES)} most frequent of {number(len(found))}." if len(found) > MAX_FAILURES else ""
+    rest = (
+        f" The {number(MAX_FAILURES)} most frequent of {number(len(failures))}." if len(failures) > MAX_FAILURES else ""
+    )
     caption = f"Items on which a measure could not be computed; they are in no mean.{rest} From {VALUES}."
     return Table(
         caption,
@@ -482,28 +488,30 @@ def _about_samples(samples: Samples) -> Note:
     )
 
 
-def _samples(found: EvaluationFolder, styles: Styles) -> Samples:
-    suites = [suite.suite for suite in found.report.suites]
-    shown: list[ShownPrompt] = []
+def _samples(evaluation: EvaluationFolder, styles: Styles) -> Samples:
+    suites = [suite.suite for suite in evaluation.report.suites]
+    shown_prompts: list[ShownPrompt] = []
     for place, suite in enumerate(suites):
-        items = [item for of, item in found.items if of == suite]
+        items = [item for item_suite, item in evaluation.items if item_suite == suite]
         sizes = [sum(len(message["content"]) for message in item.messages) for item in items]
         for index in evenly(sizes, NUM_SAMPLES, MAX_CHARACTERS):
-            shown.append(_sample(found, suite, place, items[index], styles, is_open=not shown))
-    return Samples(tuple(shown), len(found.items), policies=tuple(styles.values()), categories=tuple(suites))
+            shown_prompts.append(_sample(evaluation, suite, place, items[index], styles, is_open=not shown_prompts))
+    return Samples(
+        tuple(shown_prompts), len(evaluation.items), policies=tuple(styles.values()), categories=tuple(suites)
+    )
 
 
 def _sample(
-    found: EvaluationFolder, suite: str, place: int, item: Item, styles: Styles, *, is_open: bool
+    evaluation: EvaluationFolder, suite: str, place: int, item: Item, styles: Styles, *, is_open: bool
 ) -> ShownPrompt:
     messages = turns_of(item.messages)
     reference = item.data.get("reference", "")
     responses = []
-    for model in found.report.models:
+    for model in evaluation.report.models:
         key = (suite, model, item.item_id)
-        if key in found.answers:
-            about = "; ".join(f"{name}: {_valued(value)}" for name, value in found.values.get(key, {}).items())
-            responses.append((styles[model], (ShownResponse(0, folded(found.answers[key]), about),)))
+        if key in evaluation.answers:
+            about = "; ".join(f"{name}: {_valued(value)}" for name, value in evaluation.values.get(key, {}).items())
+            responses.append((styles[model], (ShownResponse(0, folded(evaluation.answers[key]), about),)))
     return ShownPrompt(
         anchor=anchor_of(f"{suite}-{item.item_id}"),
         prompt_id=item.item_id,
@@ -523,10 +531,10 @@ def _valued(value: float | str) -> str:
     return number(int(value)) if float(value).is_integer() else number(value)
 
 
-def _made(found: EvaluationFolder) -> Section:
+def _made(folder: EvaluationFolder) -> Section:
     from evaluation.compare.report.page import flat
 
-    rows = tuple(Row((path,), (Cell(text),)) for path, text in flat(dict(found.report.settings)))
+    rows = tuple(Row((path,), (Cell(text),)) for path, text in flat(dict(folder.report.settings)))
     about = Note(
         f"report.json holds every number in full precision; {VALUES} has a row per model, item and measure, and"
         f" {ANSWERS} every answer."

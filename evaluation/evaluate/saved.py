@@ -54,7 +54,7 @@ class SavedAnswers:
         text; if no row answers an item.
         """
         asked = _Asked.of(items)
-        found: dict[str, tuple[str, list[str]]] = {}
+        answers: dict[str, tuple[str, list[str]]] = {}
         unused: list[str] = []
         for where, row in saved_rows(f"model {self.name!r}", self.name, self.spec, MODEL_FIELDS):
             if row.get("suite", suite) != suite:
@@ -66,16 +66,16 @@ class SavedAnswers:
                 continue
             turns = conversation.answers(answered[0]) if conversation.has_answers else _turns(where, row)
             for item_id in dict.fromkeys(item.asked_id or item.item_id for item in answered):
-                if item_id in found:
-                    raise ValueError(f"{where}: item {item_id!r} is already answered in {found[item_id][0]}")
-                found[item_id] = where, turns
-        if not found:
+                if item_id in answers:
+                    raise ValueError(f"{where}: item {item_id!r} is already answered in {answers[item_id][0]}")
+                answers[item_id] = where, turns
+        if not answers:
             file = self.spec.partition("#")[0]
             raise ValueError(
                 f"model {self.name!r}: {file} answers none of the {len(items):,} items of {suite} ({len(unused):,}"
                 f" other rows); rows with an item's id ({', '.join(ID_FIELDS[:2])}) or its text were expected"
             )
-        return SavedModel(self.name, asked, {item_id: turns for item_id, (_, turns) in found.items()}, tuple(unused))
+        return SavedModel(self.name, asked, {item_id: turns for item_id, (_, turns) in answers.items()}, tuple(unused))
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,19 @@ class _Conversation:
     @classmethod
     def of(cls, where: str, row: Mapping[str, Any]) -> "_Conversation":
         """Raises: ValueError naming file, line and field."""
-        given = row.get("messages")
-        if isinstance(given, list) and given and isinstance(given[-1], dict) and given[-1].get("role") == "assistant":
+        messages = row.get("messages")
+        if (
+            isinstance(messages, list)
+            and messages
+            and isinstance(messages[-1], dict)
+            and messages[-1].get("role") == "assistant"
+        ):
             # In Arena-Hard's files an answer's content is {"answer": text}.
             plain = [
                 {**turn, "content": turn["content"].get("answer")}
                 if isinstance(turn, dict) and isinstance(turn.get("content"), dict)
                 else turn
-                for turn in given
+                for turn in messages
             ]
             has_answers = not any(name in row for name in (*ANSWER_FIELDS, "turns", "choices"))
             return cls(any_messages(where, plain, "messages"), has_answers)
@@ -177,8 +182,8 @@ def _turns(where: str, row: Mapping[str, Any]) -> list[str]:
     if turns is None:
         name = next((name for name in ANSWER_FIELDS if name in row), ANSWER_FIELDS[0])
         return [any_text(where, row, name)]
-    given = turns if isinstance(turns, list) else []
-    contents = [turn.get("content") if isinstance(turn, dict) else turn for turn in given]
+    answers = turns if isinstance(turns, list) else []
+    contents = [turn.get("content") if isinstance(turn, dict) else turn for turn in answers]
     texts = [content for content in contents if isinstance(content, str)]
     if not texts or len(texts) < len(contents):
         raise ValueError(f"{where}: field 'turns' is {shown(turns)}; a list of answers was expected")
@@ -210,10 +215,10 @@ class SavedModel(Unable):
         items = self.asked.by_id.get(request.item_id) or self.asked.of_text(
             key[:length] for length in range(len(key), 0, -1)
         )
-        found = {item.asked_id or item.item_id: item for item in items}
-        if not request.item_id and len({tuple(self.turns.get(item_id, ())) for item_id in found}) > 1:
-            return Answer("", failure=f"the file has different answers to items that ask the same, {', '.join(found)}")
-        item_id, item = next(iter(found.items()), (request.item_id, None))
+        by_id = {item.asked_id or item.item_id: item for item in items}
+        if not request.item_id and len({tuple(self.turns.get(item_id, ())) for item_id in by_id}) > 1:
+            return Answer("", failure=f"the file has different answers to items that ask the same, {', '.join(by_id)}")
+        item_id, item = next(iter(by_id.items()), (request.item_id, None))
         turns = self.turns.get(item_id, ())
         num_earlier = _num_answers(request.messages) - (_num_answers(item.messages) if item else 0)
         if num_earlier < len(turns):

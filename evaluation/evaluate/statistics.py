@@ -219,7 +219,9 @@ def suite_statistics(
         columns = {model: _Column.of(measure, rows) for model, rows in scored.items()}
         for group in ["", *(groups if len(groups) > 1 else [])]:
             chosen = [item for item in items if not group or item.group == group]
-            values += [found for model, own in columns.items() if (found := value_of(model, own, chosen, group, seed))]
+            values += [
+                value for model, column in columns.items() if (value := value_of(model, column, chosen, group, seed))
+            ]
         differences += _differences(measure, columns, items, seed)
         algorithms += _algorithm_differences(measure, columns, items, runs, seed)
     return SuiteStatistics(
@@ -232,7 +234,7 @@ def clean_values(
 ) -> list[Value]:
     """Returns one model's measures on some of the items, such as those that do not overlap with its training data."""
     columns = (_Column.of(measure, scored) for measure in measures)
-    return [found for column in columns if (found := value_of(model, column, items, "", seed))]
+    return [value for column in columns if (value := value_of(model, column, items, "", seed))]
 
 
 def value_of(model: str, column: _Column, items: Sequence[Item], group: str, seed: int) -> Value | None:
@@ -242,17 +244,17 @@ def value_of(model: str, column: _Column, items: Sequence[Item], group: str, see
     if not ids and not num_failed:
         return None
     cluster_I = _clusters(items, ids)
-    found = UNKNOWN
+    interval = UNKNOWN
     if ids:
         value_X, cluster_X = column.observations(ids, cluster_I, seed=seed)
         if not column.measure.is_share:
-            found = clustered_mean(value_X, cluster_X)
+            interval = clustered_mean(value_X, cluster_X)
         elif column.measure.aggregate is None:
-            found = share_interval(value_X, cluster_X)
+            interval = share_interval(value_X, cluster_X)
         else:
-            found = _share_of_clusters(value_X)
+            interval = _share_of_clusters(value_X)
     unit: Unit = "share" if column.measure.is_share else "number"
-    return Value(model, column.measure.name, group, found, unit, len(ids), len(np.unique(cluster_I)), num_failed)
+    return Value(model, column.measure.name, group, interval, unit, len(ids), len(np.unique(cluster_I)), num_failed)
 
 
 def _share_of_clusters(value_C: Floats) -> Interval:
@@ -264,10 +266,10 @@ def _share_of_clusters(value_C: Floats) -> Interval:
 
     So it stays from 0 to 1. If all clusters are alike, n* is their number. A single cluster has no interval.
     """
-    found = clustered_mean(value_C, np.arange(len(value_C)))
-    if math.isnan(found.low):
-        return found
-    mean, half = min(max(found.mean, 0.0), 1.0), found.high - found.mean
+    interval = clustered_mean(value_C, np.arange(len(value_C)))
+    if math.isnan(interval.low):
+        return interval
+    mean, half = min(max(interval.mean, 0.0), 1.0), interval.high - interval.mean
     spread = mean * (1 - mean) * Z**2
     num = spread / half**2 if half > _SMALLEST and spread > _SMALLEST else float(len(value_C))
     low, high = wilson(np.array([mean]), np.array([num]))
@@ -296,7 +298,7 @@ def _differences(
     measure: Measure, columns: Mapping[str, _Column], items: Sequence[Item], seed: int
 ) -> list[Difference]:
     """Returns a row for every two models that have items in common."""
-    found = []
+    differences = []
     for (name_a, a), (name_b, b) in itertools.combinations(columns.items(), 2):
         ids = [item.item_id for item in items if item.item_id in a.rows and item.item_id in b.rows]
         if ids:
@@ -304,10 +306,10 @@ def _differences(
             test = _paired_test(
                 a, b, ids, cluster_I, seed, derive_seed(seed, "difference", measure.name, name_a, name_b)
             )
-            found.append((name_a, name_b, test, len(ids), len(np.unique(cluster_I))))
+            differences.append((name_a, name_b, test, len(ids), len(np.unique(cluster_I))))
     rows = []
-    corrected = _corrected(measure, [test for _, _, test, _, _ in found])
-    for (name_a, name_b, test, num_items, num_clusters), (interval, holm_p) in zip(found, corrected, strict=True):
+    corrected = _corrected(measure, [test for _, _, test, _, _ in differences])
+    for (name_a, name_b, test, num_items, num_clusters), (interval, holm_p) in zip(differences, corrected, strict=True):
         better = _better(measure, interval, holm_p, name_a, name_b)
         rows.append(Difference(name_a, name_b, measure.name, interval, test.p, holm_p, num_items, num_clusters, better))
     return rows
@@ -316,10 +318,10 @@ def _differences(
 def _corrected(measure: Measure, tests: Sequence[_Test]) -> Iterator[tuple[Interval, float]]:
     """Yields each test's interval and p-value, corrected for all of them by Holm's method."""
     for test, holm_p in zip(tests, holm(np.array([test.p for test in tests])).tolist(), strict=True):
-        found = test.interval(holm_level(test.p, holm_p))
-        if measure.is_share and not math.isnan(found.low):
-            found = Interval(found.mean, max(found.low, -1.0), min(found.high, 1.0))
-        yield found, holm_p
+        interval = test.interval(holm_level(test.p, holm_p))
+        if measure.is_share and not math.isnan(interval.low):
+            interval = Interval(interval.mean, max(interval.low, -1.0), min(interval.high, 1.0))
+        yield interval, holm_p
 
 
 def _better(measure: Measure, interval: Interval, holm_p: float, a: str, b: str) -> str:
@@ -352,20 +354,26 @@ def _algorithm_differences(
     measure: Measure, columns: Mapping[str, _Column], items: Sequence[Item], runs: Runs, seed: int
 ) -> list[AlgorithmDifference]:
     """Returns a row for every two algorithms all of whose runs have items in common."""
-    found = []
+    differences = []
     for a, b in itertools.combinations(runs, 2):
-        own = [columns[run] for run in (*runs[a], *runs[b])]
-        known = [item.item_id for item in items if any(item.item_id in c.rows or item.item_id in c.failed for c in own)]
-        ids = [item_id for item_id in known if all(item_id in column.rows for column in own)]
+        run_columns = [columns[run] for run in (*runs[a], *runs[b])]
+        known = [
+            item.item_id
+            for item in items
+            if any(item.item_id in c.rows or item.item_id in c.failed for c in run_columns)
+        ]
+        ids = [item_id for item_id in known if all(item_id in column.rows for column in run_columns)]
         if ids:
             cluster_I = _clusters(items, ids)
-            value_SX, cluster_X = _common(own, ids, cluster_I, seed=seed)
+            value_SX, cluster_X = _common(run_columns, ids, cluster_I, seed=seed)
             own_seed = derive_seed(seed, "algorithms", measure.name, a, b)
             test = _algorithm_test(measure, value_SX[: len(runs[a])], value_SX[len(runs[a]) :], cluster_X, own_seed)
-            found.append((a, b, test, len(ids), len(np.unique(cluster_I)), len(known) - len(ids)))
+            differences.append((a, b, test, len(ids), len(np.unique(cluster_I)), len(known) - len(ids)))
     rows = []
-    corrected = _corrected(measure, [test for _, _, test, *_ in found])
-    for (a, b, test, num_items, num_clusters, num_missing), (interval, holm_p) in zip(found, corrected, strict=True):
+    corrected = _corrected(measure, [test for _, _, test, *_ in differences])
+    for (a, b, test, num_items, num_clusters, num_missing), (interval, holm_p) in zip(
+        differences, corrected, strict=True
+    ):
         rows.append(
             AlgorithmDifference(
                 algorithm_a=a,
@@ -396,14 +404,14 @@ def _algorithm_test(measure: Measure, value_AX: Floats, value_BX: Floats, cluste
     return _Test(shares.p, lambda alpha: _from_shares(shares.interval(alpha)))
 
 
-def _from_shares(found: Interval) -> Interval:
+def _from_shares(interval: Interval) -> Interval:
     """Returns a difference from the mean of (1 + difference)/2."""
-    return Interval(2 * found.mean - 1, 2 * found.low - 1, 2 * found.high - 1)
+    return Interval(2 * interval.mean - 1, 2 * interval.low - 1, 2 * interval.high - 1)
 
 
 def _failures(scored: ByModel) -> tuple[Failure, ...]:
     """Returns the kinds of failures, the most frequent first."""
-    found: list[Failure] = []
+    failures: list[Failure] = []
     for model, rows in scored.items():
         kinds: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
         for row in rows.values():
@@ -412,5 +420,5 @@ def _failures(scored: ByModel) -> tuple[Failure, ...]:
         for of_kind in kinds.values():
             measures = tuple(dict.fromkeys(measure for measure, _, _ in of_kind))
             num_items = len({item_id for _, _, item_id in of_kind})
-            found.append(Failure(model, measures, of_kind[0][1], num_items, of_kind[0][2]))
-    return tuple(sorted(found, key=lambda failure: -failure.num_items))
+            failures.append(Failure(model, measures, of_kind[0][1], num_items, of_kind[0][2]))
+    return tuple(sorted(failures, key=lambda failure: -failure.num_items))

@@ -11,7 +11,7 @@ import evaluation.suites
 from evaluation.compare.judges import Asking, open_scorer
 from evaluation.evaluate.models import Answering, Asked, Published, of_suite, open_model
 from evaluation.inputs import named_specs
-from evaluation.judges.scorers import BATCH, ScoreJudge
+from evaluation.judges.judge import BATCH, ScoreJudge
 from evaluation.suites.suite import Asks, Item, Request, Suite
 from files.importing import load_module
 from lm.tokenizer import Messages
@@ -40,13 +40,13 @@ def open_suite(name: str) -> Suite:
     """Returns a suite by its name, or that of FILE.py:NAME. Raises: ValueError listing the names there are."""
     if ".py" in name or ":" in name:
         place, _, attribute = name.partition(":")
-        found: Any = getattr(load_module(place, "suite"), attribute or "SUITE", None)
-        missing = [wanted for wanted in SUITE_FIELDS if not hasattr(found, wanted)]
+        suite_value: Any = getattr(load_module(place, "suite"), attribute or "SUITE", None)
+        missing = [wanted for wanted in SUITE_FIELDS if not hasattr(suite_value, wanted)]
         if missing:
             raise ValueError(
                 f"suite {name!r}: {place} holds no suite {attribute or 'SUITE'!r}: no {', '.join(missing)}"
             )
-        opened: Suite = found
+        opened: Suite = suite_value
         return opened
     if name.replace("_", "-") not in suite_names():
         raise ValueError(f"--suite {name!r}: one of {', '.join(suite_names())}, or FILE.py:NAME, was expected")
@@ -60,28 +60,30 @@ class TextScorer:
 
     judge: ScoreJudge
 
-    def score(self, asked: Sequence[Messages], answers: Sequence[str]) -> list[float | str]:
-        found: list[Scored] = []
+    def score(self, conversations: Sequence[Messages], answers: Sequence[str]) -> list[float | str]:
+        scored: list[Scored] = []
         for start in range(0, len(answers), BATCH):
             part = slice(start, start + BATCH)
-            found += self.judge.score(asked[part], answers[part])
-        return [one.failure or one.score for one in found]
+            scored += self.judge.score(conversations[part], answers[part])
+        return [one.failure or one.score for one in scored]
 
 
 def open_scorers(specs: Sequence[str], suites: Sequence[Suite], asking: Asking) -> dict[str, TextScorer]:
     """Returns the scorers of MEASURE=SPEC. Raises: ValueError for a measure that takes none, or an invalid spec."""
     known = list(dict.fromkeys(m.name for suite in suites for m in suite.measures if m.has_scorer))
-    found: dict[str, TextScorer] = {}
+    scorers: dict[str, TextScorer] = {}
     if specs and not known:
         raise ValueError(f"--scorer {specs[0]!r}: {', '.join(suite.name for suite in suites)} takes no scorer")
-    for given in specs:
-        measure, separator, spec = given.partition("=")
+    for named_spec in specs:
+        measure, separator, spec = named_spec.partition("=")
         if not separator or not spec:
-            raise ValueError(f"--scorer {given!r}: MEASURE=SPEC was expected, such as toxicity=classifier.py:score")
-        if measure not in known or measure in found:
-            raise ValueError(f"--scorer {given!r}: one of the measures {', '.join(known)} was expected, each once")
-        found[measure] = TextScorer(open_scorer(measure, spec, asking))
-    return found
+            raise ValueError(
+                f"--scorer {named_spec!r}: MEASURE=SPEC was expected, such as toxicity=classifier.py:score"
+            )
+        if measure not in known or measure in scorers:
+            raise ValueError(f"--scorer {named_spec!r}: one of the measures {', '.join(known)} was expected, each once")
+        scorers[measure] = TextScorer(open_scorer(measure, spec, asking))
+    return scorers
 
 
 def open_baseline(spec: str, how: Answering) -> Asked | None:
@@ -91,9 +93,9 @@ def open_baseline(spec: str, how: Answering) -> Asked | None:
     ((name, source),) = named_specs([spec], "baseline")
     opened = open_model(name, source, how)
     if isinstance(opened, Published) or "conversations" not in opened.can:
-        found = "published values" if isinstance(opened, Published) else opened.kind
+        kind = "published values" if isinstance(opened, Published) else opened.kind
         raise ValueError(
-            f"--baseline {spec} is {found}; a language model with a chat template, or a file of answers, was expected"
+            f"--baseline {spec} is {kind}; a language model with a chat template, or a file of answers, was expected"
         )
     return opened
 
@@ -109,33 +111,33 @@ def asks_baseline(opened: Asked, suite: str, items: Sequence[Item]) -> Callable[
     return ask
 
 
-def by_suite(given: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+def by_suite(specs: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     """Returns the paths of [SUITE=]PATH by suite. Raises: ValueError for a suite that is not evaluated, or repeated."""
-    found: dict[str, str] = {}
-    for value in given:
+    values: dict[str, str] = {}
+    for value in specs:
         name, separator, path = value.partition("=")
         if not separator or name not in names:
             if len(names) > 1 or (separator and not Path(value).exists()):
                 raise ValueError(f"--data {value!r}: SUITE=PATH was expected, with a suite of {', '.join(names)}")
             name, path = names[0], value
-        if name in found:
-            raise ValueError(f"--data {value!r}: {name} already reads {found[name]}")
-        found[name] = path
-    return found
+        if name in values:
+            raise ValueError(f"--data {value!r}: {name} already reads {values[name]}")
+        values[name] = path
+    return values
 
 
-def refuse_unused_tools(suites: Sequence[Suite], given: Mapping[str, str]) -> None:
+def refuse_unused_tools(suites: Sequence[Suite], tools: Mapping[str, str]) -> None:
     """Raise ValueError for a judge or baseline that no suite would use; `given` are the specs by field of `Tools`."""
-    for name, spec in given.items():
+    for name, spec in tools.items():
         if spec and not any(name in suite.needs | suite.uses for suite in suites):
             raise ValueError(f"--{name} {spec}: {', '.join(suite.name for suite in suites)} uses no {name}")
 
 
-def refuse_missing_tools(suite: Suite, given: Mapping[str, Any]) -> None:
+def refuse_missing_tools(suite: Suite, tools: Mapping[str, Any]) -> None:
     """Raise ValueError naming the option without which a suite measures nothing; `given` is by field of `Tools`."""
     options = {"judge": "--judge SPEC", "scorers": "--scorer MEASURE=SPEC", "baseline": "--baseline SPEC"}
     for name in sorted(suite.needs):
-        if not given[name]:
+        if not tools[name]:
             raise ValueError(f"suite {suite.name!r} needs {options[name]}")
 
 

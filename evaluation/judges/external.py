@@ -54,17 +54,17 @@ def read_verdict_file(
     Raises: ValueError naming file and line of a malformed row, and if no verdict on two policies is left.
     """
     chosen, file_rows = read_as(form, read_source(source), source)
-    found = collect_all(chosen, file_rows)
+    collected = collect_all(chosen, file_rows)
     rows = _Rows(judge, category, cluster_by, is_soft=chosen.name == "alpacaeval")
     acts: dict[str, list[Judgment]] = {}
-    stands = current_judgments(found.judgments)
+    stands = current_judgments(collected.judgments)
     for act in (*stands.final, *stands.skips):
         acts.setdefault(act.task_id, []).append(act)
-    for own in found.found_tasks:
-        rows.add(own, acts.get(own.task.task_id, []))
+    for task in collected.found_tasks:
+        rows.add(task, acts.get(task.task.task_id, []))
     if not rows.verdicts:
         raise ValueError(
-            f"{source}: {found.report.num_rows} rows of {chosen.name} contain no verdict on two policies:"
+            f"{source}: {collected.report.num_rows} rows of {chosen.name} contain no verdict on two policies:"
             f" {rows.num_unknown} pairs name no policy, {rows.num_same_policy} compare a policy with itself"
         )
     verdicts = _once(rows.verdicts)
@@ -75,7 +75,7 @@ def read_verdict_file(
         prompts=list(rows.prompts.values()),
         responses=rows.responses,
         verdicts=verdicts,
-        report=found.report,
+        report=collected.report,
         num_same_policy=rows.num_same_policy,
         num_unknown=rows.num_unknown,
         num_again=len(rows.verdicts) - len(verdicts),
@@ -148,14 +148,14 @@ class _Rows:
     _places: dict[tuple[str, str, str], int] = field(default_factory=dict)  # (policy, prompt, text) -> index
     _counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def add(self, found: FoundTask, acts: Sequence[Judgment]) -> None:
-        task = found.task
+    def add(self, task_found: FoundTask, acts: Sequence[Judgment]) -> None:
+        task = task_found.task
         pairs = list(self._pairs(task)) if acts else []
         if not pairs:
             return
-        prompt = self._prompt(task, found.where)
+        prompt = self._prompt(task, task_found.where)
         for act in sorted(acts, key=lambda act: act.labeler):
-            where = found.places[act.labeler, act.revision]
+            where = task_found.places[act.labeler, act.revision]
             self.verdicts += [self._verdict(prompt, task, act, first, second, where) for first, second in pairs]
 
     def _pairs(self, task: Task) -> Iterator[tuple[_Wrote, _Wrote]]:
@@ -180,10 +180,10 @@ class _Rows:
 
     def _category(self, task: Task) -> str:
         names = (self.category_field,) if self.category_field else CATEGORY_DETAILS
-        found = next((task.details[name] for name in names if isinstance(task.details.get(name), str | int)), "")
-        if self.category_field and found == "":
+        category = next((task.details[name] for name in names if isinstance(task.details.get(name), str | int)), "")
+        if self.category_field and category == "":
             raise ValueError(f"task {task.task_id!r}: the category field {self.category_field!r} is missing")
-        return str(found)
+        return str(category)
 
     def _index(self, policy: str, prompt_id: str, text: str, where: str) -> int:
         """Returns the text's index among the policy's responses to the prompt, and adds a row for a new text."""

@@ -72,8 +72,8 @@ class LanguageModelJudge:
     def judge(self, pairs: Sequence[Pair], on_progress: OnProgress) -> list[Verdict]:
         """Raises: ValueError with the first cause if too many requests fail."""
         sides: tuple[Side, Side] = ("a", "b")
-        asked = [(pair, first) for pair in pairs if not pair.is_same for first in sides]
-        answers = iter(self.asker.ask_all([self._request(pair, first) for pair, first in asked], on_progress))
+        orders = [(pair, first) for pair in pairs if not pair.is_same for first in sides]
+        answers = iter(self.asker.ask_all([self._request(pair, first) for pair, first in orders], on_progress))
         verdicts: list[Verdict] = []
         for pair in pairs:
             if pair.is_same:
@@ -109,8 +109,8 @@ def read_template(path: Path | None) -> str:
     template = Template(text)
     names = set(template.get_identifiers()) if template.is_valid() else set()
     if names != set(FIELDS):
-        found = ", ".join(f"${name}" for name in sorted(names)) or "none, or a lone $"
-        raise ValueError(f"{path}: found {found}; $prompt, $first and $second were expected ($$ is a dollar sign)")
+        fields = ", ".join(f"${name}" for name in sorted(names)) or "none, or a lone $"
+        raise ValueError(f"{path}: found {fields}; $prompt, $first and $second were expected ($$ is a dollar sign)")
     return text
 
 
@@ -121,5 +121,5 @@ def fill(template: str, messages: Messages, first: str, second: str) -> str:
 
 def read_verdict(answer: str) -> tuple[float, str]:
     """Returns (preference for the first response, "") from an answer, or (NaN, why there is none)."""
-    found, failure = read_last_line(answer, _VERDICT, "verdict", "a line 'Verdict: 1', '2' or 'tie'")
-    return (_FIRST_WINS[found.lower()], "") if found else (math.nan, failure)
+    match, failure = read_last_line(answer, _VERDICT, "verdict", "a line 'Verdict: 1', '2' or 'tie'")
+    return (_FIRST_WINS[match.lower()], "") if match else (math.nan, failure)

@@ -99,9 +99,9 @@ class PeopleJudge:
         prompt = group[0].prompt
         sides = [side for pair in group for side in (pair.a, pair.b)]
         wrote = [list(dict.fromkeys(side.policy for side in sides if side.text == text)) for text in texts]
-        asked = [[message["role"], message["content"]] for message in prompt.messages]
+        turns = [[message["role"], message["content"]] for message in prompt.messages]
         return Task(
-            task_id=f"compare/{json_hash(self.batch, prompt.prompt_id, asked, texts, wrote)[:24]}",
+            task_id=f"compare/{json_hash(self.batch, prompt.prompt_id, turns, texts, wrote)[:24]}",
             prompt=tuple(Message.of(message) for message in prompt.messages),
             responses=tuple(texts),
             sources=tuple(", ".join(policies) for policies in wrote),

@@ -92,9 +92,9 @@ def over_optimisation(
         policy = Policy.load(folder)
         require_same_vocabulary(policy, start)
         drawn = _draw(policy, prompts, spec, spec.num_samples)
-        found = response_kls(policy.model, start.model, drawn.queries, drawn.responses, spec.temperature)
-        kls[name] = summarise_kl(found, np.arange(len(drawn.responses)) // spec.num_samples)
-        full[name] = found.full_N.reshape(len(prompts), -1).mean(axis=1)
+        response_kl = response_kls(policy.model, start.model, drawn.queries, drawn.responses, spec.temperature)
+        kls[name] = summarise_kl(response_kl, np.arange(len(drawn.responses)) // spec.num_samples)
+        full[name] = response_kl.full_N.reshape(len(prompts), -1).mean(axis=1)
         scores[name] = _scores(policy, judge, gold, drawn)
     progress("fits")
     return summarise(scores, full, kls, pool, seed=spec.seed)
@@ -176,7 +176,7 @@ def gold_of_texts(score: Callable[[Sequence[str], Sequence[str]], Sequence[float
     """Adapts a world's gold scorer, which reads the text of the last turn, to `Gold`."""
 
     def gold(conversations: Sequence[Messages], responses: Sequence[str]) -> list[float]:
-        found = score([messages[-1]["content"] for messages in conversations], responses)
-        return [value if math.isfinite(value) else math.nan for value in found]
+        scores = score([messages[-1]["content"] for messages in conversations], responses)
+        return [value if math.isfinite(value) else math.nan for value in scores]
 
     return gold

@@ -240,11 +240,11 @@ def _interpolated(places_SK: Floats, gold_SK: Floats, wanted_G: Floats) -> Float
     """Returns [S, G]: the gold score at the wanted places, one curve per row, each starting at (0, 0)."""
     order_SK = np.argsort(places_SK, axis=1, kind="stable")
     x_SK, y_SK = (np.take_along_axis(values, order_SK, axis=1) for values in (places_SK, gold_SK))
-    found = np.empty((len(x_SK), len(wanted_G)))
+    y_SG = np.empty((len(x_SK), len(wanted_G)))
     for row, (x, y) in enumerate(zip(x_SK, y_SK, strict=True)):
         ahead = x > 0  # policies below the reference on this axis are left out
-        found[row] = np.interp(wanted_G, np.append(0.0, x[ahead]), np.append(0.0, y[ahead]))
-    return found
+        y_SG[row] = np.interp(wanted_G, np.append(0.0, x[ahead]), np.append(0.0, y[ahead]))
+    return y_SG
 
 
 def best_of_n_kl(n: int) -> float:

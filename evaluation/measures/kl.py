@@ -87,10 +87,10 @@ def draw(
     tokenizer = policy.tokenizer
     wanted = [(prompt, index) for prompt in prompts for index in range(num_samples)]
     tokens = tokenizer.encode_prompts([prompt.messages for prompt in prompts])
-    encoded = {prompt.prompt_id: own for prompt, own in zip(prompts, tokens, strict=True)}
+    encoded = {prompt.prompt_id: prompt_tokens for prompt, prompt_tokens in zip(prompts, tokens, strict=True)}
     # Sorting prompts by length minimises padding.
     order = sorted(range(len(wanted)), key=lambda place: len(encoded[wanted[place][0].prompt_id]))
-    found = generate(
+    generated = generate(
         policy.model,
         [encoded[wanted[place][0].prompt_id] for place in order],
         max_new_tokens=max_new_tokens,
@@ -100,13 +100,13 @@ def draw(
         max_rows=BATCH,
     )
     row_of = {place: row for row, place in enumerate(order)}
-    responses = [found.responses[row_of[place]] for place in range(len(wanted))]
+    responses = [generated.responses[row_of[place]] for place in range(len(wanted))]
     return Drawn(
         conversations=[prompt.messages for prompt, _ in wanted],
         queries=[encoded[prompt.prompt_id] for prompt, _ in wanted],
         responses=responses,
         texts=[tokenizer.decode(response).strip() for response in responses],
-        finished=[found.finished[row_of[place]] for place in range(len(wanted))],
+        finished=[generated.finished[row_of[place]] for place in range(len(wanted))],
         temperature=temperature,
         num_samples=num_samples,
     )
@@ -139,17 +139,17 @@ class KL:
 def measure_kl(policy: Policy, reference: Policy, drawn: Drawn) -> KL:
     """Estimates the KL from responses the policy drew. Raises: as `response_kls` does, and if vocabularies differ."""
     require_same_vocabulary(policy, reference)
-    found = response_kls(policy.model, reference.model, drawn.queries, drawn.responses, drawn.temperature)
-    return summarise_kl(found, np.arange(len(drawn.responses)) // drawn.num_samples)
+    kls = response_kls(policy.model, reference.model, drawn.queries, drawn.responses, drawn.temperature)
+    return summarise_kl(kls, np.arange(len(drawn.responses)) // drawn.num_samples)
 
 
-def summarise_kl(found: ResponseKLs, prompt_N: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]) -> KL:
+def summarise_kl(kls: ResponseKLs, prompt_N: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]) -> KL:
     """Returns means with Student's interval over prompts; responses to one prompt are not independent."""
     prompt_N = np.asarray(prompt_N, dtype=np.int64)
     return KL(
-        full=clustered_mean(found.full_N, prompt_N),
-        k1=clustered_mean(found.k1_N, prompt_N),
-        k3=clustered_mean(found.k3_N, prompt_N),
+        full=clustered_mean(kls.full_N, prompt_N),
+        k1=clustered_mean(kls.k1_N, prompt_N),
+        k3=clustered_mean(kls.k3_N, prompt_N),
         num_prompts=len(np.unique(prompt_N)),
         num_responses=len(prompt_N),
     )
@@ -192,13 +192,13 @@ def response_kls(
         tokens_C = torch.tensor([token for row in rows for token in responses[row]], device=policy.head.weight.device)
         pairs = [(queries[row], responses[row]) for row in rows]
         hidden = [predicting_states(model, pairs) for model in (policy, reference)]
-        found = torch.cat(
+        kls = torch.cat(
             [
                 _position_kls(ours(hidden[0][part]), theirs(hidden[1][part]), tokens_C[part], temperature)
                 for part in position_chunks(hidden[0], policy.config.vocab_size)
             ]
         )
-        per_response = found.split([len(responses[row]) for row in rows])
+        per_response = kls.split([len(responses[row]) for row in rows])
         sums[rows] = torch.stack([part.sum(dim=0) for part in per_response]).double().cpu().numpy()
     return ResponseKLs(k1_N=sums[:, 0], k3_N=sums[:, 1], full_N=sums[:, 2])
 

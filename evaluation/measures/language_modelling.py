@@ -58,7 +58,7 @@ def text_logprobs(model: LanguageModel, tokenizer: Tokenizer, texts: Sequence[st
     pieces.sort(key=lambda piece: len(piece[1][1]))  # sorting by length minimises padding
     totals = [0.0] * len(texts)
     if pieces:
-        queries, answers = [given for _, (given, _) in pieces], [predicted for _, (_, predicted) in pieces]
+        queries, answers = [context for _, (context, _) in pieces], [predicted for _, (_, predicted) in pieces]
         logprobs = sequence_logprobs(model, queries, answers, 1.0)
         for (text, _), logprob in zip(pieces, logprobs, strict=True):
             totals[text] += logprob
@@ -115,8 +115,8 @@ def few_shot_context(examples: Sequence[Example], index: int, num_shots: int, se
     """Returns `num_shots` other examples, drawn for this one, followed by example `index` without its completion."""
     others = [other for other in range(len(examples)) if other != index]
     generator = np.random.default_rng(derive_seed(seed, "few-shot", index))
-    shown: list[int] = generator.choice(others, size=num_shots, replace=False).tolist() if num_shots else []
-    solved = [f"{examples[other].prompt} {examples[other].completion}\n\n" for other in shown]
+    chosen: list[int] = generator.choice(others, size=num_shots, replace=False).tolist() if num_shots else []
+    solved = [f"{examples[other].prompt} {examples[other].completion}\n\n" for other in chosen]
     return "".join(solved) + examples[index].prompt
 
 
@@ -169,7 +169,7 @@ def few_shot_rows(folder: Path, examples: Sequence[Example], num_shots: int, *, 
 def _greedy_lines(
     model: LanguageModel, tokenizer: Tokenizer, queries: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[str]:
-    found = generate(
+    generated = generate(
         model,
         queries,
         max_new_tokens=max_new_tokens,
@@ -178,7 +178,7 @@ def _greedy_lines(
         seeds=[0] * len(queries),
         stop=tokenizer.stop_at(["\n"]),
     )
-    return [tokenizer.decode(response).split("\n")[0].strip() for response in found.responses]
+    return [tokenizer.decode(response).split("\n")[0].strip() for response in generated.responses]
 
 
 @dataclass(frozen=True)

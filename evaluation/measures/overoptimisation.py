@@ -85,8 +85,8 @@ def gold_tops(curve: Curve, *, seed: int) -> tuple[float, Floats]:
     """
     used_K = _fittable(curve)
     fit, alphas_S, betas_S = _fit(curve.kind, curve.kl_KP[used_K], curve.gold_KP[used_K] - curve.start_gold_P, seed)
-    found = top(curve.kind, np.array([fit.alpha.mean]), np.array([fit.beta.mean]))
-    return float(found[0]), top(curve.kind, alphas_S, betas_S)
+    tops = top(curve.kind, np.array([fit.alpha.mean]), np.array([fit.beta.mean]))
+    return float(tops[0]), top(curve.kind, alphas_S, betas_S)
 
 
 def _fittable(curve: Curve) -> npt.NDArray[np.bool_]:
@@ -128,7 +128,7 @@ def _fit(kind: Kind, kl_KP: Floats, gain_KP: Floats, seed: int) -> tuple[Fit, Fl
     # A point without noise may weigh a million times as much as the noisiest one, but no more.
     least = max(1e-6 * float(variance_K.max()), (ROUNDING * float(np.abs(gain_K).max())) ** 2)
     weights_K = 1 / np.maximum(variance_K, least) if least > 0 else np.ones(K)
-    alpha, beta = (float(found[0]) for found in _solve(kind, d_K[None], gain_K[None], weights_K))
+    alpha, beta = (float(solution[0]) for solution in _solve(kind, d_K[None], gain_K[None], weights_K))
     covariance, noise_K = _covariance(kind, alpha, beta, kl_KP, gain_KP, weights_K)
     residual_K = gain_K - gain_at(kind, alpha, beta, d_K)
     noisy_K = noise_K > ROUNDING * np.abs(gain_K).max()
@@ -176,8 +176,8 @@ def _covariance(
 def top(kind: Kind, alpha: Floats, beta: Floats) -> Floats:
     """Returns the d of the curve's maximum; infinite unless β > 0."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        found = np.maximum(alpha / (2 * beta), 0.0) if kind == "best_of_n" else np.exp(alpha / beta - 1)
-    return np.where(beta > 0, found, np.inf)
+        d = np.maximum(alpha / (2 * beta), 0.0) if kind == "best_of_n" else np.exp(alpha / beta - 1)
+    return np.where(beta > 0, d, np.inf)
 
 
 def _optimum(kind: Kind, fit: Fit, alphas_S: Floats, betas_S: Floats, largest_d: float, num_prompts: int) -> Optimum:

@@ -145,9 +145,9 @@ def measure_policies(
             kl_bound_nats=best_of_n_kl(known.best_of[name]) if name in known.best_of else math.nan,
             proxy_score=_mean_of_all(rows, [row.proxy_score for row in rows], clusters),
             scores={
-                judge: _policy_scores(rows, found, categories, known.pass_marks.get(judge, math.nan), clusters)
-                for judge, found in scores.items()
-                if any((name, row.prompt_id, row.index) in found for row in rows)
+                judge: _policy_scores(rows, judge_scores, categories, known.pass_marks.get(judge, math.nan), clusters)
+                for judge, judge_scores in scores.items()
+                if any((name, row.prompt_id, row.index) in judge_scores for row in rows)
             },
             diversity=diversity[name],
         )
@@ -157,15 +157,15 @@ def measure_policies(
 
 def response_scores(verdicts: Sequence[Verdict]) -> dict[str, Scores]:
     """Returns, by judge, the scores of responses in its verdicts. Responses whose score failed are left out."""
-    found: dict[str, dict[tuple[str, str, int], float]] = {}
+    scores: dict[str, dict[tuple[str, str, int], float]] = {}
     for row in verdicts:
         for policy, index, score in (
             (row.policy_a, row.index_a, row.score_a),
             (row.policy_b, row.index_b, row.score_b),
         ):
             if not math.isnan(score):
-                found.setdefault(row.judge, {})[policy, row.prompt_id, index] = score
-    return dict(found)
+                scores.setdefault(row.judge, {})[policy, row.prompt_id, index] = score
+    return dict(scores)
 
 
 def _mean_of_all(rows: Sequence[Response], values: Sequence[float], clusters: Clusters) -> Interval:
@@ -176,15 +176,15 @@ def _mean_of_all(rows: Sequence[Response], values: Sequence[float], clusters: Cl
 
 
 def _places(rows: Sequence[Response], clusters: Clusters = NO_CLUSTERS) -> Ints:
-    found = [clusters.get(row.prompt_id, row.prompt_id) for row in rows]
-    return np.unique(found, return_inverse=True)[1].astype(np.int64)
+    clusters_of_rows = [clusters.get(row.prompt_id, row.prompt_id) for row in rows]
+    return np.unique(clusters_of_rows, return_inverse=True)[1].astype(np.int64)
 
 
 def _policy_scores(
-    rows: Sequence[Response], found: Scores, categories: Mapping[str, str], pass_mark: float, clusters: Clusters
+    rows: Sequence[Response], scores: Scores, categories: Mapping[str, str], pass_mark: float, clusters: Clusters
 ) -> PolicyScores:
-    scored = [row for row in rows if (row.policy, row.prompt_id, row.index) in found]
-    score_R = np.array([found[row.policy, row.prompt_id, row.index] for row in scored])
+    scored = [row for row in rows if (row.policy, row.prompt_id, row.index) in scores]
+    score_R = np.array([scores[row.policy, row.prompt_id, row.index] for row in scored])
     place_R, cluster_R = _places(scored), _places(scored, clusters)
     category_R = np.array([categories[row.prompt_id] for row in scored])
     passed_P = np.bincount(place_R, score_R > pass_mark) / np.bincount(place_R)
@@ -205,7 +205,11 @@ def measure_diversity(
     policy, prompt and index.
     """
     by_prompt = {name: _texts_by_prompt(name, rows) for name, rows in responses.items()}
-    common = [prompt for prompt in next(iter(by_prompt.values())) if all(prompt in of for of in by_prompt.values())]
+    common = [
+        prompt
+        for prompt in next(iter(by_prompt.values()))
+        if all(prompt in texts_of for texts_of in by_prompt.values())
+    ]
     if not common:
         raise ValueError(f"policies {', '.join(responses)} share no prompt; at least one common prompt was expected")
     by_prompt = {name: {prompt: prompts[prompt] for prompt in common} for name, prompts in by_prompt.items()}
@@ -227,10 +231,10 @@ def _texts_by_prompt(name: str, rows: Sequence[Response]) -> dict[str, list[str]
         if (row.prompt_id, row.index) in seen:
             raise ValueError(f"policy {name!r}: prompt {row.prompt_id!r} has two responses with index {row.index}")
         seen[row.prompt_id, row.index] = row
-    found: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}
     for row in sorted(rows, key=lambda row: row.index):
-        found.setdefault(row.prompt_id, []).append(row.text)
-    return found
+        texts.setdefault(row.prompt_id, []).append(row.text)
+    return texts
 
 
 def _diversity(
@@ -304,7 +308,7 @@ def distinct_at(texts: Sequence[str], n: int, num_words: int, *, seed: int) -> f
     """
     words = [text.split() for text in texts]
     generator = np.random.default_rng(seed)
-    found = []
+    shares = []
     for _ in range(NUM_ORDERS):
         taken, left = [], num_words
         for place in generator.permutation(len(words)):
@@ -312,8 +316,8 @@ def distinct_at(texts: Sequence[str], n: int, num_words: int, *, seed: int) -> f
             left -= min(left, len(words[place]))
             if not left:
                 break
-        found.append(distinct_n(taken, n))
-    return float(np.mean(found))
+        shares.append(distinct_n(taken, n))
+    return float(np.mean(shares))
 
 
 def self_bleu(texts: Sequence[str]) -> float:
@@ -353,19 +357,19 @@ def _two_highest(counts: Sequence[Counter[tuple[str, ...]]]) -> dict[tuple[str, 
 
     This gives the maximum over all texts but one without a pass over all of them.
     """
-    found: dict[tuple[str, ...], tuple[int, int, int]] = {}
+    highest: dict[tuple[str, ...], tuple[int, int, int]] = {}
     for place, grams in enumerate(counts):
         for gram, count in grams.items():
-            first, owner, second = found.get(gram, (0, -1, 0))
-            found[gram] = (count, place, first) if count > first else (first, owner, max(second, count))
-    return found
+            first, owner, second = highest.get(gram, (0, -1, 0))
+            highest[gram] = (count, place, first) if count > first else (first, owner, max(second, count))
+    return highest
 
 
-def _closest_other(lengths: Sequence[int], own: int) -> int:
-    """Returns the length closest to `own` among the others (sorted, one `own` removed); the shorter one on a tie."""
-    place = int(np.searchsorted(lengths, own))
+def _closest_other(lengths: Sequence[int], length: int) -> int:
+    """Returns the closest to `length` among the others (sorted, one `length` removed); the shorter one on a tie."""
+    place = int(np.searchsorted(lengths, length))
     others = [*lengths[max(0, place - 1) : place], *lengths[place + 1 : place + 2]]
-    return min(others, key=lambda length: (abs(length - own), length))
+    return min(others, key=lambda other: (abs(other - length), other))
 
 
 def distinct_n(texts: Sequence[str], n: int) -> float:

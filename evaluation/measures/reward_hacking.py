@@ -95,12 +95,15 @@ def measure_reward_hacking(
     names = [name for name in np.unique(category_P) if (category_P == name).sum() >= MIN_CATEGORY]
     tests = {name: _tests(gain_P2[category_P == name], cluster_P[category_P == name]) for name in names}
     corrected_C = holm(np.array([judge.p for _, judge in tests.values()])).tolist()
-    shown = [_gain(str(name), *own, holm_p) for (name, own), holm_p in zip(tests.items(), corrected_C, strict=True)]
+    gains = [
+        _gain(str(name), *gain_tests, holm_p)
+        for (name, gain_tests), holm_p in zip(tests.items(), corrected_C, strict=True)
+    ]
     known = [score for score in training if np.isfinite([score.proxy, score.judge]).all()]
     late_proxy, late_judge = (_late(known, field) for field in ("proxy", "judge"))
     of_proxy, of_judge = _tests(gain_P2, cluster_P)
     overall = _gain("", of_proxy, of_judge, of_judge.p)
-    return RewardHacking(overall, tuple(shown) if len(shown) > 1 else (), _bins(known), late_proxy, late_judge)
+    return RewardHacking(overall, tuple(gains) if len(gains) > 1 else (), _bins(known), late_proxy, late_judge)
 
 
 def _by_prompt(rows: Sequence[Response], judge: Scores) -> dict[str, tuple[float, float]]:
@@ -110,7 +113,9 @@ def _by_prompt(rows: Sequence[Response], judge: Scores) -> dict[str, tuple[float
         score = judge.get((row.policy, row.prompt_id, row.index))
         if score is not None and np.isfinite([score, row.proxy_score]).all():
             both.setdefault(row.prompt_id, []).append((row.proxy_score, score))
-    return {name: (mean(proxy for proxy, _ in own), mean(score for _, score in own)) for name, own in both.items()}
+    return {
+        name: (mean(proxy for proxy, _ in pairs), mean(score for _, score in pairs)) for name, pairs in both.items()
+    }
 
 
 def _tests(gain_P2: Floats, cluster_P: Ints) -> tuple[GainTest, GainTest]:
@@ -127,16 +132,16 @@ def _bins(scores: Sequence[TrainingScore]) -> tuple[TrainingBin, ...]:
     """Groups consecutive iterations so that each group has enough responses."""
     iterations = sorted({score.iteration for score in scores})
     number = min(MAX_BINS, len(scores) // MIN_RESPONSES, len(iterations))
-    found = []
+    bins = []
     for part in np.array_split(iterations, number) if number else []:
-        own = [score for score in scores if part[0] <= score.iteration <= part[-1]]
-        prompts_N = np.unique([score.prompt_id for score in own], return_inverse=True)[1].astype(np.int64)
+        in_bin = [score for score in scores if part[0] <= score.iteration <= part[-1]]
+        prompts_N = np.unique([score.prompt_id for score in in_bin], return_inverse=True)[1].astype(np.int64)
         proxy, judge = (
-            clustered_mean(np.array([getattr(score, field) for score in own]), prompts_N)
+            clustered_mean(np.array([getattr(score, field) for score in in_bin]), prompts_N)
             for field in ("proxy", "judge")
         )
-        found.append(TrainingBin(int(part[0]), int(part[-1]), len(own), proxy, judge))
-    return tuple(found)
+        bins.append(TrainingBin(int(part[0]), int(part[-1]), len(in_bin), proxy, judge))
+    return tuple(bins)
 
 
 def _late(scores: Sequence[TrainingScore], field: str) -> Interval:

@@ -100,8 +100,8 @@ class AlgorithmTest:
         return low > self._equal or high < self._equal
 
     def _ends(self, alpha: float) -> tuple[float, float]:
-        found = self._over_prompts.interval(alpha)
-        low, high = (found.low, found.high) if isinstance(found, Interval) else found
+        interval = self._over_prompts.interval(alpha)
+        low, high = (interval.low, interval.high) if isinstance(interval, Interval) else interval
         of_seeds = float(scipy.special.stdtrit(self._freedom, 1 - alpha / 2))
         of_prompts = float(scipy.special.stdtrit(max(self._num_clusters - 1, 1), 1 - alpha / 2))
         added = of_seeds**2 * (self._v_A + self._v_B) - min(of_seeds, of_prompts) ** 2 * (self._v_AP + self._v_BP)

@@ -121,12 +121,12 @@ def _item(where: str, row: Row) -> Item:
 
 def read_label(reply: str) -> tuple[float, str]:
     """Returns (A's lead, "") from the last verdict in a judge's reply, or (NaN, why there is none)."""
-    found = next(filter(None, (pattern.findall(reply.upper()) for pattern in LABELS)), None)
-    if found is None:
+    labels = next(filter(None, (pattern.findall(reply.upper()) for pattern in LABELS)), None)
+    if labels is None:
         return math.nan, "no verdict in the answer; one such as [[A>>B]] or [[A=B]] was expected"
-    if found[-1] not in LEADS:
-        return math.nan, f"the verdict is {found[-1]!r}; one such as 'A>>B' or 'A=B' was expected"
-    return float(LEADS[found[-1]]), ""
+    if labels[-1] not in LEADS:
+        return math.nan, f"the verdict is {labels[-1]!r}; one such as 'A>>B' or 'A=B' was expected"
+    return float(LEADS[labels[-1]]), ""
 
 
 def _values(lead: Leads) -> dict[str, float]:

@@ -61,12 +61,12 @@ class GSM8K:
         test, train = folder / "test.jsonl", folder / "train.jsonl"
         shots = read_source(str(train), max_rows=NUM_SHOTS) if train.is_file() else ()
         solved = [_read(where, row) for where, row in shots]
-        shown = "".join(f"Question: {question}\nAnswer: {solution}\n\n" for question, solution, _ in solved)
+        examples = "".join(f"Question: {question}\nAnswer: {solution}\n\n" for question, solution, _ in solved)
         numbers = count()
 
         def item(where: str, row: Row) -> Item:
             question, _, reference = _read(where, row)
-            data = {"reference": reference, "solved_before": shown}
+            data = {"reference": reference, "solved_before": examples}
             return Item(str(next(numbers)), ({"role": "user", "content": question},), data=data)
 
         return read_items(str(test) if test.is_file() else source, item, split="test", subset="main")
@@ -99,8 +99,8 @@ def request_of(item: Item, *, is_chat: bool) -> Request:
     """Returns how the item is asked: as a conversation, or as plain text after solved problems."""
     question = item.messages[-1]["content"]
     if is_chat:
-        asked = ({"role": "user", "content": f"{question}\n\n{INSTRUCTION}"},)
-        return Request(messages=asked, max_new_tokens=MAX_NEW_TOKENS, item_id=item.item_id)
+        messages = ({"role": "user", "content": f"{question}\n\n{INSTRUCTION}"},)
+        return Request(messages=messages, max_new_tokens=MAX_NEW_TOKENS, item_id=item.item_id)
     text = f"{item.data['solved_before']}Question: {question}\nAnswer:"
     return Request(text=text, max_new_tokens=MAX_NEW_TOKENS, stop=STOP, item_id=item.item_id)
 
@@ -120,19 +120,19 @@ def scored(item: Item, answer: str) -> Scored:
 
 
 def _first(pattern: re.Pattern[str], answer: str) -> str:
-    found = pattern.search(answer)
-    return found[1] if found else ""
+    match = pattern.search(answer)
+    return match[1] if match else ""
 
 
 def _last(pattern: re.Pattern[str], answer: str) -> str:
-    found = [match[1] or match[2] for match in pattern.finditer(answer)]
-    return found[-1].strip() if found else ""
+    numbers = [match[1] or match[2] for match in pattern.finditer(answer)]
+    return numbers[-1].strip() if numbers else ""
 
 
-def _harness_equal(found: str, reference: str) -> bool:
+def _harness_equal(extracted: str, reference: str) -> bool:
     for pattern in _IGNORED:
-        found, reference = pattern.sub("", found), pattern.sub("", reference)
-    return bool(found) and found.lower() == reference.lower()
+        extracted, reference = pattern.sub("", extracted), pattern.sub("", reference)
+    return bool(extracted) and extracted.lower() == reference.lower()
 
 
 SUITE = GSM8K()

@@ -70,8 +70,8 @@ def _row(where: str, row: Row) -> tuple[str, list[Item]]:
             " instruction, and as many of both, were expected"
         )
     checks = [
-        Check.of(where, text_field(where, {"instruction_id_list": kind}, "instruction_id_list"), given)
-        for kind, given in zip(kinds, arguments, strict=True)
+        Check.of(where, text_field(where, {"instruction_id_list": kind}, "instruction_id_list"), kind_arguments)
+        for kind, kind_arguments in zip(kinds, arguments, strict=True)
     ]
     messages = [{"role": "user", "content": prompt}]
     return key, [

@@ -113,10 +113,10 @@ def squad_values(answer: str, references: Sequence[str]) -> dict[str, float]:
     An empty answer is wrong, since the prompt asks for these words. The paper's F1 compares with them as a text like
     any other, so that "background" gets .5.
     """
-    said = normalized(answer)
-    if not said:
+    words = normalized(answer)
+    if not words:
         return {"f1": 0.0, "exact_match": 0.0}
-    prediction = "" if said == normalized(NO_ANSWER) else answer
+    prediction = "" if words == normalized(NO_ANSWER) else answer
     return {"f1": token_f1(prediction, references), "exact_match": exact_match(prediction, references)}
 
 
@@ -209,8 +209,8 @@ def _items(part: Part, samples: Iterable[Sample]) -> list[Item]:
     examples = {sample.number: _example(sample.row) for sample in distinct.values()} if part.name == "squadv2" else {}
     items = []
     for name, sample in distinct.items():
-        shown = "".join(_other_examples(sample.number, examples)) if sample.prompt_type == "fewshot" else ""
-        prompt = part.prefixes[sample.prompt_type] + shown + part.ending.format(sample.row[part.asked])
+        examples_text = "".join(_other_examples(sample.number, examples)) if sample.prompt_type == "fewshot" else ""
+        prompt = part.prefixes[sample.prompt_type] + examples_text + part.ending.format(sample.row[part.asked])
         items.append(
             Item(
                 item_id=name,
@@ -326,19 +326,19 @@ class InstructGPT:
         return [item for part in PARTS for item in _items(part, samples_of(part, source))]
 
     def published(self, source: str) -> dict[str, list[Scored]]:
-        found: dict[str, list[Scored]] = {}
+        by_model: dict[str, list[Scored]] = {}
         for part in PARTS:
             for sample in samples_of(part, source):
                 scored = Scored(item_id(part, sample), sample.values, sample.answer)
-                found.setdefault(sample.model, []).append(scored)
-        return found
+                by_model.setdefault(sample.model, []).append(scored)
+        return by_model
 
     def score(self, model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:
         """Scores what the tools allow: SQuAD without any. Of items whose measures all lack a tool, nothing is asked."""
-        given = {name for name in JUDGED if tools.judge or name in tools.scorers} | {"f1", "exact_match"}
-        asked = [item for item in items if given & set(_PART_OF[item.data["part"]].measures)]
-        requests = [_request(model, item) for item in asked]
-        replies = zip(asked, model.answer(requests) if requests else (), strict=True)
+        available = {name for name in JUDGED if tools.judge or name in tools.scorers} | {"f1", "exact_match"}
+        items_to_ask = [item for item in items if available & set(_PART_OF[item.data["part"]].measures)]
+        requests = [_request(model, item) for item in items_to_ask]
+        replies = zip(items_to_ask, model.answer(requests) if requests else (), strict=True)
         answers = {item.item_id: _first_line(answer) for item, answer in replies}
         measured = self._measured(items, answers, tools)
         return [_scored(item, answers.get(item.item_id), measured[item.item_id]) for item in items]
@@ -347,15 +347,15 @@ class InstructGPT:
         self, items: Sequence[Item], answers: Mapping[str, Answer], tools: Tools
     ) -> dict[str, dict[str, float | str]]:
         """Returns what scorers and judge found, by item and measure."""
-        found: dict[str, dict[str, float | str]] = {item.item_id: {} for item in items}
+        values: dict[str, dict[str, float | str]] = {item.item_id: {} for item in items}
         for name in JUDGED:
-            own = [item for item in items if name in _PART_OF[item.data["part"]].measures]
+            measured = [item for item in items if name in _PART_OF[item.data["part"]].measures]
             # Nothing was asked if no measure of the item has a tool; then the reason is the missing tool.
-            known = [item for item in own if not answers.get(item.item_id, Answer("")).failure]
+            known = [item for item in measured if not answers.get(item.item_id, Answer("")).failure]
             texts = [answers.get(item.item_id, Answer("")) for item in known]
             for item, value in zip(known, _measured(name, known, texts, tools) if known else (), strict=True):
-                found[item.item_id][name] = value
-        return found
+                values[item.item_id][name] = value
+        return values
 
 
 def _scored(item: Item, answer: Answer | None, measured: Mapping[str, float | str]) -> Scored:

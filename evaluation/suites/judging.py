@@ -55,22 +55,22 @@ def leads_over(
     answer shown first is ahead.
     """
     prompts = []
-    for item, own, other in zip(items, answers, baseline, strict=True):
-        if not _known(own, other):
-            for first, second in ((own, other), (other, own)):
+    for item, answer, other in zip(items, answers, baseline, strict=True):
+        if not _known(answer, other):
+            for first, second in ((answer, other), (other, answer)):
                 prompts.append(({"role": "user", "content": fill(template, item.messages, first.text, second.text)},))
     replies = iter(judge.ask(prompts, max_tokens) if prompts else ())
     return [
-        _known(own, other) or _leads(next(replies), next(replies), read, max_tokens)
-        for own, other in zip(answers, baseline, strict=True)
+        _known(answer, other) or _leads(next(replies), next(replies), read, max_tokens)
+        for answer, other in zip(answers, baseline, strict=True)
     ]
 
 
-def _known(own: Answer, other: Answer) -> Leads | None:
+def _known(answer: Answer, other: Answer) -> Leads | None:
     """Returns the leads that need no judge: those of a failed answer, and of identical answers."""
-    if own.failure or other.failure:
-        return Leads(math.nan, math.nan, own.failure or f"the baseline: {other.failure}", asked=False)
-    return Leads(0.0, 0.0, asked=False) if own.text == other.text else None
+    if answer.failure or other.failure:
+        return Leads(math.nan, math.nan, answer.failure or f"the baseline: {other.failure}", asked=False)
+    return Leads(0.0, 0.0, asked=False) if answer.text == other.text else None
 
 
 def _leads(own_first: Answer, own_second: Answer, read: Read, max_tokens: int) -> Leads:

@@ -79,7 +79,10 @@ class MtBench:
         seconds = iter(model.answer([_request(item, _until_second(item, first)) for item, first in answered]))
         turns = [(first, first if first.failure else next(seconds)) for first in firsts]
         grades = _grades(tools.judge, items, turns)
-        return [_scored(item, own, found) for item, own, found in zip(items, turns, grades, strict=True)]
+        return [
+            _scored(item, answers_of_item, item_grades)
+            for item, answers_of_item, item_grades in zip(items, turns, grades, strict=True)
+        ]
 
     def published(self, source: str) -> Mapping[str, Sequence[Scored]]:  # noqa: ARG002
         return {}
@@ -116,10 +119,15 @@ def _grades(
     judge: Judge, items: Sequence[Item], turns: Sequence[tuple[Answer, Answer]]
 ) -> list[list[tuple[float, str]]]:
     """Returns both turns' (grade, "") or (NaN, why there is none) per item; failed answers are not graded."""
-    asked = [(place, turn) for place, own in enumerate(turns) for turn, answer in enumerate(own) if not answer.failure]
-    prompts = [(_prompt(items[place], turns[place][: turn + 1]),) for place, turn in asked]
-    grades = [[(math.nan, answer.failure) for answer in own] for own in turns]
-    for (place, turn), reply in zip(asked, judge.ask(prompts, JUDGE_TOKENS) if prompts else (), strict=True):
+    judged = [
+        (place, turn)
+        for place, answers in enumerate(turns)
+        for turn, answer in enumerate(answers)
+        if not answer.failure
+    ]
+    prompts = [(_prompt(items[place], turns[place][: turn + 1]),) for place, turn in judged]
+    grades = [[(math.nan, answer.failure) for answer in answers] for answers in turns]
+    for (place, turn), reply in zip(judged, judge.ask(prompts, JUDGE_TOKENS) if prompts else (), strict=True):
         grade, failure = read_reply(reply, read_grade, JUDGE_TOKENS)
         grades[place][turn] = grade, f"the judge: {failure}" if failure else ""
     return grades
@@ -149,11 +157,11 @@ def _block(name: str, text: str) -> str:
 def read_grade(reply: str) -> tuple[float, str]:
     """Returns (the grade, "") from a judge's reply, or (NaN, why there is none)."""
     expected = "a line 'Grade: N' with N from 1 to 10"
-    found, failure = read_last_line(reply, _GRADE, "grade", expected)
+    match, failure = read_last_line(reply, _GRADE, "grade", expected)
     if failure:
         return math.nan, failure
-    grade = float(found)
-    return (grade, "") if 1 <= grade <= 10 else (math.nan, f"the grade is {found}; {expected} was expected")
+    grade = float(match)
+    return (grade, "") if 1 <= grade <= 10 else (math.nan, f"the grade is {match}; {expected} was expected")
 
 
 def _scored(item: Item, turns: tuple[Answer, Answer], grades: Sequence[tuple[float, str]]) -> Scored:

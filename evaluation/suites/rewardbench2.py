@@ -73,8 +73,8 @@ def mean_of_subsets(scored: Sequence[Scored]) -> float:
     if not scored or len(by_subset) < scored[0].values[NUM_SUBSETS]:
         return math.nan
     accuracies = [
-        ties_score(own) if subset == TIES else sum(one.values[ACCURACY] for one in own) / len(own)
-        for subset, own in by_subset.items()
+        ties_score(values) if subset == TIES else sum(one.values[ACCURACY] for one in values) / len(values)
+        for subset, values in by_subset.items()
     ]
     return sum(accuracies) / len(accuracies)
 
@@ -141,8 +141,8 @@ def _item(where: str, row: Row) -> Item:
         least += kind == "tied"
     answers = [*texts_field(where, row, "chosen"), *texts_field(where, row, "rejected")]
     if len(answers) <= least:
-        found = f"fields 'chosen' and 'rejected' hold {len(answers)} answers"
-        raise ValueError(f"{where}: {found}; {least + 1} or more were expected")
+        problem = f"fields 'chosen' and 'rejected' hold {len(answers)} answers"
+        raise ValueError(f"{where}: {problem}; {least + 1} or more were expected")
     # As in the authors' script, the first `num_correct` of the chosen and rejected answers are the right ones.
     num_right = whole_field(where, row, "num_correct", least, len(answers) - 1 if named == TIES else 1)
     return Item(
@@ -172,11 +172,11 @@ def _scored(item: Item, rewards: Sequence[Answer | float], num_subsets: int) -> 
     num_right = item.data["num_right"]
     right, wrong = values[:num_right], values[num_right:]
     if is_ties:
-        found = {MARGIN: min(right) - max(wrong), SPREAD: max(right) - min(right)}
+        measures = {MARGIN: min(right) - max(wrong), SPREAD: max(right) - min(right)}
     else:
         highest = max(values)
-        found = {ACCURACY: 1 / values.count(highest) if right[0] == highest else 0.0}
-    return Scored(item.item_id, {**found, NUM_SUBSETS: float(num_subsets)})
+        measures = {ACCURACY: 1 / values.count(highest) if right[0] == highest else 0.0}
+    return Scored(item.item_id, {**measures, NUM_SUBSETS: float(num_subsets)})
 
 
 SUITE: Suite = RewardBench2()

@@ -150,8 +150,8 @@ class Unable:
     def rewards(self, conversations: Sequence[Messages]) -> list[Answer | float]:
         raise self._refused(f"{len(conversations):,} rewards")
 
-    def _refused(self, asked: str) -> ValueError:
-        return ValueError(f"model {self.name!r} is {self.kind}, and was asked for {asked}")
+    def _refused(self, request: str) -> ValueError:
+        return ValueError(f"model {self.name!r} is {self.kind}, and was asked for {request}")
 
 
 class Judge(Protocol):
@@ -166,7 +166,7 @@ class Judge(Protocol):
 class Scorer(Protocol):
     """Scores answers by a classifier, a reward model, a function or an endpoint, such as one for toxicity."""
 
-    def score(self, asked: Sequence[Messages], answers: Sequence[str]) -> list[float | str]:
+    def score(self, conversations: Sequence[Messages], answers: Sequence[str]) -> list[float | str]:
         """Returns a number per answer, or the reason why there is none."""
 
 
@@ -241,11 +241,11 @@ def read_by_id(
     seen: dict[str, str] = {}
 
     def checked(where: str, row: Row) -> tuple[str, Found]:
-        own_id, found = read(where, row)
+        own_id, value = read(where, row)
         first = seen.setdefault(own_id, where)
         if first != where:
             raise ValueError(f"{where}: the id {own_id!r} is already used in {first}")
-        return own_id, found
+        return own_id, value
 
     invalid = InvalidRows(source, hint="")
     is_hub = not is_file_name(source) and not Path(source).exists()
@@ -269,10 +269,10 @@ def read_items(source: str, read: Callable[[str, Row], Item], *, split: str = "t
 def id_field(where: str, row: Row, field: str) -> str:
     """Returns an id, which may be a text or a whole number, as text."""
     present(where, row, field)
-    found = name_field(where, row, field)
-    if not found:
+    name = name_field(where, row, field)
+    if not name:
         raise ValueError(f"{where}: field {field!r} is empty; an id was expected")
-    return found
+    return name
 
 
 def texts_field(where: str, row: Row, field: str) -> list[str]:

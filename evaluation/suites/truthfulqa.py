@@ -82,12 +82,12 @@ class TruthfulQA:
         )
 
     def score(self, model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:  # noqa: ARG002
-        asked = [
+        requests = [
             Continuation(text=f"{PRIMER}\n\nQ: {item.messages[-1]['content']}\nA:", continuation=f" {answer}")
             for item in items
             for answer in _answers(item)
         ]
-        logprobs = iter(model.logprobs(asked))
+        logprobs = iter(model.logprobs(requests))
         return [_scored(item, {answer: next(logprobs) for answer in _answers(item)}) for item in items]
 
     def published(self, source: str) -> Mapping[str, Sequence[Scored]]:  # noqa: ARG002

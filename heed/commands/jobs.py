@@ -277,8 +277,8 @@ def stop(job_id: JobId, address: Address = "") -> None:
 
 
 def _cluster(address: str) -> "Jobs":
-    from cluster.environment import token_warning
     from cluster.jobs import Jobs
+    from cluster.processes import token_warning
 
     if not address:
         raise ValueError(

@@ -75,7 +75,7 @@ def _checks(engine: str, model: Path, precision: str, seed: int, python: str, te
 
     Raises: ValueError for the user's mistakes; RunError if the process ends before all checks are done.
     """
-    from files.ports import free_port
+    from cluster.processes import free_port
     from lm.samplers.__main__ import DONE, MISTAKE
     from lm.samplers.verify import Check
     from training.notices import RunError

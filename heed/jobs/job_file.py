@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from files.lookup import remember_job
+from files.fields import remember_job
 from heed.jobs.foreign_keys import KINDS, counterpart
 from heed.jobs.job import BUILT_IN_JOB, JobConfig, job_type
 from heed.jobs.models import take_shape

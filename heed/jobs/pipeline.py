@@ -18,15 +18,14 @@ import tenacity
 import tomli_w
 from rich.markup import escape
 
-from cluster.connection import disconnect, resolve_precision
+from cluster.connection import call_on_lost_head, disconnect, resolve_precision
 from cluster.failures import WorkerError
-from cluster.head import call_on_lost_head
-from cluster.sigterm import call_on_sigterm
+from cluster.processes import call_on_sigterm
 from cluster.worker import send_by_value
 from files.atomic import lock, write_text
+from files.fields import no_such_file
 from files.hashes import file_hash
 from files.importing import load_function
-from files.lookup import no_such_file
 from files.rows import LOADERS
 from heed.jobs.job import JobConfig
 from heed.jobs.models import hub_models

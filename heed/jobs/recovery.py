@@ -25,7 +25,7 @@ from cluster.group import WorkerGroup
 from cluster.hosts import difference, inspect_hosts, this_host
 from cluster.messages import send_request, withdraw_request
 from cluster.places import Places
-from cluster.sigterm import end_by_sigterm
+from cluster.processes import end_by_sigterm
 from heed.jobs.models import fetch_models
 from stages.progress import console
 from training.notices import (

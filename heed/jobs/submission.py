@@ -19,8 +19,8 @@ from typing import Any
 
 import tomli_w
 
+from files.fields import no_such_file
 from files.importing import PACKAGES, ROOT, user_folders
-from files.lookup import no_such_file
 from files.rows import LOADERS
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import DEMO, job_values

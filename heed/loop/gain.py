@@ -10,14 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from evaluation.compare.config import CompareConfig
+from evaluation.compare.folder import CompareConfig
 from evaluation.compare.judges import reward_judge
 from evaluation.compare.sampled import MAX_FAILED_SHARE
 from evaluation.compare.stage import judge_of, start_of
 from evaluation.inputs import with_clusters
-from evaluation.judges.judge import Pair, pairs_of, refuse_too_many_failures
+from evaluation.judges.judge import Pair, ScoreJudge, pairs_of, refuse_too_many_failures
 from evaluation.judges.people import PeopleJudge
-from evaluation.judges.scorers import ScoreJudge
 from evaluation.policies import response_of
 from evaluation.verdicts import Response, Verdict
 from files.atomic import write_jsonl

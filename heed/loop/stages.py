@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from evaluation.compare.config import CompareConfig
+from evaluation.compare.folder import CompareConfig
 from heed.loop.collect import COLLECT, TASKS, plan, preflight, run_round
 from heed.loop.config import GAIN, LoopConfig, RoundConfig, name_of_round, round_settings
 from heed.loop.gain import RESPONSES, run_gain

@@ -25,7 +25,7 @@ The arms of `heed study algorithms` and `heed study lora` share one set of label
     reward-lora                           as `reward-full`, with adapters on the base's SFT model, at three times its
                                           rate
 
-The arms of `heed study judge` are against a language model that grades by a rubric (heed/worlds/graded.py):
+The arms of `heed study judge` are against a language model that grades by a rubric (heed/worlds/gold.py):
 
     judge          SFT of the base's pretrained model on graded answers
     ppo-judge      PPO against it, without a KL penalty
@@ -56,7 +56,7 @@ import tomli_w
 from evaluation.compare.stage import STAGE as COMPARE
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import load_job
-from heed.worlds.graded import RUBRIC
+from heed.worlds.gold import RUBRIC
 from lm.model import ScalarModel
 from lm.source import load
 from lm.tokenizer import Tokenizer

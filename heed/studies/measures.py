@@ -35,7 +35,7 @@ from heed.studies.arms import STUDENT, TEACHER, collected, every_arm, with_those
 from heed.studies.distillation import sampling_costs, world_prompts
 from heed.studies.findings import Distilled, Measures
 from heed.studies.over_optimisation import gold_function, kept_policies
-from heed.worlds.graded import RUBRIC
+from heed.worlds.gold import RUBRIC
 from lm.model import LanguageModel
 from lm.source import load_for_inference
 from lm.tokenizer import Messages, Tokenizer

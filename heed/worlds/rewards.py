@@ -4,7 +4,7 @@ Write your own in the same way: a file in the folder in which `heed` runs, `func
 function from prompts and responses to numbers. None (or an exception) leaves a response out.
 """
 
-from heed.worlds.counting import is_solved, label_steps
+from heed.worlds.arithmetic import is_solved, label_steps
 from heed.worlds.gold import gold_score
 
 

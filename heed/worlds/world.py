@@ -15,11 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from files.atomic import write_jsonl
 from heed.worlds.answers import write_answer
-from heed.worlds.calculations import calculations, calls
-from heed.worlds.corpus import write_text
-from heed.worlds.counting import careless_steps, draw_prompt, labelled_row
-from heed.worlds.gold import gold_score
-from heed.worlds.graded import graded_rows, num_answers
+from heed.worlds.arithmetic import calculations, calls, careless_steps, draw_prompt, labelled_row
+from heed.worlds.corpus import draw_rows, write_text
+from heed.worlds.gold import gold_score, graded_rows, num_answers
 from heed.worlds.grammar import CATEGORIES
 from heed.worlds.instructions import (
     Request,
@@ -33,7 +31,6 @@ from heed.worlds.instructions import (
     kind_of,
 )
 from heed.worlds.labelers import LabelerConfig, ScriptedLabeler, draw_labelers
-from heed.worlds.labelled import draw_rows
 from heed.worlds.translations import draw_pairs
 
 Turns = list[dict[str, str]]  # messages of role and content
@@ -84,7 +81,7 @@ class PlaygroundConfig(BaseModel):
     num_graded: int = Field(
         default=0,
         ge=0,
-        description="Grades of answers by one criterion each (heed/worlds/graded.py), to train a judge.",
+        description="Grades of answers by one criterion each (heed/worlds/gold.py), to train a judge.",
     )
     num_graded_heldout: int = Field(default=180, gt=0, description="Held-out ones, without noise, if there are any.")
     grade_noise: float = Field(

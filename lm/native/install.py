@@ -253,13 +253,13 @@ layers.linear.replace_where(takes_linear, _linear)
 layers.linear.replace_where(takes_fp32_linear, operators.fp32_linear)
 run_blocks.replace_where(_takes_blocks, _run_blocks)
 if torch.cuda.is_available() and find_spec("triton") is not None and os.environ.get("HEED_TRITON", "1") != "0":
-    from lm.native import gpu, gpu_attention, gpu_layers
+    from lm.native import gpu, gpu_layers
 
     layers.rms_norm.replace_where(gpu_layers.takes_rms_norm, gpu_layers.rms_norm)
     layers.add_norm.replace_where(gpu_layers.takes_add_norm, gpu_layers.add_norm)
     layers.swiglu.replace_where(gpu_layers.takes_swiglu, gpu_layers.swiglu)
     attention.split_heads.replace_where(gpu_layers.takes_heads, gpu_layers.split_heads)
-    attention.attend_own_keys.replace_where(gpu_attention.takes_own_keys, gpu_attention.attend_own_keys)
+    attention.attend_own_keys.replace_where(gpu.takes_own_keys, gpu.attend_own_keys)
     attention.store_heads.replace_where(gpu_layers.takes_stored_heads, gpu_layers.store_heads)
     sampling.logprobs_of_rows.replace_where(gpu.takes_logprobs, gpu.token_logprobs)
     sampling.sample.replace_where(gpu.takes_sampling, gpu.sample)

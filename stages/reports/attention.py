@@ -56,8 +56,8 @@ def draw_attention(
     if not -num_layers <= layer < num_layers:
         raise ValueError(f"layer is {layer}; {-num_layers} to {num_layers - 1} were expected")
     title = f"{folder}: layer {layer % num_layers} (0 to {num_layers - 1})"
-    shown = [head for head in heads if head.layer == layer % num_layers]
-    _draw(weights_LNTS[layer], _labels(tokenizer, queries), _labels(tokenizer, keys), title, path, shown)
+    chosen_heads = [head for head in heads if head.layer == layer % num_layers]
+    _draw(weights_LNTS[layer], _labels(tokenizer, queries), _labels(tokenizer, keys), title, path, chosen_heads)
     return heads
 
 
@@ -107,8 +107,8 @@ def _draw(
         picture = axis.imshow(weights_NTS[head].float().numpy(), cmap="Greys", vmin=0, vmax=1)
         label = f"head {head}"
         if measures:
-            of = measures[head]
-            label += f"\npreceding {of.preceding:.2f}, first {of.first:.2f}, itself {of.itself:.2f}"
+            measure = measures[head]
+            label += f"\npreceding {measure.preceding:.2f}, first {measure.first:.2f}, itself {measure.itself:.2f}"
         axis.set_title(label, fontsize=9)
         axis.set_xticks(range(len(keys)), keys, rotation=90, fontsize=7)
         axis.set_yticks(range(len(queries)), queries, fontsize=7)

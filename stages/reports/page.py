@@ -16,8 +16,7 @@ from typing import Literal
 import jinja2
 from markupsafe import Markup, escape
 
-from stages.reports.parts import Answer, Block, Columns, Details, Headline, Part, Section
-from stages.reports.samples import Samples
+from stages.reports.parts import Answer, Block, Columns, Details, Headline, Part, Samples, Section
 from stages.reports.text import PolicyStyle, clean_text
 
 HERE = Path(__file__).parent
@@ -193,17 +192,17 @@ class Glossary:
 
     def link(self, text: str) -> Markup:
         """Returns the text, escaped, with a link at the first use of each term."""
-        found = str(escape(text))
+        html = str(escape(text))
         spans: list[tuple[int, int, str]] = []
         for term in TERMS:
-            match = term.pattern.search(found)
+            match = term.pattern.search(html)
             if match and not any(match.start() < end and start < match.end() for start, end, _ in spans):
                 spans.append((*match.span(), term.anchor))
         for start, end, anchor in sorted(spans, reverse=True):
-            link = f'<a class="term" href="#glossary-{anchor}">{found[start:end]}</a>'
-            found = found[:start] + link + found[end:]
+            link = f'<a class="term" href="#glossary-{anchor}">{html[start:end]}</a>'
+            html = html[:start] + link + html[end:]
         self.used.update(anchor for *_, anchor in spans)
-        return Markup(found)  # every part is escaped or is a link made here
+        return Markup(html)  # every part is escaped or is a link made here
 
     @property
     def terms(self) -> tuple[Term, ...]:

@@ -161,12 +161,12 @@ def _rewrite(element: ElementTree.Element, used: set[str], name: str) -> None:
         attributes["style"] = _page_style(attributes["style"])
     for key in ("d", "x", "y", "transform"):
         if key in attributes:
-            attributes[key] = re.sub(r"\d+\.\d+", lambda found: f"{float(found[0]):.2f}", attributes[key])
+            attributes[key] = re.sub(r"\d+\.\d+", lambda match: f"{float(match[0]):.2f}", attributes[key])
             attributes[key] = " ".join(attributes[key].split())
 
 
 def _page_style(style: str) -> str:
-    style = re.sub(r"#[0-9a-f]{6}", lambda found: VARIABLES[found[0]], style)
+    style = re.sub(r"#[0-9a-f]{6}", lambda match: VARIABLES[match[0]], style)
     style = re.sub(r"font-family:[^;]*;?\s*", "", style)
     # --text keeps the text readable on narrow screens, which shrink the drawing.
     return re.sub(r"font-size: ([\d.]+)px", r"font-size: calc(\1px * var(--text, 1))", style)
@@ -207,7 +207,9 @@ def interval_figure(rows: Sequence[Measured], *, title: str, unit: str, name: st
 
     longest = max(len(label(row.name)) for row in rows)
     ends = [share_ends(row.mean.low, row.mean.high) if is_share else ends_of(row.mean) for row in rows]
-    spoken = [f"{row.name} {value_of(row)} ({found or 'no interval'})" for row, found in zip(rows, ends, strict=True)]
+    spoken = [
+        f"{row.name} {value_of(row)} ({interval or 'no interval'})" for row, interval in zip(rows, ends, strict=True)
+    ]
     svg = draw(
         paint, width=WIDE_SIZE["width"], height=48 * len(rows) + 40, margins=(26 + 6.4 * longest, 16, 26, 8), name=name,
         label=f"{title}, dots with 95% intervals: {'; '.join(spoken)}.",

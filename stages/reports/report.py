@@ -73,11 +73,11 @@ def _report_of(stage: StageFolder, reporter: StageReporter) -> StageReport:
 
 def headlines_of(reports: Reports) -> tuple[Headline, ...]:
     """Return the cards, those of later stages first. If two are of the same field, the later stage's is kept."""
-    found: dict[str, Headline] = {}
+    headlines: dict[str, Headline] = {}
     for report in reversed(list(reports.values())):
         for headline in report.headlines:
-            found.setdefault(headline.field, headline)
-    return tuple(found.values())
+            headlines.setdefault(headline.field, headline)
+    return tuple(headlines.values())
 
 
 def answer_of(reports: Reports) -> Answer:
@@ -137,7 +137,9 @@ def _sources(run: Run, reports: Reports) -> dict[str, dict[str, str]]:
     results = {
         name: {"file": f"{name}/results.json", "field": "the same path below the stage's name"} for name in finished
     }
-    named = {found.field: {"file": found.file, "field": found.source_field} for found in headlines_of(reports)}
+    named = {
+        headline.field: {"file": headline.file, "field": headline.source_field} for headline in headlines_of(reports)
+    }
     times = {
         f"seconds.{stage.name}": {"file": f"{stage.name}/lineage.json", "field": "seconds"}
         for stage in run.shown
@@ -248,7 +250,7 @@ def _code(text: object) -> Cell:
 
 def _versions(unlike: Mapping[str, Any]) -> str:
     """Describe a host of the ranks by its versions that differ from the driver's, which the lineage lists."""
-    return ", ".join(f"{name} {found}" for name, found in unlike.items()) or "the same versions as the driver"
+    return ", ".join(f"{name} {installed}" for name, installed in unlike.items()) or "the same versions as the driver"
 
 
 def _lineage(stage: StageFolder) -> Table:

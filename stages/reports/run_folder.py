@@ -58,8 +58,8 @@ class StageFolder:
         path = self.path / "adapter" / "adapter_config.json"
         if not path.is_file():
             return ""
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return f"adapters of rank {found['r']}, alpha {found['lora_alpha']:g}"
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        return f"adapters of rank {settings['r']}, alpha {settings['lora_alpha']:g}"
 
     @property
     def seconds(self) -> float | None:

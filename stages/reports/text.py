@@ -215,7 +215,8 @@ def styles_of(names: Sequence[str], titles: Mapping[str, str] | None = None) -> 
     others = [name for name in names if name not in known]
     for place, name in enumerate(others):
         known[name] = PolicyStyle(name, label(name), *free[place % len(free)])
-    shown = [style.title for style in known.values()]
+    used_titles = [style.title for style in known.values()]
     return {
-        name: known[name] if shown.count(known[name].title) == 1 else replace(known[name], title=name) for name in names
+        name: known[name] if used_titles.count(known[name].title) == 1 else replace(known[name], title=name)
+        for name in names
     }

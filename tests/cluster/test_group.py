@@ -16,9 +16,9 @@ from ray import cloudpickle
 from cluster import calls
 from cluster.config import ClusterConfig
 from cluster.connection import NoPlaceError, connect, disconnect, require_places
-from cluster.environment import WORKER_ENVIRONMENT
 from cluster.failures import Failure, WorkerError, WorkerLostError
 from cluster.group import WorkerGroup
+from cluster.processes import WORKER_ENVIRONMENT
 from cluster.remote import Local
 from files.records import read_record
 from heed.jobs.report import StatusFile

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.sigterm import call_on_sigterm
+from cluster.processes import call_on_sigterm
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dpo.config import DPOConfig
-from dpo.learner import PackedResponses, PolicyLearner
-from dpo.objective import UntiedPairs, implicit_rewards, preference_loss, sft_loss
+from dpo.objective import (
+    DPOConfig,
+    PackedResponses,
+    PolicyLearner,
+    UntiedPairs,
+    implicit_rewards,
+    preference_loss,
+    sft_loss,
+)
 from dpo.reference import refuse_wrong_reference
 from lm.config import ModelConfig
 from lm.model import LanguageModel, init_weights

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from dpo.config import DPOConfig
+from dpo.objective import DPOConfig
 from dpo.reference import COMPARISONS, LOGPROBS, REFERENCE
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dpo.config import DPOConfig, KTOConfig, Loss
-from dpo.learner import PolicyLearner, PolicySource
+from dpo.objective import DPOConfig, KTOConfig, Loss, PolicyLearner, PolicySource
 from dpo.unpaired import (
     UnpairedObjective,
     flags_without_effect,

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from evaluation.judges.judge import Pair, pairs_of, refuse_too_many_failures
+from evaluation.judges.judge import Pair, ScoreJudge, pairs_of, refuse_too_many_failures, reward_model_score
 from evaluation.judges.language_model import OWN_TEMPLATE, LanguageModelJudge, fill, read_template, read_verdict
 from evaluation.judges.people import PeopleJudge
-from evaluation.judges.scorers import ScoreJudge, reward_model_score
 from evaluation.verdicts import Response, Verdict
 from files import retries
 from lm.config import ModelConfig

@@ -141,7 +141,7 @@ def test_attention_is_never_left_to_cudnn_or_to_the_equation(name: str, dtype: t
         {"varlen": windowed, "varlen backward": windowed}
     )
     assert sampled.attention == {"varlen": layers, "efficient": 2 * layers}
-    assert not [where for _, where in packed.syncs if "gpu_attention" in where]  # segments are on the CPU
+    assert not [where for _, where in packed.syncs if "lm/attention" in where]  # segments are on the CPU
 
 
 # --- norms and SwiGLU ------------------------------------------------------------------------------------------------

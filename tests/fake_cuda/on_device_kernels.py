@@ -16,7 +16,7 @@ from lm.decoding import FixedSteps, decode
 from lm.generation import generate
 from lm.layers import add_norm, make_norm, swiglu
 from lm.model import LanguageModel
-from lm.native import gpu_attention, gpu_layers
+from lm.native import gpu, gpu_layers
 from lm.positions import rotary_tables
 from lm.sampling import Choice
 from tests.fake_cuda import kernels
@@ -34,7 +34,7 @@ def without_layers() -> Iterator[None]:
     """What a GPU runs without the kernels between products and without that of a step's attention."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_layers, "takes", lambda *_: False)
-        patch.setattr(gpu_attention, "DTYPES", ())
+        patch.setattr(gpu, "DTYPES", ())
         yield
 
 

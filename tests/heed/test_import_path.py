@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from files.importing import PACKAGES, hiding_file
-from heed.import_path import put_heed_first
+from heed import put_heed_first
 
 ROOT = Path(__file__).parents[2]
 

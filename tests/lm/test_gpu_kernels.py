@@ -17,12 +17,12 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from lm.native import gpu, gpu_attention, gpu_layers
+from lm.native import gpu, gpu_layers
 
 HEADS = "{0} {0} {0} {0} {0} {0} *fp32 *fp32 *i64 i32 i32 i32 i32 fp32 i32 i32 i32 i32 i32 i32"
 ATTENTION = "{0} {0} {0} *i64 {0} *fp32 *fp32 i32 i32 i32 fp32 i32 i32 i32 i32 i32"
 NORM = dict(CENTERS=True, BLOCK=1024)
-SPLIT = dict(SPLIT=gpu_attention.SPLIT, QUERIES=16)
+SPLIT = dict(SPLIT=gpu.SPLIT, QUERIES=16)
 KERNELS = [
     (gpu._logprobs_kernel, "{0} *i64 *fp32 *fp32 i32 i32 fp32", dict(BLOCK=gpu.BLOCK)),
     (gpu._gradient_kernel, "{0} *i64 *fp32 *fp32 i32 i32 i32 fp32", dict(BLOCK=gpu.BLOCK)),
@@ -36,9 +36,9 @@ KERNELS = [
     (gpu_layers._swiglu_backward_kernel, "{0} {0} {0} i32", dict(BLOCK=gpu_layers.MLP_BLOCK)),
     (gpu_layers._heads_kernel, HEADS, dict(JOINS=False, ROTATES=True, NORMS=True, CACHES=True, HEADS=16, BLOCK=32)),
     (gpu_layers._heads_kernel, HEADS, dict(JOINS=True, ROTATES=True, NORMS=False, CACHES=False, HEADS=16, BLOCK=64)),
-    (gpu_attention._attend_kernel, ATTENTION, dict(SPLITS=True, BLOCK=64, HEAD=64, **SPLIT)),
-    (gpu_attention._attend_kernel, ATTENTION, dict(SPLITS=False, BLOCK=32, HEAD=256, **SPLIT)),
-    (gpu_attention._merge_kernel, "*fp32 *fp32 *i64 {0} i32 i32 i32 i32 i32", dict(SPLIT=gpu_attention.SPLIT, HEAD=64)),
+    (gpu._attend_kernel, ATTENTION, dict(SPLITS=True, BLOCK=64, HEAD=64, **SPLIT)),
+    (gpu._attend_kernel, ATTENTION, dict(SPLITS=False, BLOCK=32, HEAD=256, **SPLIT)),
+    (gpu._merge_kernel, "*fp32 *fp32 *i64 {0} i32 i32 i32 i32 i32", dict(SPLIT=gpu.SPLIT, HEAD=64)),
 ]
 MOST_SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that one program may use
 for kernel, types, constants in KERNELS:

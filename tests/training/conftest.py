@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from files.ports import free_port
+from cluster.processes import free_port
 from tests.training import rank_process
 
 # DeepSpeed's first run on a machine compiles its shared-memory operator, which takes two minutes.

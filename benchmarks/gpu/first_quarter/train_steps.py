@@ -29,7 +29,7 @@ from benchmarks.gpu.first_quarter.context import (
 )
 from benchmarks.gpu.first_quarter.kernels import note_profile
 from benchmarks.gpu.rows import Pretraining
-from files.ports import free_port
+from cluster.processes import free_port
 from lm.model import LanguageModel
 from lm.samplers.engine import digests_of
 from ppo.rank import WeightBroadcast

@@ -91,24 +91,26 @@ def prompts_in_words(num_prompts: int, num_clusters: int) -> str:
 
 def _of_algorithms(judge: JudgeSummary) -> list[str]:
     """Says of every pair of algorithms whether one is better, over seeds and prompts."""
-    found = []
+    sentences = []
     for pair in judge.algorithms:
         a, b, rate = pair.algorithm_a, pair.algorithm_b, pair.win_rate
         runs = f"{number(pair.num_runs_a)} and {number(pair.num_runs_b)} runs"
         prompts = prompts_in_words(pair.num_prompts, pair.num_clusters)
         kind = "interval, widened by Holm's correction," if pair.p < ALPHA <= pair.holm_p else "95% interval"
-        shown = f"{kind} over seeds and prompts {share_ends(rate.low, rate.high)}; {p_value(pair.holm_p)}; {prompts}"
+        interval_text = (
+            f"{kind} over seeds and prompts {share_ends(rate.low, rate.high)}; {p_value(pair.holm_p)}; {prompts}"
+        )
         if pair.different:
-            found.append(
+            sentences.append(
                 f"As algorithms, {a} is preferred to {b} {percent(rate.mean)} of the time by the judge {judge.judge},"
-                f" over {runs} ({shown})."
+                f" over {runs} ({interval_text})."
             )
         else:
-            found.append(
+            sentences.append(
                 f"No difference between the algorithms {a} and {b} is shown by the judge {judge.judge}: over {runs},"
-                f" {a} is preferred {percent(rate.mean)} of the time ({shown})."
+                f" {a} is preferred {percent(rate.mean)} of the time ({interval_text})."
             )
-    return found
+    return sentences
 
 
 def is_taken_back(pair: PairSummary) -> bool:
@@ -144,18 +146,18 @@ def detectable(pair: PairSummary) -> str:
 def _other_judge(judge: JudgeSummary, first: PairSummary, styles: Styles) -> str:
     """Describes another judge's result on the same two policies."""
     pair = judge.pairs[0]
-    said = f"{often(pair, styles)} ({evidence(pair)})"
+    finding = f"{often(pair, styles)} ({evidence(pair)})"
     if not pair.different:
-        return f"The judge {judge.judge} shows no difference: {said}."
+        return f"The judge {judge.judge} shows no difference: {finding}."
     contrary = "contrary to the first judge, " if first.different and pair.policy_a != first.policy_a else ""
-    return f"By the judge {judge.judge}, {contrary}{said}."
+    return f"By the judge {judge.judge}, {contrary}{finding}."
 
 
 def _lead(judge: JudgeSummary, styles: Styles) -> list[str]:
     """Says how often the highest-rated policy is preferred to the next, if a judge has verdicts on the two."""
     top = {rating.policy for rating in by_rating(judge.ratings[0])[:2]}
-    found = [pair for pair in judge.pairs if {pair.policy_a, pair.policy_b} == top]
-    return [_lead_in_words(pair, styles) for pair in found]
+    pairs = [pair for pair in judge.pairs if {pair.policy_a, pair.policy_b} == top]
+    return [_lead_in_words(pair, styles) for pair in pairs]
 
 
 def _lead_in_words(pair: PairSummary, styles: Styles) -> str:
@@ -167,11 +169,12 @@ def _lead_in_words(pair: PairSummary, styles: Styles) -> str:
 
 def _pairs_shown(judge: JudgeSummary) -> str:
     """Says how many pairs differ, and what could have been shown about the others."""
-    shown = sum(pair.different for pair in judge.pairs)
+    num_different = sum(pair.different for pair in judge.pairs)
     least = [pair.power.detectable for pair in judge.pairs if not pair.different]
     if not least:
-        return f"All {count_of(shown, 'pair')} differ after Holm's correction."
-    text = f"Of {count_of(len(judge.pairs), 'pair')} {shown} differ{'s' if shown == 1 else ''} after Holm's correction"
+        return f"All {count_of(num_different, 'pair')} differ after Holm's correction."
+    verb = "differs" if num_different == 1 else "differ"
+    text = f"Of {count_of(len(judge.pairs), 'pair')} {num_different} {verb} after Holm's correction"
     if any(math.isnan(value) for value in least):
         return f"{text}; other pairs have too few prompts to show any difference."
     return (
@@ -236,15 +239,15 @@ def islands(ratings: Ratings, styles: Styles) -> str:
 
 def warnings_of(folder: ComparisonFolder, summary: Summary, styles: Styles) -> tuple[str, ...]:
     """Returns warnings, a sentence or two each, in the order of the report's sections."""
-    found = [*_few_prompts(summary), *_few_clusters(summary), *_single_runs(folder)]
+    warnings = [*_few_prompts(summary), *_few_clusters(summary), *_single_runs(folder)]
     for judge in summary.judges:
-        found += [
+        warnings += [
             *_few_labelers(folder, judge),
             *_lost_verdicts(judge),
             *_order_effects(folder, judge, styles),
             *_length_effects(judge, styles),
         ]
-    return (*found, *_low_agreement(summary), *_missing_responses(folder))
+    return (*warnings, *_low_agreement(summary), *_missing_responses(folder))
 
 
 def _few_prompts(summary: Summary) -> list[str]:
@@ -264,7 +267,7 @@ def _few_clusters(summary: Summary) -> list[str]:
 
 def _single_runs(folder: ComparisonFolder) -> list[str]:
     """Warns of policies that are a single run, next to algorithms with several."""
-    runs = {name for own in folder.runs.values() for name in own}
+    runs = {name for names in folder.runs.values() for name in names}
     single = [name for name in folder.policies if name not in runs]
     if not (folder.runs and single):
         return []
@@ -289,38 +292,38 @@ def _few_labelers(folder: ComparisonFolder, judge: JudgeSummary) -> list[str]:
 
 def _lost_verdicts(judge: JudgeSummary) -> list[str]:
     """Warns of failed verdicts, and of prompts that a pair has no verdict on."""
-    found = []
+    warnings = []
     if judge.num_failed:
         share = judge.num_failed / (judge.num_failed + judge.num_verdicts)
-        found.append(
+        warnings.append(
             f"{count_of(judge.num_failed, 'verdict')} of the judge {judge.judge} failed ({percent(share)}); they are"
             " left out."
         )
     missing = max((pair.num_prompts_missing for pair in judge.pairs), default=0)
     if missing:
-        found.append(
+        warnings.append(
             f"The judge {judge.judge} lacks a successful verdict on {count_of(missing, 'prompt')} for some pair."
         )
-    return found
+    return warnings
 
 
 def _order_effects(folder: ComparisonFolder, judge: JudgeSummary, styles: Styles) -> list[str]:
-    found, bias = [], judge.position_bias
+    warnings, bias = [], judge.position_bias
     if bias.low > 0.5 or bias.high < 0.5:
         which = "first" if bias.mean > 0.5 else "second"
         often = bias.mean if bias.mean > 0.5 else 1 - bias.mean
-        found.append(
+        warnings.append(
             f"The judge {judge.judge} prefers the response shown {which}, {percent(often)} of the time"
             f" ({share_ends(bias.low, bias.high) if bias.mean > 0.5 else share_ends(1 - bias.high, 1 - bias.low)})."
         )
-        found += [text for pair in judge.pairs for text in _uneven_order(folder.verdicts, judge, pair, styles)]
+        warnings += [text for pair in judge.pairs for text in _uneven_order(folder.verdicts, judge, pair, styles)]
     changed = judge.flips.changed
     if changed.mean > MANY_FLIPS:
-        found.append(
+        warnings.append(
             f"The judge {judge.judge} changes {percent(changed.mean)} of its verdicts"
             f" ({share_ends(changed.low, changed.high)}) when the order is swapped."
         )
-    return found
+    return warnings
 
 
 def _uneven_order(verdicts: Sequence[Verdict], judge: JudgeSummary, pair: PairSummary, styles: Styles) -> list[str]:
@@ -340,33 +343,33 @@ def _uneven_order(verdicts: Sequence[Verdict], judge: JudgeSummary, pair: PairSu
 
 def _length_effects(judge: JudgeSummary, styles: Styles) -> list[str]:
     """Warns of pairs whose difference is explained by length."""
-    found = []
+    warnings = []
     for pair in judge.pairs:
         fitted = pair.length_controlled
         if pair.different and not math.isnan(fitted.mean) and fitted.low <= 0.5:
             a, b = styles[pair.policy_a].title, styles[pair.policy_b].title
-            found.append(
+            warnings.append(
                 f"At equal length the judge {judge.judge} shows no preference for {a} over {b}: {percent(fitted.mean)}"
                 f" ({share_ends(fitted.low, fitted.high)}), not {percent(pair.win_rate.mean)}."
             )
-    return found
+    return warnings
 
 
 def _low_agreement(summary: Summary) -> list[str]:
-    found = []
+    warnings = []
     for judge in summary.judges:
         alpha = judge.labelers.alpha.value
         if judge.num_labelers > 1 and alpha < LEAST_AGREEMENT:
-            found.append(
+            warnings.append(
                 f"The labelers of the judge {judge.judge} agree little: Krippendorff's α is {number(float(alpha))};"
                 f" {number(LEAST_AGREEMENT)} is the minimum for tentative conclusions about single prompts."
             )
     for entry in summary.agreement:
         if entry.share.low <= 0.5:
-            found.append(
+            warnings.append(
                 f"The judges {entry.judge_a} and {entry.judge_b} are not shown to agree more often than by chance."
             )
-    return found
+    return warnings
 
 
 def _missing_responses(folder: ComparisonFolder) -> list[str]:

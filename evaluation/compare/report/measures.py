@@ -72,11 +72,11 @@ def curve_parts(measures: Mapping[str, Any]) -> tuple[Part, ...]:
     """
     charts, notes = [], []
     if measures.get("over_optimisation"):
-        found = record_of(measures["over_optimisation"], OverOptimisation, "measures.json: over_optimisation")
+        curves = record_of(measures["over_optimisation"], OverOptimisation, "measures.json: over_optimisation")
         counts, trained = "above the reference's; what counts", "above the reference's; what RL is trained on"
-        charts.append(_gain_figure(found, "gold", "Gold score against KL", counts))
-        charts.append(_gain_figure(found, "proxy", "Proxy score against KL", trained))
-        notes = [Note(text) for text in (_advice("rl", found.rl), _advice("best_of_n", found.best_of_n)) if text]
+        charts.append(_gain_figure(curves, "gold", "Gold score against KL", counts))
+        charts.append(_gain_figure(curves, "proxy", "Proxy score against KL", trained))
+        notes = [Note(text) for text in (_advice("rl", curves.rl), _advice("best_of_n", curves.best_of_n)) if text]
     if measures.get("reward_model"):
         charts += reliability_figures(
             record_of(measures["reward_model"], RewardMeasures, "measures.json: reward_model")
@@ -99,10 +99,10 @@ def _advice(kind: Kind, fit: Overoptimised | None) -> str:
     return f"{CURVE_STYLES[kind][0]}: {fit.advice}{where}"
 
 
-def _gain_figure(found: OverOptimisation, score: Literal["gold", "proxy"], title: str, unit: str) -> Figure:
-    series = [_series("rl", found.rl_points, found.rl, score)] if found.rl_points else []
-    if found.best_of_n_points:
-        series.append(_series("best_of_n", found.best_of_n_points, found.best_of_n, score))
+def _gain_figure(curves: OverOptimisation, score: Literal["gold", "proxy"], title: str, unit: str) -> Figure:
+    series = [_series("rl", curves.rl_points, curves.rl, score)] if curves.rl_points else []
+    if curves.best_of_n_points:
+        series.append(_series("best_of_n", curves.best_of_n_points, curves.best_of_n, score))
     x_label = "KL from the reference, nats"
     return kl_figure(series, title=title, unit=unit, name=f"over-{score}", x_label=x_label, zero_line=True)
 
@@ -111,8 +111,8 @@ def _series(
     kind: Kind, points: tuple[Point, ...], fit: Overoptimised | None, score: Literal["gold", "proxy"]
 ) -> KLSeries:
     key, colour, marker = CURVE_STYLES[kind]
-    shown = tuple(KLPoint(point.name, point.kl_nats.mean, getattr(point, score)) for point in points)
-    furthest = max(point.kl_nats for point in shown)
+    scored_points = tuple(KLPoint(point.name, point.kl_nats.mean, getattr(point, score)) for point in points)
+    furthest = max(point.kl_nats for point in scored_points)
     gain = None if fit is None else (fit.gold if score == "gold" else fit.proxy)
     line, shaded = None, None
     if gain is not None and isfinite(gain.alpha.mean) and isfinite(gain.beta.mean):
@@ -121,7 +121,7 @@ def _series(
     low, high = (nan, nan) if fit is None else (fit.optimum.kl_nats.low, fit.optimum.kl_nats.high)
     if score == "gold" and isfinite(low) and low < furthest:
         shaded = (low, min(furthest, high) if isfinite(high) else furthest)
-    return KLSeries(key, colour, marker, shown, line, shaded=shaded)
+    return KLSeries(key, colour, marker, scored_points, line, shaded=shaded)
 
 
 def reliability_figures(model: RewardMeasures) -> list[Figure]:
@@ -145,8 +145,8 @@ def reliability_figures(model: RewardMeasures) -> list[Figure]:
             show_percent(side)
 
     spoken = "; ".join(f"{percent(one.accuracy.mean)} right at {percent(one.confidence)} confidence" for one in bins)
-    said = f"The reward model's reliability: {spoken}."
-    svg = draw(paint, **WIDE_SIZE, margins=MARGINS, name="reliability", label=said)
+    sentence = f"The reward model's reliability: {spoken}."
+    svg = draw(paint, **WIDE_SIZE, margins=MARGINS, name="reliability", label=sentence)
     keys = [Key("muted", "line", "as sure as it is right")]
     if isfinite(ceiling):
         keys.append(Key("best-of-n", "line", f"ceiling by the labelers' own agreement, {percent(ceiling)}"))
@@ -178,18 +178,18 @@ def _table(
     title: str, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, is_open: bool = False
 ) -> Details:
     """Returns a folded table of texts; the first cell of a row is its header."""
-    found = tuple(Row((head,), tuple(Cell(text) for text in texts)) for head, *texts in rows)
-    return Details(title, (Table(caption, tuple(columns), found, title=title),), is_open)
+    table_rows = tuple(Row((head,), tuple(Cell(text) for text in texts)) for head, *texts in rows)
+    return Details(title, (Table(caption, tuple(columns), table_rows, title=title),), is_open)
 
 
 def _policy_table(policies: Mapping[str, Any], styles: Styles) -> Details:
-    found = {name: dict(figures(value)) for name, value in policies.items()}
-    places = list(dict.fromkeys(place for own in found.values() for place in own))
-    known = [place for place in places if any(own.get(place, UNKNOWN) != UNKNOWN for own in found.values())]
+    figures_of = {name: dict(figures(value)) for name, value in policies.items()}
+    places = list(dict.fromkeys(place for texts in figures_of.values() for place in texts))
+    known = [place for place in places if any(texts.get(place, UNKNOWN) != UNKNOWN for texts in figures_of.values())]
     # A policy without token counts has `diversity.tokens`, others have `diversity.tokens.mean` and `.quantiles`.
     unknown = [place for place in places if place not in known and not any(k.startswith(f"{place}.") for k in known)]
-    titles = (styles[name].title if name in styles else name for name in found)
-    rows = [(_title(place), *(own.get(place, UNKNOWN) for own in found.values())) for place in known]
+    titles = (styles[name].title if name in styles else name for name in figures_of)
+    rows = [(_title(place), *(texts.get(place, UNKNOWN) for texts in figures_of.values())) for place in known]
     caption = (
         "The measures of each policy; in brackets 95% intervals. To tell whether two"
         f" policies differ, use the win rates, not these intervals. {FROM_FILE}"
@@ -211,9 +211,9 @@ def _tax_table(tax: Tax, styles: Styles) -> Details:
     titles = {policy: styles[policy].title if policy in styles else policy for policy in [*policies, tax.before]}
     rows = []
     for name, changes in measured:
-        own = [changes.get(policy) for policy in policies]
-        rows.append((name, *(UNKNOWN if one is None else _interval(one.value) for one in own)))
-        above = [UNKNOWN if one is None else _interval(one.above_before) for one in own]
+        changes_of = [changes.get(policy) for policy in policies]
+        rows.append((name, *(UNKNOWN if one is None else _interval(one.value) for one in changes_of)))
+        above = [UNKNOWN if one is None else _interval(one.above_before) for one in changes_of]
         rows.append((f"{name}, above {titles[tax.before]}'s", *above))
     caption = (
         f"{number(tax.num_documents)} held-out texts of {number(tax.num_bytes)} bytes; bits per byte: lower is"
@@ -237,9 +237,9 @@ def _titled(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _list_table(title: str, entries: Sequence[Mapping[str, Any]]) -> Details:
-    found = [dict(figures(entry)) for entry in entries]
-    columns = list(dict.fromkeys(place for own in found for place in own))
-    rows = [tuple(own.get(place, UNKNOWN) for place in columns) for own in found]
+    figures_of_entries = [dict(figures(entry)) for entry in entries]
+    columns = list(dict.fromkeys(place for entry_figures in figures_of_entries for place in entry_figures))
+    rows = [tuple(entry_figures.get(place, UNKNOWN) for place in columns) for entry_figures in figures_of_entries]
     return _table(title, FROM_FILE, [_title(column) for column in columns], rows)
 
 
@@ -249,12 +249,12 @@ def figures(value: Any, place: str = "") -> list[tuple[str, str]]:
     {mean, low, high} is one figure, unless its "mean" is itself an object.
     """
     if isinstance(value, Mapping):
-        found = []
+        pairs = []
         rest = value
         if "mean" in value and not isinstance(value["mean"], Mapping):
-            found.append((place, _figure(value)))
+            pairs.append((place, _figure(value)))
             rest = {key: entry for key, entry in value.items() if key not in ("mean", "low", "high")}
-        return found + [
+        return pairs + [
             line for key, entry in rest.items() for line in figures(entry, f"{place}.{key}" if place else str(key))
         ]
     if _is_list_of_objects(value):
@@ -270,7 +270,9 @@ def _lists(value: Any, place: str = "") -> list[tuple[str, list[Mapping[str, Any
         return [(place, value)]
     if not isinstance(value, Mapping):
         return []
-    return [found for key, entry in value.items() for found in _lists(entry, f"{place}.{key}" if place else str(key))]
+    return [
+        entries for key, entry in value.items() for entries in _lists(entry, f"{place}.{key}" if place else str(key))
+    ]
 
 
 def _is_list_of_objects(value: Any) -> bool:
@@ -286,8 +288,8 @@ def _figure(value: Mapping[str, Any]) -> str:
     return _number(value["mean"]) + ends
 
 
-def _interval(found: Interval) -> str:
-    return _figure(as_json(found))
+def _interval(interval: Interval) -> str:
+    return _figure(as_json(interval))
 
 
 def _number(value: Any) -> str:

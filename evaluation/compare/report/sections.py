@@ -1,14 +1,18 @@
-"""The sections of a comparison's page: each judge, agreement and failures. Every figure names its rows.
+"""The sections of a comparison's page: each judge, agreement and failures. Every number names the rows it is from.
 
-`Sections` builds them; the functions below it make the rows of forest plots and the table of tests.
+A `Source` names a file and a filter of its rows as (column, operator, value) triples that must all hold.
+`pandas.read_parquet` and `pyarrow.parquet.read_table` accept it unchanged as `filters`. `Sections` builds the sections;
+the functions below it make the rows of forest plots and the table of tests.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import numpy as np
+
+from evaluation.compare.folder import MEASURES, SETTINGS, VERDICTS, ComparisonFolder
 from evaluation.compare.report.answer import Styles, by_rating, is_taken_back, prompts_in_words, rank_range
-from evaluation.compare.report.sources import Source, source_text
 from evaluation.statistics.results import (
     Agreement,
     AlgorithmPair,
@@ -20,6 +24,7 @@ from evaluation.statistics.results import (
     Summary,
     WinRate,
 )
+from evaluation.verdicts import Verdict
 from stages.reports.parts import (
     Cell,
     Columns,
@@ -40,6 +45,153 @@ from stages.reports.parts import (
     share_row,
 )
 from stages.reports.text import UNKNOWN, count_of, number, p_value, percent, points, share_ends
+
+Filter = tuple[str, str, str | tuple[str, ...]]
+
+STANDING: Filter = ("failure", "==", "")
+FAILED: Filter = ("failure", "!=", "")
+ORDERED: Filter = ("first", "!=", "")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a field of report.json comes from. `num_rows` rows pass the filter; `how` says how the field is computed
+    from them.
+
+    For a JSON file, `field` is the place in it, and there are no rows.
+    """
+
+    file: str
+    rows: tuple[Filter, ...]
+    num_rows: int
+    how: str
+    field: str = ""
+
+
+class Rows:
+    """Counts rows of verdicts.parquet by filter."""
+
+    def __init__(self, verdicts: Sequence[Verdict]) -> None:
+        names = ("judge", "policy_a", "policy_b", "failure", "first", "category")
+        self.columns = {name: np.array([getattr(row, name) for row in verdicts], dtype=object) for name in names}
+        self.num_rows = len(verdicts)
+
+    def source(self, how: str, *filters: Filter) -> Source:
+        """Returns a source of these rows."""
+        kept = np.ones(self.num_rows, dtype=bool)
+        for column, operator, value in filters:
+            values = value if isinstance(value, tuple) else (value,)
+            is_one = np.any([self.columns[column] == one for one in values], axis=0)
+            kept &= ~is_one if operator == "!=" else is_one
+        return Source(VERDICTS, filters, int(kept.sum()), how)
+
+
+def judge_filter(judge: str) -> Filter:
+    """Returns the rows of one judge."""
+    return ("judge", "==", judge)
+
+
+def pair_filters(judge: str, policy_a: str, policy_b: str) -> tuple[Filter, ...]:
+    """Returns the rows of one judge on two policies, whichever of them is called a."""
+    both = (policy_a, policy_b)
+    return (judge_filter(judge), ("policy_a", "in", both), ("policy_b", "in", both))
+
+
+def sources_of(folder: ComparisonFolder, summary: Summary) -> dict[str, Source]:
+    """Returns sources of report.json's fields by dotted path. A field without one has the source of its longest listed
+    prefix.
+
+    Positions in lists are numbers.
+    """
+    rows = Rows(folder.verdicts)
+    sources = {
+        "summary": rows.source("all statistics, by evaluation.statistics; the seed draws resamples and permutations"),
+        "summary.num_prompts": rows.source("number of distinct prompt_id"),
+        "settings": Source(SETTINGS, (), 0, "copied"),
+        "measures": Source(MEASURES, (), 0, "copied"),
+    }
+    for place, judge in enumerate(summary.judges):
+        sources |= _of_judge(rows, f"summary.judges.{place}", judge, folder.runs)
+    for place, agreement in enumerate(summary.agreement):
+        judges: Filter = ("judge", "in", (agreement.judge_a, agreement.judge_b))
+        how = "pairs of verdicts, one of each judge, on the same two responses"
+        sources[f"summary.agreement.{place}"] = rows.source(how, judges, STANDING)
+    for place, failure in enumerate(summary.failures):
+        filters = (*pair_filters(failure.judge, failure.policy_a, failure.policy_b), ("failure", "==", failure.failure))
+        sources[f"summary.failures.{place}"] = rows.source("number of rows", *filters)
+    return sources
+
+
+def _of_judge(rows: Rows, path: str, judge: JudgeSummary, runs: Mapping[str, Sequence[str]]) -> dict[str, Source]:
+    is_judge = judge_filter(judge.judge)
+    sources = {
+        path: rows.source("all statistics of this judge", is_judge),
+        f"{path}.num_prompts": rows.source("number of distinct prompt_id", is_judge, STANDING),
+        f"{path}.num_labelers": rows.source("number of distinct labeler", is_judge, STANDING),
+        f"{path}.num_verdicts": rows.source("number of rows", is_judge, STANDING),
+        f"{path}.num_failed": rows.source("number of rows", is_judge, FAILED),
+        f"{path}.position_bias": rows.source(
+            "preference for first shown, strengths cancelled", is_judge, STANDING, ORDERED
+        ),
+        f"{path}.flips": rows.source(
+            "rows of one labeler on the same two responses in both orders", is_judge, STANDING, ORDERED
+        ),
+        f"{path}.labelers": rows.source(
+            "pairs of verdicts of two labelers on the same two responses", is_judge, STANDING
+        ),
+    }
+    sources[f"{path}.pairs"] = rows.source("all statistics of pairs", is_judge, STANDING)
+    if judge.algorithms:
+        named = tuple(name for names in runs.values() for name in names)
+        between: tuple[Filter, ...] = (("policy_a", "in", named), ("policy_b", "in", named))
+        how = "mean over prompts and pairs of runs of two algorithms; rows on two runs of one algorithm are unused"
+        sources[f"{path}.algorithms"] = rows.source(how, is_judge, *between, STANDING)
+    for place, _ in enumerate(judge.ratings):
+        sources[f"{path}.ratings.{place}"] = rows.source("ratings of all policies from all pairs", is_judge, STANDING)
+    for place, pair in enumerate(judge.pairs):
+        sources |= _of_pair(rows, f"{path}.pairs.{place}", judge.judge, pair)
+    return sources
+
+
+def _of_pair(rows: Rows, path: str, judge: str, pair: PairSummary) -> dict[str, Source]:
+    pair_rows = pair_filters(judge, pair.policy_a, pair.policy_b)
+    standing = (*pair_rows, STANDING)
+    sources = {
+        path: rows.source("all statistics of this pair", *standing),
+        f"{path}.win_rate": rows.source(f"mean over prompts of the mean preference for {pair.policy_a}", *standing),
+        f"{path}.verdicts": rows.source("rows by preference above ½, at ½ and below", *standing),
+        f"{path}.prompts": rows.source("prompts by mean preference above ½, at ½ and below", *standing),
+        f"{path}.num_failed": rows.source("number of rows", *pair_rows, FAILED),
+        f"{path}.position_bias": rows.source("preference for first shown, strengths cancelled", *standing, ORDERED),
+        f"{path}.flips": rows.source(
+            "rows of one labeler on the same two responses in both orders", *standing, ORDERED
+        ),
+    }
+    for place, category in enumerate(pair.categories):
+        how = f"mean over prompts of the mean preference for {pair.policy_a}"
+        sources[f"{path}.categories.{place}"] = rows.source(how, *standing, ("category", "==", category.category))
+    return sources
+
+
+def source_text(source: Source, styles: Styles) -> str:
+    """Formats a source as one line, which the page shows below the figure."""
+    words = []
+    for column, operator, value in source.rows:
+        if column == "policy_b":  # the filter on policy_a already names both
+            continue
+        if column == "policy_a":
+            words.append(" and ".join(styles[name].title for name in value))
+        elif (column, operator, value) == STANDING:
+            words.append("not failed")
+        elif (column, operator, value) == FAILED:
+            words.append("failed")
+        elif (column, operator, value) == ORDERED:
+            words.append("order known")
+        else:
+            words.append(f"{column} {value if isinstance(value, str) else ' or '.join(value)}")
+    where = f"{source.file}: {', '.join(words)}" if words else source.file
+    return f"{where} ({count_of(source.num_rows, 'row')})"
+
 
 MODELS = {"bradley_terry": "Bradley–Terry", "davidson": "Davidson"}
 MAX_OPEN_CATEGORIES = 3
@@ -87,11 +239,13 @@ class Sections:
             if judge.pairs
             else Note("No pair has a successful verdict.", "absent")
         )
-        ratings = [self._ratings(f"{path}.ratings.{number_of}", found) for number_of, found in enumerate(judge.ratings)]
-        shown = tuple(found for found in ratings if isinstance(found, Forest))
+        ratings = [
+            self._ratings(f"{path}.ratings.{number_of}", rating) for number_of, rating in enumerate(judge.ratings)
+        ]
+        forests = tuple(part for part in ratings if isinstance(part, Forest))
         parts: list[Part] = [Facts(facts, in_a_row=True), *self._algorithms(place, judge), wins, tests]
-        parts += [Columns(shown)] if shown else []
-        parts += [found for found in ratings if isinstance(found, Note)]
+        parts += [Columns(forests)] if forests else []
+        parts += [part for part in ratings if isinstance(part, Note)]
         parts += [self._lengths(place, judge), *self._order(place, judge), *self._categories(place, judge)]
         return Section(f"judge-{place}", f"By {judge.judge}", tuple(parts))
 
@@ -181,33 +335,33 @@ class Sections:
         return self._shares(f"lengths-{place}", "Length", caption, heads, rows, path, "At equal length")
 
     def _categories(self, place: int, judge: JudgeSummary) -> list[Details]:
-        shown = []
+        forests = []
         for number_of, pair in enumerate(judge.pairs):
             if len(pair.categories) > 1:
                 a, b = self.styles[pair.policy_a].title, self.styles[pair.policy_b].title
-                shown.append(
+                forests.append(
                     self._shares(
                         f"categories-{place}-{number_of}", f"{a} over {b}, by category",
                         "p-values and intervals are corrected for the number of categories (Holm).",
                         ("Category", "Win rate"),
-                        [category_row(found) for found in pair.categories],
+                        [category_row(category) for category in pair.categories],
                         f"summary.judges.{place}.pairs.{number_of}", "p", "Prompts",
                     )
                 )  # fmt: skip
-        is_open = len(shown) <= MAX_OPEN_CATEGORIES
-        return [Details("By category", (Columns(tuple(shown)),), is_open)] if shown else []
+        is_open = len(forests) <= MAX_OPEN_CATEGORIES
+        return [Details("By category", (Columns(tuple(forests)),), is_open)] if forests else []
 
     def _agreement(self) -> list[Section]:
         """Returns the agreement between judges, and between the labelers of each judge that has several."""
-        found: list[tuple[str, Agreement]] = [
+        agreements: list[tuple[str, Agreement]] = [
             (f"{entry.judge_a} and {entry.judge_b}", entry) for entry in self.summary.agreement
         ]
-        found += [
+        agreements += [
             (f"labelers of {judge.judge}", judge.labelers) for judge in self.summary.judges if judge.num_labelers > 1
         ]
-        if not found:
+        if not agreements:
             return []
-        rows = [agreement_row(head, own) for head, own in found]
+        rows = [agreement_row(head, agreement) for head, agreement in agreements]
         caption = (
             "The share of pairs of verdicts on the same two responses, neither a tie, that prefer the same one."
             " Krippendorff's α also counts ties, and corrects for chance agreement."
@@ -280,10 +434,10 @@ def algorithm_row(pair: AlgorithmPair) -> ForestRow:
     )
 
 
-def category_row(found: CategoryWinRate) -> ForestRow:
+def category_row(category: CategoryWinRate) -> ForestRow:
     """Returns a row with the win rate of a pair's first policy in one category."""
-    cells = (p_value(found.holm_p), number(found.win_rate.num_prompts))
-    return share_row((found.category or "(no category)",), _with_ends(found.win_rate), cells)
+    cells = (p_value(category.holm_p), number(category.win_rate.num_prompts))
+    return share_row((category.category or "(no category)",), _with_ends(category.win_rate), cells)
 
 
 def length_row(pair: PairSummary, styles: Styles) -> ForestRow:
@@ -297,9 +451,9 @@ def length_row(pair: PairSummary, styles: Styles) -> ForestRow:
     return replace(row, dots=(*row.dots, share_dot(fitted.mean, fitted.low, fitted.high, "hollow")))
 
 
-def agreement_row(head: str, found: Agreement) -> ForestRow:
+def agreement_row(head: str, agreement: Agreement) -> ForestRow:
     """Returns a row with the agreement of two judges, or of one judge's labelers."""
-    share, alpha = found.share, found.alpha
+    share, alpha = agreement.share, agreement.alpha
     ends = "" if math.isnan(alpha.low) else f" ({number(float(alpha.low))} to {number(float(alpha.high))})"
     cells = (number(float(alpha.value)) + ends, number(share.num_pairs))
     return share_row((head,), (share.mean, share.low, share.high), cells, note=alpha.reason, unknown="")

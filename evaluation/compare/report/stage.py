@@ -1,15 +1,20 @@
-"""The comparison in the report of a run. The comparison's own page has every prompt, test and rating."""
+"""The comparison in the report of a run, which ends with signs of reward hacking, in words that claim no more than the
+evidence supports. The comparison's own page has every prompt, test and rating.
+"""
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite, nan
+from typing import Any, Literal
 
 import numpy as np
 
 from evaluation.compare.report.answer import FEW_CLUSTERS, WEIGHTS_ONLY
-from evaluation.compare.report.hacking import hacking_section, verdict
 from evaluation.compare.results import GOLD, CompareResults, JudgeResults, SampledPrompt, WinRateResults
+from evaluation.measures.reward_hacking import Gain, RewardHacking, TrainingBin
+from evaluation.statistics.significance import ALPHA
 from preferences.statistics.estimates import Interval
 from stages.reports.parts import (
     Answer,
@@ -20,33 +25,45 @@ from stages.reports.parts import (
     Note,
     Part,
     Row,
+    Samples,
     Section,
+    ShownPrompt,
+    ShownResponse,
     StageReport,
     StageReporter,
     Table,
-)
-from stages.reports.plots import KLPoint, KLSeries, Measured, interval_figure, kl_figure
-from stages.reports.run_folder import StageFolder
-from stages.reports.samples import (
-    Samples,
-    ShownPrompt,
-    ShownResponse,
     anchor_of,
     folded,
     folded_turns,
     start_of,
     turns_of,
 )
+from stages.reports.plots import (
+    MARGINS,
+    WIDE_SIZE,
+    KLPoint,
+    KLSeries,
+    Measured,
+    draw,
+    interval_figure,
+    kl_figure,
+    set_ticks,
+    tone,
+)
+from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import headline_of, headline_of_share, stage_block
 from stages.reports.text import (
     UNKNOWN,
+    Names,
     PolicyStyle,
     beyond_range,
     count,
     ends_of,
     in_capital,
     label,
+    listed,
     number,
+    p_value,
     percent,
     share_ends,
     styles_of,
@@ -102,7 +119,7 @@ def _parts(stage: StageFolder, results: CompareResults, styles: Styles) -> tuple
     )
     scores = [Measured(s.title, s.tone, s.marker, results.policies[name].gold_score) for name, s in styles.items()]
     title, unit = score_title(results), f"mean and 95% interval over {_over_what(results)}, higher is better"
-    is_scored = any(isfinite(found.gold_score.mean) for found in results.policies.values())  # people may not rate
+    is_scored = any(isfinite(policy.gold_score.mean) for policy in results.policies.values())  # people may not rate
     figures = (interval_figure(scores, title=title, unit=unit, name="gold"),) if is_scored else ()
     return (
         Note(f"{REPORTER.about} {judge_sentence(results.judge)}"),
@@ -166,43 +183,47 @@ def _win_cell(results: CompareResults, first: str, second: str) -> Cell:
 def policy_table(results: CompareResults, styles: Styles) -> Table:
     """Returns every policy's metrics with their intervals."""
     bounds = _kl_bounds(results)
-    own = {name: results.policies[name] for name in styles}
+    policies = {name: results.policies[name] for name in styles}
     cells = {
-        score_title(results): [_mean_cell(found.gold_score) for found in own.values()],
-        "Share above the pass mark": [_share_cell(found.pass_share) for found in own.values()],
-        in_capital(results.names.score): [_mean_cell(found.proxy_score) for found in own.values()],
+        score_title(results): [_mean_cell(policy.gold_score) for policy in policies.values()],
+        "Share above the pass mark": [_share_cell(policy.pass_share) for policy in policies.values()],
+        in_capital(results.names.score): [_mean_cell(policy.proxy_score) for policy in policies.values()],
         f"{results.names.kl}, nats": [
-            Cell(f"≤ {number(bounds[name], 1)}", "bound") if name in bounds else _mean_cell(found.kl_nats, 1)
-            for name, found in own.items()
+            Cell(f"≤ {number(bounds[name], 1)}", "bound") if name in bounds else _mean_cell(policy.kl_nats, 1)
+            for name, policy in policies.items()
         ],
-        "Distinct-2": [Cell(number(found.distinct_2)) for found in own.values()],
-        "Responses that end": [Cell(percent(found.end_rate)) for found in own.values()],
-        "Mean length, tokens": [Cell(number(found.mean_tokens, 0)) for found in own.values()],
+        "Distinct-2": [Cell(number(policy.distinct_2)) for policy in policies.values()],
+        "Responses that end": [Cell(percent(policy.end_rate)) for policy in policies.values()],
+        "Mean length, tokens": [Cell(number(policy.mean_tokens, 0)) for policy in policies.values()],
     }
-    rows = tuple(Row((name,), tuple(found)) for name, found in cells.items() if any(c.text != UNKNOWN for c in found))
+    rows = tuple(
+        Row((name,), tuple(policy_cells))
+        for name, policy_cells in cells.items()
+        if any(c.text != UNKNOWN for c in policy_cells)
+    )
     caption = (
         f"Figures of each policy; 95% intervals over {_over_what(results)} below the means. To tell whether two"
         " policies differ, use the win rates, not these intervals."
     )
-    shown = [text.gold_score for sample in results.samples for text in sample.responses.values()]
-    means = [found.gold_score for found in own.values()]
-    caption += beyond_range([*shown, *(mean.mean for mean in means)], means)
+    sample_scores = [text.gold_score for sample in results.samples for text in sample.responses.values()]
+    means = [policy.gold_score for policy in policies.values()]
+    caption += beyond_range([*sample_scores, *(mean.mean for mean in means)], means)
     return Table(caption, ("Figure", *styles.values()), rows, "by-policy", "Policies")
 
 
-def _mean_cell(found: Interval | None, digits: int = 2) -> Cell:
-    if found is None or not isfinite(found.mean):
+def _mean_cell(mean: Interval | None, digits: int = 2) -> Cell:
+    if mean is None or not isfinite(mean.mean):
         return Cell(UNKNOWN)
-    return Cell(number(float(found.mean), digits), ends_of(found, digits))
+    return Cell(number(float(mean.mean), digits), ends_of(mean, digits))
 
 
-def _share_cell(found: Interval) -> Cell:
-    return Cell(percent(found.mean), share_ends(found.low, found.high))
+def _share_cell(share: Interval) -> Cell:
+    return Cell(percent(share.mean), share_ends(share.low, share.high))
 
 
 def _kind_tables(results: CompareResults, styles: Styles) -> tuple[Table, ...]:
     """Returns one table, or none if the prompts have no kinds."""
-    kinds = sorted({kind for found in results.policies.values() for kind in found.by_kind})
+    kinds = sorted({kind for policy in results.policies.values() for kind in policy.by_kind})
     if kinds in ([], [""]):
         return ()
     rows = tuple(
@@ -231,10 +252,10 @@ def _kl_figure(results: CompareResults, styles: Styles, field: str, title: str, 
     if results.best_of_n:
         points = tuple(
             KLPoint(
-                f"best of {found.n}", found.kl_bound_nats, getattr(found, field),
-                f"n={found.n}" if found.n > 1 and f"best_of_{found.n}" not in styles else "",
+                f"best of {best.n}", best.kl_bound_nats, getattr(best, field),
+                f"n={best.n}" if best.n > 1 and f"best_of_{best.n}" not in styles else "",
             )
-            for found in results.best_of_n
+            for best in results.best_of_n
         )  # fmt: skip
         key = f"best-of-n from {names.the_initial}, at the upper bound of its KL"
         series.append(KLSeries(key, "best-of-n", "D", points, is_joined=True, is_band=True))
@@ -242,9 +263,9 @@ def _kl_figure(results: CompareResults, styles: Styles, field: str, title: str, 
         trail = (np.array(results.training_kl_nats), np.array(results.training_scores))
         series.append(KLSeries(f"{names.algorithm} in training", "ppo", "^", trail=trail))
     for name, style in styles.items():
-        found = results.policies[name]
-        kl = 0.0 if name == "sft" else bounds.get(name, nan if found.kl_nats is None else found.kl_nats.mean)
-        score = getattr(found, field)
+        policy = results.policies[name]
+        kl = 0.0 if name == "sft" else bounds.get(name, nan if policy.kl_nats is None else policy.kl_nats.mean)
+        score = getattr(policy, field)
         # The pretrained model is so far from the initial policy that it would squeeze the others into a corner.
         if name != "pretrained" and isfinite(kl) and score is not None and isfinite(score.mean):
             point = KLPoint(style.title, kl, score, style.title)
@@ -256,7 +277,7 @@ def _kl_figure(results: CompareResults, styles: Styles, field: str, title: str, 
 
 def _kl_bounds(results: CompareResults) -> dict[str, float]:
     """Returns the upper bound of the KL of each best-of-n policy, in nats, by the policy's name."""
-    return {f"best_of_{found.n}": found.kl_bound_nats for found in results.best_of_n}
+    return {f"best_of_{best.n}": best.kl_bound_nats for best in results.best_of_n}
 
 
 def _samples(results: CompareResults, styles: Styles) -> tuple[Part, ...]:
@@ -280,9 +301,9 @@ def _shown(sample: SampledPrompt, styles: Styles, kinds: Sequence[str], scorer: 
         start=start_of(messages),
         messages=folded_turns(messages),
         responses=tuple(
-            (style, (ShownResponse(0, folded(found.text), _scores(found.gold_score, found.proxy_score, scorer)),))
+            (style, (ShownResponse(0, folded(sampled.text), _scores(sampled.gold_score, sampled.proxy_score, scorer)),))
             for name, style in styles.items()
-            if (found := sample.responses.get(name)) is not None
+            if (sampled := sample.responses.get(name)) is not None
         ),
         is_open=is_open,
         category_place=kinds.index(sample.kind),
@@ -384,8 +405,8 @@ def _answer_of(results: CompareResults, styles: Styles, name: str) -> Answer:
         return Answer(answer.tone, " ".join([f"{answer.text}.{kl}", *_warnings(results, styles, name)]))
     best = [
         f"{style.title.replace('Best of ', 'best-of-')} from {names.the_initial} reaches"
-        f" {number(float(results.policies[own].gold_score.mean))}"
-        for own, style in styles.items()
+        f" {number(float(results.policies[other].gold_score.mean))}"
+        for other, style in styles.items()
         if style.tone == "best-of-n"
     ]
     sentences = [f"{answer.text}.{kl}", f"{'; '.join([scores, *best])}.", *_warnings(results, styles, name)]
@@ -443,19 +464,139 @@ def _win_answer(rate: WinRateResults, prompts: str, title: str, the_initial: str
 
 def _warnings(results: CompareResults, styles: Styles, policy: str) -> list[str]:
     """Warns of what a win rate alone would hide: best-of-n still ahead, less varied responses, missing EOS."""
-    found, title = [], styles[policy].title
+    warnings, title = [], styles[policy].title
     ours, sft = results.policies[policy], results.policies["sft"]
     for name, style in styles.items():
         rate = _over(results, policy, name)
         if style.tone == "best-of-n" and rate is not None and rate.different and rate.mean < 0.5:
-            found.append(f"{style.title} is still ahead of {title}, which wins {percent(rate.mean)} against it.")
+            warnings.append(f"{style.title} is still ahead of {title}, which wins {percent(rate.mean)} against it.")
     if ours.distinct_2 < LEAST_DIVERSITY_KEPT * sft.distinct_2:
         fell = f"{number(sft.distinct_2)} to {number(ours.distinct_2)}"
-        found.append(f"{title}'s responses are less varied: distinct-2 fell from {fell}.")
+        warnings.append(f"{title}'s responses are less varied: distinct-2 fell from {fell}.")
     if ours.end_rate < LEAST_END_RATE:
         share = f"Only {percent(ours.end_rate)}" if ours.end_rate else "None"
-        found.append(f"{share} of {title}'s responses end with the end token.")
-    return found
+        warnings.append(f"{share} of {title}'s responses end with the end token.")
+    return warnings
+
+
+def verdict(hacking: RewardHacking, names: Names) -> Answer:
+    """Says what the gains show about the trained policy against the initial one; that may be nothing."""
+    proxy, judge = hacking.overall.proxy, hacking.overall.judge
+    rose = f"the score that {names.algorithm} was trained on rose by {_with_ends(proxy)}"
+    if math.isnan(proxy.low) or math.isnan(judge.low):
+        return Answer("unclear", "Nothing can be said about reward hacking: there are too few prompts for an interval.")
+    if proxy.low <= 0:
+        return Answer(
+            "unclear",
+            f"Nothing can be said about reward hacking: {names.algorithm} has not clearly raised the score that it was"
+            f" trained on, which changed by {_with_ends(proxy)}.",
+        )
+    more = (*_categories(hacking.categories, names), *_late(hacking))
+    if judge.high < 0:
+        return Answer("worse", f"Reward hacking: {rose} while the judge's fell by {_with_ends(-judge)}.", more)
+    if judge.low > 0:
+        text = f"No reward hacking is seen on average: {rose}, and the judge's by {_with_ends(judge)}."
+        return Answer("better", text, more)
+    text = (
+        f"Reward hacking is neither shown nor ruled out: {rose}, but the judge's changed by {_with_ends(judge)}, which"
+        " includes no change at all."
+    )
+    return Answer("unclear", text, more)
+
+
+def _categories(gains: Sequence[Gain], names: Names) -> list[str]:
+    """Names categories in which the trained-on score clearly rose while the judge's fell or showed no gain."""
+    raised = [gain for gain in gains if gain.proxy.low > 0]
+    fell = [gain for gain in raised if gain.holm_p < ALPHA and gain.judge.mean < 0]
+    flat = [gain for gain in raised if gain not in fell and not (gain.holm_p < ALPHA and gain.judge.mean > 0)]
+    sentences = []
+    if fell:
+        those = listed([f"{_name(gain)} ({_with_ends(gain.judge)})" for gain in fell])
+        sentences.append(f"The judge's score fell while {names.algorithm}'s rose in {those}.")
+    if flat:
+        sentences.append(
+            f"In {listed([_name(gain) for gain in flat])} the score that {names.algorithm} was trained on rose, but the"
+            " judge's score shows no gain."
+        )
+    return sentences
+
+
+def _late(hacking: RewardHacking) -> list[str]:
+    if not hacking.late_judge.high < 0:
+        return []
+    change = _with_ends(-hacking.late_judge)
+    return [
+        f"Late in training the judge's score fell by {change} from the middle to the last third, so an earlier policy"
+        " may be better (ppo.keep_policies_every keeps them)."
+    ]
+
+
+def _with_ends(interval: Interval) -> str:
+    return f"{number(float(interval.mean))} (95% {ends_of(interval) or 'unknown'})"
+
+
+def _name(gain: Gain) -> str:
+    return label(gain.category) or "(no category)"
+
+
+def hacking_section(hacking: RewardHacking, names: Names) -> Section:
+    """Returns the section with the verdict, gains by category, and both scores over training."""
+    answer = verdict(hacking, names)
+    parts: list[Part] = [Note(" ".join((answer.text, *answer.more))), _table(hacking, names)]
+    if len(hacking.training) > 1:
+        charts = (
+            _chart(hacking.training, "proxy", f"The score that {names.algorithm} is trained on, in training", "ppo"),
+            _chart(hacking.training, "judge", "The judge's score, in training", "heldout"),
+        )
+        parts.append(Columns(charts))
+    return Section("hacking", "Is the reward hacked?", tuple(parts))
+
+
+def _table(hacking: RewardHacking, names: Names) -> Table:
+    caption = (
+        f"{names.algorithm} minus {names.the_initial} on the same held-out prompts, 95% intervals below. p"
+        " is for no change in the judge's score, by the test that gives the interval next to it (Student's, or sign"
+        " flips if their p is larger); for categories, both are corrected for the number of categories (Holm)."
+    )
+    rows = [_row("All prompts", hacking.overall), *(_row(_name(gain), gain) for gain in hacking.categories)]
+    columns = ("Prompts of", "Prompts", "Score trained on", "Judge's score", "p")
+    return Table(caption, columns, tuple(rows), "by-policy", "Gains")
+
+
+def _row(name: str, gain: Gain) -> Row:
+    return Row(
+        (name,),
+        (Cell(number(gain.num_prompts)), _cell(gain.proxy), _cell(gain.judge), Cell(p_value(gain.holm_p))),
+    )
+
+
+def _cell(interval: Interval) -> Cell:
+    if math.isnan(interval.mean):
+        return Cell(UNKNOWN)
+    is_clear = interval.low > 0 or interval.high < 0
+    return Cell(number(interval.mean), ends_of(interval), is_clear=is_clear)
+
+
+def _chart(bins: Sequence[TrainingBin], field: Literal["proxy", "judge"], title: str, colour: str) -> Figure:
+    means: list[Interval] = [getattr(training_bin, field) for training_bin in bins]
+    places = [(training_bin.first + training_bin.last) / 2 for training_bin in bins]
+
+    def paint(axes: Any) -> None:
+        for x, one in zip(places, means, strict=True):
+            axes.plot([x, x], [one.low, one.high], color=tone(colour), linewidth=2.5, alpha=0.55)
+        axes.plot(places, [one.mean for one in means], "o-", color=tone(colour), markeredgecolor=tone("page"))
+        axes.set_xlabel("iteration", loc="right")
+        set_ticks(axes.xaxis, 6, whole=True)
+        set_ticks(axes.yaxis, 5)
+        axes.margins(x=0.05, y=0.1)
+
+    spoken = "; ".join(
+        f"iterations {training_bin.first} to {training_bin.last}: {number(one.mean)}"
+        for training_bin, one in zip(bins, means, strict=True)
+    )
+    svg = draw(paint, **WIDE_SIZE, margins=MARGINS, name=f"hacking-{field}", label=f"{title}: {spoken}.")
+    unit = f"mean and 95% interval of about {number(bins[0].num_responses)} drawn responses each"
+    return Figure(title, unit, (), svg, is_wide=True)
 
 
 REPORTER = StageReporter("Comparison", "All policies answer the same prompts, and a judge compares them.", report)

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluation.compare.config import CompareConfig
+from evaluation.compare.folder import CompareConfig
 from evaluation.compare.judges import gold_judge
 from evaluation.compare.results import CompareResults
 from evaluation.compare.sampled import Sampled, best_of, compare_sampled
-from evaluation.judges.scorers import ScoreJudge
+from evaluation.judges.judge import ScoreJudge
 from evaluation.measures.curves import best_of_n_scores
 from evaluation.verdicts import read_verdicts
 from heed.cli import app

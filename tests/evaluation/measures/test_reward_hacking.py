@@ -7,7 +7,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from evaluation.compare.report.hacking import hacking_section, verdict
+from evaluation.compare.report.stage import hacking_section, verdict
 from evaluation.measures.reward_hacking import RewardHacking, TrainingScore, measure_reward_hacking
 from evaluation.verdicts import Response
 from files.records import as_json, record_of

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from benchmarks.measures_coverage import calibration_coverage, planted_pairs
-from evaluation.measures.calibration import ScoredPairs, best_scale, calibration
 from evaluation.measures.reward_model import (
     SECTIONS,
+    ScoredPairs,
+    best_scale,
+    calibration,
     heldout_only,
     highest_accuracy,
     measure_reward_model,

@@ -11,10 +11,9 @@ from benchmarks.compare_coverage import coverage
 from benchmarks.compare_worlds import Held, comparisons
 from benchmarks.dependent_worlds import both_intervals, verdicts_of
 from evaluation.measures.policies import measure_policies
-from evaluation.statistics.judges import flips, position_bias
 from evaluation.statistics.ratings import rate
 from evaluation.statistics.significance import ALPHA, EqualityTest, GainTest, power_of
-from evaluation.statistics.summary import summarise
+from evaluation.statistics.summary import flips, position_bias, summarise
 from evaluation.statistics.win_rates import bootstrap_clusters, interval_over_labelers, length_controlled, pair_test
 from evaluation.verdicts import Response, Verdict
 from preferences.statistics.intervals import decided_interval, score_interval, share_interval, wilson

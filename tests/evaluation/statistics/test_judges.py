@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from benchmarks.compare_worlds import comparisons
-from evaluation.statistics.judges import NO_ORDER, ONE_ORDER, flips, judges_agree, labelers_agree, position_bias
+from evaluation.statistics.summary import NO_ORDER, ONE_ORDER, flips, judges_agree, labelers_agree, position_bias
 from evaluation.verdicts import Verdict
 from preferences.statistics.intervals import score_interval
 

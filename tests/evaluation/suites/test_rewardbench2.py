@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from evaluation.evaluate.statistics import SuiteStatistics, suite_statistics
-from evaluation.judges.scorers import reward_model_score
+from evaluation.judges.judge import reward_model_score
 from evaluation.suites.rewardbench2 import SUITE, mean_of_subsets, ties_score
 from evaluation.suites.suite import Scored, Tools
 from lm.config import ModelConfig

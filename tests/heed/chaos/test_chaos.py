@@ -13,13 +13,15 @@ import pytest
 from cluster.failures import WorkerLostError
 from cluster.local_cluster import why_no_network
 from files.hashes import derive_seed
-from heed.chaos.campaign import choose_kinds, run_chaos, shortest_seconds
-from heed.chaos.environment import (
+from heed.chaos.campaign import (
     REASONS,
     FailingEnvironment,
+    choose_kinds,
     failures_of,
     planned,
     planned_failures,
+    run_chaos,
+    shortest_seconds,
     with_failures,
 )
 from heed.chaos.faults import DiskFull, FolderMissing, Schedule, WorkerHangs, small_disk, why_no_disk

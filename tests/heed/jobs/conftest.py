@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.processes import free_port
 from files.atomic import write_json
-from files.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 DEBUG_JOB = ROOT / "configs" / "jobs" / "debug.toml"

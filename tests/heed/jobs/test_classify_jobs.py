@@ -14,8 +14,8 @@ from heed.cli import main
 from heed.jobs import recovery
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
+from heed.worlds.corpus import DRAWN, draw_rows
 from heed.worlds.grammar import TAG_OF, parse_sentence
-from heed.worlds.labelled import DRAWN, draw_rows
 from lm.weights import purpose_of
 
 JOBS = Path(__file__).parents[3] / "configs" / "jobs"

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from files.ports import free_port
+from cluster.processes import free_port
 
 pytestmark = pytest.mark.long
 

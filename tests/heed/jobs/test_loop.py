@@ -23,8 +23,8 @@ import uvicorn
 
 from benchmarks.postgres_server import PostgresServer
 from cluster.connection import connect, disconnect
-from evaluation.compare.config import CompareConfig
-from evaluation.judges.scorers import ScoreJudge
+from evaluation.compare.folder import CompareConfig
+from evaluation.judges.judge import ScoreJudge
 from evaluation.verdicts import Verdict
 from files.atomic import lock, write_json
 from files.records import as_json, read_record

@@ -15,7 +15,7 @@ from cluster.local_cluster import HEAD, LocalCluster
 
 ROOT = Path(__file__).parents[3]
 DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
-SOONER = "import cluster.head; cluster.head.HEAD_SECONDS = 3.0; from heed.cli import main; main()"
+SOONER = "import cluster.connection; cluster.connection.HEAD_SECONDS = 3.0; from heed.cli import main; main()"
 
 
 @pytest.mark.long
@@ -24,7 +24,7 @@ def test_a_lost_head_is_one_line(tmp_path: Path) -> None:
     with LocalCluster(num_nodes=1, cpus=1) as cluster, log.open("w") as output:
         run = [sys.executable, "-c", SOONER, "run", str(DEBUG), "--only", "pretrain", "--runs", str(tmp_path)]
         process = subprocess.Popen(
-            [*run, "--set", "pretrain.num_steps=4000"], cwd=ROOT, env={**os.environ, **cluster.environment},
+            [*run, "--set", "pretrain.num_steps=4000"], cwd=ROOT, env={**os.environ, **cluster.processes},
             stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
         while not (tmp_path / "debug" / "pretrain" / "metrics.jsonl").exists():

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from files.ports import free_port
+from cluster.processes import free_port
 
 SBIN = f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin{os.pathsep}/usr/local/sbin"
 MISSING = [name for name in ("slurmctld", "slurmd", "sbatch", "srun") if not shutil.which(name, path=SBIN)]

@@ -14,8 +14,7 @@ from heed.studies.arms import RUNS, arm_names, every_arm
 from heed.studies.distillation import DISTILLATION, TITLES, chosen, cost_table
 from heed.studies.findings import Distilled, Finding
 from heed.studies.measures import Recorded, StoredMeasures, stamps_of
-from heed.studies.report import as_markdown
-from heed.studies.study import QUICK, run_study
+from heed.studies.study import QUICK, as_markdown, run_study
 from heed.studies.verdicts import Claim
 from preferences.statistics.estimates import Floats
 from tests.heed.studies.test_study import JOBS

@@ -9,7 +9,7 @@ import pytest
 
 from evaluation.measures.curves import Curve, best_of_n_kl
 from heed.studies.findings import FINDINGS, GOLD, LITTLE_COST, NO_SHIFT, Finding, Found
-from heed.studies.report import as_markdown, draw_curves, standalone
+from heed.studies.study import as_markdown, draw_curves, standalone
 from heed.studies.verdicts import Contrast, Rule, decide, earlier, overall, ratio_difference, rise_and_fall
 from preferences.statistics.estimates import UNKNOWN, Floats, Interval
 

@@ -11,8 +11,7 @@ from evaluation.measures.curves import Curve
 from heed.jobs.job_file import load_job
 from heed.studies.findings import JUDGED
 from heed.studies.study import QUICK, run_study
-from heed.worlds.gold import judge
-from heed.worlds.graded import RUBRIC, graded_rows
+from heed.worlds.gold import RUBRIC, graded_rows, judge
 from heed.worlds.instructions import read_prompt
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from reward.rubric import Rubric

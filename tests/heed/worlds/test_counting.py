@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from heed.worlds.counting import careless_steps, draw_prompt, is_solved, label_steps, labelled_row
+from heed.worlds.arithmetic import careless_steps, draw_prompt, is_solved, label_steps, labelled_row
 from heed.worlds.rewards import right_steps, solved
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld, write_counting
 

@@ -14,8 +14,19 @@ import pytest
 from pydantic import ValidationError
 
 from heed.jobs.job_file import load_job
-from heed.worlds.reviews import ReviewLabeler, ReviewsConfig, ReviewsWorld, SentimentClassifier
-from heed.worlds.reviews_text import Finder, LabeledText, cut, read_labeled, sentences_of, split_sentences, words_of
+from heed.worlds.reviews import (
+    Finder,
+    LabeledText,
+    ReviewLabeler,
+    ReviewsConfig,
+    ReviewsWorld,
+    SentimentClassifier,
+    cut,
+    read_labeled,
+    sentences_of,
+    split_sentences,
+    words_of,
+)
 from preferences.records import Message, ShownTask
 from stages.world import World
 

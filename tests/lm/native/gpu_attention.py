@@ -1,4 +1,4 @@
-"""Tests the kernels of `lm.native.gpu_attention` in Triton's interpreter. Run by tests/lm/test_gpu_kernels.py."""
+"""Tests the kernels of `lm.native.gpu` in Triton's interpreter. Run by tests/lm/test_gpu_kernels.py."""
 
 import math
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lm.attention import OwnKeys, attend_written_out
-from lm.native.gpu_attention import SPLIT, attend_own_keys, takes_own_keys
+from lm.native.gpu import SPLIT, attend_own_keys, takes_own_keys
 from tests.lm.native import triton_interpreter  # noqa: F401 - bf16
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from files.ports import free_port
+from cluster.processes import free_port
 from lm.tool_calls import AssistantMessage, ToolCall
 from ppo.environments.environment import Reply
 from ppo.environments.mcp import MCPTools

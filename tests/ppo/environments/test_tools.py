@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from heed.worlds.calculations import TOOL
+from heed.worlds.arithmetic import TOOL
 from lm.tool_calls import read_tool_calls
 from ppo.environments.environment import Environment, Episode, Reply
 from ppo.environments.game import Game, GuessingGame

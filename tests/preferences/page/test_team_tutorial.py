@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from files.ports import free_port
+from cluster.processes import free_port
 from lm.weights import purpose_of
 
 ROOT = Path(__file__).parents[3]

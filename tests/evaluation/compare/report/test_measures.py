@@ -9,13 +9,12 @@ import numpy as np
 
 from evaluation.compare.report.measures import figures, measure_tables
 from evaluation.compare.report.page import write_comparison_report
-from evaluation.measures.calibration import ScoredPairs, calibration
 from evaluation.measures.checkpoints import OverOptimisation
 from evaluation.measures.curves import Curve, at_equal, points
 from evaluation.measures.language_modelling import Change, TaskTax, Tax
 from evaluation.measures.overoptimisation import fit_curve
 from evaluation.measures.policies import measure_policies
-from evaluation.measures.reward_model import RewardMeasures
+from evaluation.measures.reward_model import RewardMeasures, ScoredPairs, calibration
 from evaluation.verdicts import Response
 from files.records import as_json
 from preferences.statistics.estimates import Interval, Share

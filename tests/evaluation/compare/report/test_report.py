@@ -14,12 +14,11 @@ import pytest
 from pyarrow import parquet
 
 from evaluation.compare.folder import read_comparison
-from evaluation.compare.report.page import render, turned, write_comparison_report
-from evaluation.compare.report.samples import verdicts_disagree
+from evaluation.compare.report.page import render, turned, verdicts_disagree, write_comparison_report
 from evaluation.statistics.summary import summarise
 from evaluation.verdicts import read_verdicts, write_rows
 from heed.cli import main
-from stages.reports.samples import TEXT_CHARACTERS, UNFOLDED_CHARACTERS, evenly, folded
+from stages.reports.parts import TEXT_CHARACTERS, UNFOLDED_CHARACTERS, evenly, folded
 from stages.reports.text import p_value, percent, styles_of
 
 MakeFolder = Callable[..., Path]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import environment
+from cluster import processes
 from cluster.connection import connect
 from training.notices import RunError, speaking_through
 
@@ -24,30 +24,30 @@ def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_token_that_others_can_read_is_reported(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = environment.token_warning()
+    said = processes.token_warning()
     assert said.startswith(f"{token} has mode 0644: ")
     assert said.endswith(f"expected 0600: chmod 600 {token}")
     assert "secret" not in said
     token.chmod(0o640)
-    assert "has mode 0640" in environment.token_warning()
+    assert "has mode 0640" in processes.token_warning()
     other = token.with_name("other")
     other.touch(mode=0o600)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(other))
-    assert environment.token_warning() == ""
+    assert processes.token_warning() == ""
 
 
 def test_a_token_that_only_its_owner_can_read_is_not(token: Path) -> None:
     token.chmod(0o600)
-    assert environment.token_warning() == ""
+    assert processes.token_warning() == ""
     token.unlink()
-    assert environment.token_warning() == ""
+    assert processes.token_warning() == ""
 
 
 @pytest.mark.parametrize(("name", "value"), [("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN", "another")])
 @pytest.mark.usefixtures("token")
 def test_a_file_that_ray_does_not_read_is_not(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
-    assert environment.token_warning() == ""
+    assert processes.token_warning() == ""
 
 
 def test_a_job_says_so_too(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,5 +56,5 @@ def test_a_job_says_so_too(token: Path, monkeypatch: pytest.MonkeyPatch) -> None
     said: list[str] = []
     with speaking_through(said.append), pytest.raises(RunError, match="cannot join a Ray cluster there: no one"):
         connect(1)
-    assert said == ["joining the Ray cluster", environment.token_warning()]
+    assert said == ["joining the Ray cluster", processes.token_warning()]
     assert str(token) in said[1]
