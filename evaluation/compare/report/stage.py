@@ -554,7 +554,7 @@ def hacking_section(hacking: RewardHacking, names: Names) -> Section:
 
 def _table(hacking: RewardHacking, names: Names) -> Table:
     caption = (
-        f"{names.algorithm} minus {names.the_initial} on the same held-out prompts, 95% intervals below. p"
+        f"{names.algorithm} minus {names.the_initial} on the same prompts, 95% intervals below. p"
         " is for no change in the judge's score, by the test that gives the interval next to it (Student's, or sign"
         " flips if their p is larger); for categories, both are corrected for the number of categories (Holm)."
     )

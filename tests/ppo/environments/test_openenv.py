@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from files.ports import free_port
+from cluster.processes import free_port
 from lm.tool_calls import AssistantMessage, ToolCall
 from ppo.environments.environment import Episode, Reply
 from ppo.environments.openenv import OpenEnv

@@ -16,7 +16,7 @@ import pytest
 import uvicorn
 from fastapi.testclient import TestClient
 
-from files.ports import free_port
+from cluster.processes import free_port
 from preferences.accounts import Accounts, Role
 from preferences.page.app import make_app
 from preferences.page.client import LabelClient

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from benchmarks.known_labelers import FLAG, TRAITS, KnownLabeler, Size, draw_tasks
-from files.ports import free_port
+from cluster.processes import free_port
 from preferences.page.client import LabelClient, answer_in_turns
 from preferences.page.config import LabelingConfig
 from preferences.records import Labeler, Skip
