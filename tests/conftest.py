@@ -51,7 +51,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     atexit.register(shutil.rmtree, os.environ["RAY_TMPDIR"], ignore_errors=True)
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, BrowserContext
 
     from lm.config import ModelConfig
     from lm.tokenizer import Tokenizer
@@ -325,6 +325,14 @@ def browser() -> "Iterator[Browser]":
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=chromium, args=arguments)
+        new_context = opened.new_context
+
+        def patient(**options: Any) -> "BrowserContext":
+            context = new_context(**options)
+            context.set_default_timeout(60_000)  # nor the usual 30 s for a click
+            return context
+
+        opened.new_context = patient  # type: ignore[method-assign]
         yield opened
         opened.close()
 

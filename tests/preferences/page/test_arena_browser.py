@@ -56,7 +56,6 @@ class Site:
         self.accounts.accept(self.accounts.invite(name, "labeler"))
         self.accounts.confirm_reading(name, CONFIG.version)
         page = self.browser.new_context(**options).new_page()
-        page.set_default_timeout(60_000)
         self.pages.append(page)
         page.context.add_cookies([{"name": COOKIE, "value": self.accounts.open_session(name), "url": self.address}])
         page.goto(f"{self.address}/")

@@ -52,7 +52,6 @@ class Site:
 
     def open_page(self, **options) -> Page:
         page = self.browser.new_context(**options).new_page()
-        page.set_default_timeout(60_000)
         self.pages.append(page)
         return page
 

@@ -21,7 +21,6 @@ def visit(browser: Browser) -> Iterator[object]:
     def open_page(folder: Path, fragment: str = "", **options: object) -> Page:
         contexts.append(browser.new_context(**options))
         page = contexts[-1].new_page()
-        page.set_default_timeout(60_000)
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.goto(f"{(folder / 'report.html').as_uri()}{fragment}")
