@@ -294,7 +294,7 @@ def _sources_part(stage: StageFolder, names: Sequence[str], num_prompts: Mapping
         for name in names
     )
     caption = (
-        f"Means over the first → the last {count_of(fifth, 'iteration')}. A score is comparable between sources only if"
+        f"Means over {count_of(fifth, 'iteration')} at the beginning → at the end. A score is comparable between sources only if"
         " the same reward gives both."
     )
     columns = ("Source", "Prompts", "Share of responses", "Score", "Tokens", "End")
