@@ -294,8 +294,8 @@ def _sources_part(stage: StageFolder, names: Sequence[str], num_prompts: Mapping
         for name in names
     )
     caption = (
-        f"Means over {count_of(fifth, 'iteration')} at the beginning → at the end. A score is comparable between sources only if"
-        " the same reward gives both."
+        f"Means over {count_of(fifth, 'iteration')} at the beginning → at the end. Scores of two sources are comparable"
+        " only if the same reward gives both."
     )
     columns = ("Source", "Prompts", "Share of responses", "Score", "Tokens", "End")
     return (Table(caption, columns, rows, "by-policy", "Sources of prompts"),)
