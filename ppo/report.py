@@ -84,6 +84,7 @@ class PPOResults:
     score_scale_mean: float
     score_scale_std: float
     overlong: Overlong | None = None  # of the prompts
+    overlong_by_source: Mapping[str, Overlong] = field(default_factory=dict)  # if there are several sources
     sources: tuple[SourceRows, ...] = ()  # of the prompts, if rows are unusual
     num_prompts: Mapping[str, int] = field(default_factory=dict)  # by source, if there are several
     generator: str = "heed"
@@ -259,6 +260,7 @@ def _facts(stage: StageFolder, results: PPOResults, teachers: Sequence[TeacherCo
         ("Sampled by", SAMPLERS[results.generator]),
         *(("Teacher", f"{of.model}, weight {number(of.weight)}, kind {of.kind}") for of in teachers),
         *((("Prompts read", str(results.overlong)),) if results.overlong else ()),
+        *((f"Prompts read, {label(name)}", str(found)) for name, found in results.overlong_by_source.items()),
         *(rows.fact for rows in results.sources),
         *((("Alarm", _alarm(results.alarm)),) if results.alarm else ()),
         *_unclear(stage),

@@ -109,6 +109,7 @@ def test_ids_begin_with_the_source_and_groups_are_sources_unless_rows_say_otherw
     assert [prompt.kind for prompt in both.prompts] == ["math", "math", "poems"]
     assert both.prompts[1].row == {"answer": 1}
     assert (list(both.tokens), both.sizes, both.overlong) == ([[1], [1], [1]], (2, 1), Overlong(3, 2, 0))
+    assert both.overlong_by_source == {"math": Overlong(2, 1, 0), "chat": Overlong(1, 1, 0)}
 
 
 def test_sources_are_called_after_their_files(ppo_config: Callable[..., PPOConfig]) -> None:
