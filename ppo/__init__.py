@@ -2,7 +2,8 @@
 
 The modules, in the order in which to read them:
 
-    the stage             config, stage, plan, report
+    the stage             config, placement (settings of ranks and samplers), stage, plan, report
+    its prompts           prompts (several sources, and the order in which iterations draw)
     training              loop (all iterations), controller (one iteration), experience (its scored rollouts)
     the equations         algorithm, groups
     the roles             roles, rollout (what they exchange), generator, scorer, learner, rank (what they share)

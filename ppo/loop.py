@@ -94,6 +94,7 @@ def train(
             models.scale.mean,
             models.scale.std,
             overlong=fitting.overlong or None,
+            overlong_by_source={name: found for name, found in fitting.overlong_by_source.items() if found},
             sources=fitting.sources,
             num_prompts=dict(zip((source.title for source in config.named_sources), fitting.sizes, strict=True)),
             generator=config.sampler.kind,

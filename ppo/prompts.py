@@ -108,10 +108,10 @@ def with_scored_by(fields: RowFields, scored_by: Sequence[str]) -> RowFields:
 class Mixture:
     """The rows of each iteration's prompts, from several sources in fixed shares.
 
-    The shares are those of `weights`, as they are written in decimal. If a share of `batch_size` is a whole number,
-    every iteration has exactly as many prompts from that source as long as this holds for all sources. In any case the
-    number of prompts drawn from a source, after any number of iterations, differs from its share by less than one (the
-    chairman assignment problem, R. Tijdeman, Discrete Mathematics 32 (1980) 323-330).
+    The shares are those of `weights`, as they are written in decimal. A source whose share of `batch_size` is a whole
+    number has exactly that many prompts in every iteration. For any source, the number of prompts drawn since the
+    beginning differs from its share by less than one (the chairman assignment problem, R. Tijdeman, Discrete
+    Mathematics 32 (1980) 323-330).
 
     A pure function of (seed, iteration), as `Sampler` is; each source has its own epochs.
     """

@@ -82,6 +82,7 @@ class PPOResults:
     score_scale_mean: float
     score_scale_std: float
     overlong: Overlong | None = None  # of the prompts
+    overlong_by_source: Mapping[str, Overlong] = field(default_factory=dict)  # if there are several sources
     sources: tuple[SourceRows, ...] = ()  # of the prompts, if rows are unusual
     num_prompts: Mapping[str, int] = field(default_factory=dict)  # by source, if there are several
     generator: str = "heed"
@@ -257,6 +258,7 @@ def _facts(stage: StageFolder, results: PPOResults, teachers: Sequence[TeacherCo
         ("Sampled by", SAMPLERS[results.generator]),
         *(("Teacher", f"{of.model}, weight {number(of.weight)}, kind {of.kind}") for of in teachers),
         *((("Prompts read", str(results.overlong)),) if results.overlong else ()),
+        *((f"Prompts read, {label(name)}", str(found)) for name, found in results.overlong_by_source.items()),
         *(rows.fact for rows in results.sources),
         *((("Alarm", _alarm(results.alarm)),) if results.alarm else ()),
         *_unclear(stage),
@@ -292,8 +294,8 @@ def _sources_part(stage: StageFolder, names: Sequence[str], num_prompts: Mapping
         for name in names
     )
     caption = (
-        f"Means over the first → the last {count_of(fifth, 'iteration')}. A score is comparable between sources only if"
-        " the same reward gives both."
+        f"Means over {count_of(fifth, 'iteration')} at the beginning → at the end. Scores of two sources are comparable"
+        " only if the same reward gives both."
     )
     columns = ("Source", "Prompts", "Share of responses", "Score", "Tokens", "End")
     return (Table(caption, columns, rows, "by-policy", "Sources of prompts"),)

@@ -11,7 +11,7 @@ import json
 import shutil
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar, overload
 
@@ -123,6 +123,7 @@ class Fitting:
     overlong: Overlong = NONE_OVERLONG
     sources: tuple[SourceRows, ...] = ()  # of the prompts, if rows are unusual
     sizes: tuple[int, ...] = ()  # prompts of each source, whose rows follow each other; () = there is one source
+    overlong_by_source: Mapping[str, Overlong] = field(default_factory=dict)  # by its name, if there are several
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -170,6 +171,7 @@ def joined(names: Sequence[str], parts: Sequence[Fitting]) -> Fitting:
         sum_of(part.overlong for part in parts),
         tuple(itertools.chain.from_iterable(part.sources for part in parts)),
         sizes,
+        dict(zip(names, (part.overlong for part in parts), strict=True)),
     )
 
 

@@ -53,9 +53,12 @@ def test_the_number_drawn_from_a_source_is_never_off_by_a_whole_prompt(
     for step in range(12):
         rows = mixture.batch(step)
         assert len(rows) == batch_size
-        drawn += np.bincount(np.searchsorted(ends, rows, side="right"), minlength=len(weights))
-        for number, weight in zip(drawn.tolist(), weights, strict=True):
-            assert abs(number - Fraction(str(weight)) / total * batch_size * (step + 1)) < 1
+        own = np.bincount(np.searchsorted(ends, rows, side="right"), minlength=len(weights))
+        drawn += own
+        for now, so_far, weight in zip(own.tolist(), drawn.tolist(), weights, strict=True):
+            share = Fraction(str(weight)) / total * batch_size
+            assert abs(so_far - share * (step + 1)) < 1
+            assert now == share or share.denominator > 1
 
 
 def test_a_resumed_run_draws_the_same_prompts() -> None:
@@ -106,6 +109,7 @@ def test_ids_begin_with_the_source_and_groups_are_sources_unless_rows_say_otherw
     assert [prompt.kind for prompt in both.prompts] == ["math", "math", "poems"]
     assert both.prompts[1].row == {"answer": 1}
     assert (list(both.tokens), both.sizes, both.overlong) == ([[1], [1], [1]], (2, 1), Overlong(3, 2, 0))
+    assert both.overlong_by_source == {"math": Overlong(2, 1, 0), "chat": Overlong(1, 1, 0)}
 
 
 def test_sources_are_called_after_their_files(ppo_config: Callable[..., PPOConfig]) -> None:

@@ -227,12 +227,21 @@ def test_a_model_without_a_template_for_tools_is_named_with_what_to_do(tmp_path:
 
 
 def test_the_template_of_the_job_goes_into_the_policy_and_the_comparison(tmp_path: Path, model_folder: Path) -> None:
+    """Its prompts come from two files, of which one has a prompt that is too long."""
     model = shutil.copytree(model_folder, tmp_path / "published")
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATES["continuation"])
     (tmp_path / "mine.py").write_text("def length(prompts, responses):\n    return [len(text) for text in responses]\n")
     reward = {"kind": "function", "function": f"{tmp_path}/mine.py:length"}
-    path = ppo_job(tmp_path, model, max_new_tokens=8, chat_template="chat", reward=reward)
-    run = run_job(load_job(path), tmp_path / "runs")
+    (tmp_path / "long.csv").write_text(f"prompt\nWhy?\n{'~' * 400}\n")
+    files = [{"source": f"{tmp_path}/prompts.jsonl"}, {"source": f"{tmp_path}/long.csv"}]
+    path = ppo_job(tmp_path, model, max_new_tokens=8, chat_template="chat", reward=reward, prompts=files)
+    with pytest.raises(ValueError, match=r"long\.csv: line 3: prompt '1' has \d+ tokens; at most 88 leave room"):
+        run_job(load_job(path), tmp_path / "runs")
+    run = run_job(load_job(path, ["ppo.on_overlong=skip"]), tmp_path / "runs")
+    results = json.loads((run / "ppo" / "results.json").read_text())
+    assert results["num_prompts"] == {"prompts": 16, "long": 1}
+    assert results["overlong_by_source"] == {"long": {"num_rows": 2, "num_truncated": 0, "num_skipped": 1}}
+    assert "Prompts read, long" in (run / "report.html").read_text()
     trained = Tokenizer.load(run / "ppo" / "model")
     assert trained.chat_template == CHAT_TEMPLATES["chat"] != Tokenizer.load(model).chat_template
     (tmp_path / "compare.toml").write_text(
