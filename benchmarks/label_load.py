@@ -3,14 +3,15 @@
     python -m benchmarks.label_load [STORE_URL | --postgres]
 
 Labelers in one process each open a task, think, and answer, over HTTP as a browser does; the server is a separate
-process. With --lead, a lead meanwhile opens all of the leads' pages. Afterwards the lead opens each page alone, which
-gives the server's CPU time per request, whatever else the machine does. Without a URL the store is a SQLite file in a
-temporary folder, or with --postgres a PostgreSQL server started for the measurement.
+process. With --lead, a lead meanwhile opens all of the leads' pages. Afterwards a labeler opens a task, and the lead
+each page, alone. That gives the server's CPU time per request, whatever else the machine does. Without a URL the store
+is a SQLite file in a temporary folder, or with --postgres a PostgreSQL server started for the measurement.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
 import socket
@@ -153,13 +154,15 @@ async def lead(address: str, session: str, num_tasks: int, took: dict[str, list[
                 await asyncio.sleep(0.3)
 
 
-async def cpu_times(address: str, session: str, num_tasks: int, server: int) -> dict[str, float]:
-    """Opens each of the leads' pages alone. Returns milliseconds of the server's CPU time per request, by page."""
+async def cpu_times(
+    address: str, session: str, pages: Mapping[str, str], num_tasks: int, server: int
+) -> dict[str, float]:
+    """Opens each page alone. Returns milliseconds of the server's CPU time per request, by page."""
     draw, found = random.Random(1), {}
     day = time.strftime("%Y-%m-%d", time.gmtime(time.time() - 86_400))
     cookies = {"heed_session": session}
     async with httpx.AsyncClient(base_url=address, cookies=cookies, timeout=600, verify=False) as client:
-        for name, path in LEAD_PAGES.items():
+        for name, path in pages.items():
             await client.get(path.format(number=0, day=day))
             used = cpu_seconds(server)
             for _ in range(NUM_ALONE):
@@ -170,9 +173,9 @@ async def cpu_times(address: str, session: str, num_tasks: int, server: int) -> 
 
 
 def cpu_seconds(process: int) -> float:
-    """Returns the CPU time that a process's threads have used (Linux)."""
-    threads = Path(f"/proc/{process}/task").glob("*/schedstat")
-    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
+    """Returns the CPU time that a process has used in all its threads, those that have ended included (Linux)."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
 
 
 async def timed(took: list[float], asked: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
@@ -224,8 +227,9 @@ def measure(url: str, given: argparse.Namespace) -> None:
     try:
         address = f"http://127.0.0.1:{port}"
         found = figures(asyncio.run(work(address, sessions, given)))
-        if given.lead:
-            for name, used in asyncio.run(cpu_times(address, sessions[-1], given.tasks, server.pid)).items():
+        alone = [(sessions[0], {"a task": "/task"}), *([(sessions[-1], LEAD_PAGES)] if given.lead else [])]
+        for session, pages in alone:
+            for name, used in asyncio.run(cpu_times(address, session, pages, given.tasks, server.pid)).items():
                 found[name]["cpu_ms"] = used
         print(json.dumps(found, indent=2))
     finally:

@@ -27,12 +27,14 @@ from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, or_,
 
 from preferences.rows import parts
 from preferences.schema import judgments, labelers, tasks
+from preferences.store import LabelStore
 
 DAY_SECONDS = 86_400
 DAYS = 14  # calendar days that the pace is taken from
 MIN_ANSWERS, MIN_CELLS, MIN_DAYS = 20, 3, 3  # below these there is no estimate
 MAX_TIMES_MEDIAN = 5
 NUM_DRAWS = 400
+MAX_READ_AT_ONCE = 2_000  # events that a page reads itself, which takes about 10 ms
 RANGE = (10, 90)  # percentiles
 MAX_DAYS_AHEAD = 3_650
 FAR_DAYS = 10**9  # from 1970; an impossible time of an old store counts as so far off, because arrays hold 64 bits
@@ -123,7 +125,30 @@ class PaceLog:
         self._work: dict[tuple[str, str], _Work] = {}  # by labeler and batch, in order of their first events
         self._num_events: dict[str, int] = {}
         self._newest, self._gaps = 0, list[_Gap]()
-        self._lock = threading.Lock()
+        self._lock, self._beginning = threading.Lock(), threading.Lock()
+        self._reading: threading.Thread | None = None
+
+    def read_or_begin(self, store: LabelStore) -> bool:
+        """Reads the events that were stored since the last call, and returns True.
+
+        If there are more than MAX_READ_AT_ONCE, as after the server's start, a thread begins to read them instead.
+        Until it has ended, this returns False at once, and what the log says lacks these events.
+        """
+        with self._beginning:
+            if self._reading is not None and self._reading.is_alive():
+                return False
+            with store.reading() as connection:
+                newest = connection.scalar(select(func.max(judgments.c.judgment_id))) or 0
+                if newest - self._newest <= MAX_READ_AT_ONCE:
+                    self.read(connection)
+                    return True
+            self._reading = threading.Thread(target=self._read_all, args=(store,), daemon=True)
+            self._reading.start()
+        return False
+
+    def _read_all(self, store: LabelStore) -> None:
+        with store.reading() as connection:
+            self.read(connection)
 
     def read(self, connection: Connection) -> None:
         """Reads the events that were stored since the last call."""

@@ -16,6 +16,8 @@ from preferences.records import Judgment, Message, Ranking, ShownTask, StoredTas
 from preferences.rows import Values, as_judgment, as_task, messages, parts
 from preferences.schema import assignments, judgments, labelers, tasks
 
+NUM_RECENT = 2_000  # of the store's events, among which a page of the newest ones of a batch usually is
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -132,13 +134,31 @@ def events_on(connection: Connection, task_id: str) -> list[Judgment]:
 
 
 def events(connection: Connection, batch: str, who: str, kind: str, start: int, limit: int | None) -> list[Judgment]:
-    """Returns a batch's events, newest first. `who` is a pseudonym; "" means all labelers, or all kinds."""
-    statement = select_events().where(tasks.c.batch == batch).order_by(judgments.c.judgment_id.desc())
+    """Returns a batch's events, newest first. `who` is a pseudonym; "" means all labelers, or all kinds.
+
+    It first looks among the store's newest events, because otherwise it has to sort all events of the batch.
+    """
+    statement = select_events().order_by(judgments.c.judgment_id.desc()).offset(start).limit(limit)
     if who:
         statement = statement.where(judgments.c.labeler == who)
     if kind:
         statement = statement.where(judgments.c.kind == kind)
-    return as_judgments(connection.execute(statement.offset(start).limit(limit)).mappings())
+    newest = connection.scalar(select(func.max(judgments.c.judgment_id))) or 0
+    # coalesce: by the index on batches, the database would begin with all of the batch's tasks
+    recent = statement.where(judgments.c.judgment_id > newest - NUM_RECENT, func.coalesce(tasks.c.batch, "") == batch)
+    found = as_judgments(connection.execute(recent).mappings())
+    if len(found) == limit or newest <= NUM_RECENT:
+        return found
+    return as_judgments(connection.execute(statement.where(tasks.c.batch == batch)).mappings())
+
+
+def shown_prompts(connection: Connection, task_ids: Sequence[str]) -> dict[str, tuple[tuple[Message, ...], str]]:
+    """Returns the prompt and the content warning of each of these tasks that is stored."""
+    wanted, found = select(tasks.c.task_id, tasks.c.prompt, tasks.c.warning), {}
+    for part in parts(list(dict.fromkeys(task_ids))):
+        for row in connection.execute(wanted.where(tasks.c.task_id.in_(part))):
+            found[row.task_id] = (messages(row.prompt), row.warning)
+    return found
 
 
 def history(connection: Connection, who: str, limit: int) -> list[PastEvent]:

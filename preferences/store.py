@@ -22,7 +22,7 @@ from preferences.questions import Thread, ThreadState
 from preferences.recording import Import, ImportRows, stored
 from preferences.records import NO_LOCATIONS, Answer, Judgment, Locations, Message, Ranking, StoredTask, Task
 from preferences.results import BatchCounts, Coverage, PastEvent, Progress
-from preferences.rows import Values, answer_row, as_task, empty_row, messages, parts, task_row
+from preferences.rows import Values, answer_row, as_task, empty_row, parts, task_row
 from preferences.schema import tasks
 
 UNDO_SECONDS = 3_600.0  # how long a task stays leased to the labeler who undid an answer
@@ -414,8 +414,7 @@ class LabelStore:
     def shown_prompts(self, task_ids: Sequence[str]) -> dict[str, tuple[tuple[Message, ...], str]]:
         """Returns the prompt and the content warning of each task in `task_ids` that is stored."""
         with self._reader.begin() as connection:
-            found = stored(connection, task_ids)
-            return {task_id: (messages(row["prompt"]), row["warning"]) for task_id, row in found.items()}
+            return results.shown_prompts(connection, task_ids)
 
     def coverage(self, batch: str) -> list[Coverage]:
         """Returns who has judged each task of the batch, in order of arrival."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from preferences.formats.parts import Report, RowWarning
     from preferences.page.config import LabelingConfig
     from preferences.store import LabelStore
+    from preferences.task_selection import Rule
 
 label_app = typer.Typer(no_args_is_help=True, help="Collect labels; import and export published and own ones.")
 label_app.add_typer(usability_app, name="usability")
@@ -188,25 +189,12 @@ def sample_for_labelers(
     seed: Annotated[int, typer.Option(help="Seed for sampling and selecting.")] = 0,
 ) -> None:
     """Sample policies and make labeling tasks; with --judge, those that a rule selects by the reward models' scores."""
-    from preferences.task_selection import RULES
     from reward.label_sampling import TaskSelection, sample_tasks
     from stages.reports.text import count_of
     from training.data import DataConfig, read_prompts
 
     read = read_prompts(DataConfig(source=prompts))
-    if weight and not judge:
-        raise ValueError("--weight sets the weight of a --judge's objective, but no --judge is given")
-    if choose not in RULES:
-        raise ValueError(f"--choose {choose!r}: one of {', '.join(RULES)} was expected")
-    rule = RULES[choose] if judge else RULES["uniform"]
-    if judge and len(judge) < rule.num_models:
-        raise ValueError(f"--choose {choose} compares reward models; {rule.num_models} --judge or more were expected")
-    if not 1 <= responses <= MAX_RESPONSES:
-        raise ValueError(f"--responses {responses}: 1 to {MAX_RESPONSES} were expected")
-    if responses < MIN_RESPONSES and rule.num_models:
-        raise ValueError(
-            f"--responses 1 is drawn uniformly, but --choose {choose} compares responses; no --judge was expected"
-        )
+    rule = _rule_for(choose, judge or [], responses, has_weights=bool(weight))
     length = length_that_fits(policies, read, max_new_tokens)
     selection = TaskSelection(
         batch, rule, responses, tasks_per_prompt, evaluation_share, seed, num_tasks=tasks, uniform_share=uniform_share
@@ -234,6 +222,27 @@ def sample_for_labelers(
             f"{len(read) - judged:,} of {len(read):,} prompts are left out: the policies gave fewer than {responses}"
             " different responses to each"
         )
+
+
+def _rule_for(choose: str, judges: Sequence[Path], num_responses: int, *, has_weights: bool) -> "Rule":
+    """Returns the rule that chooses the responses of a task. Raises: ValueError for options that do not fit."""
+    from preferences.task_selection import RULES
+
+    if has_weights and not judges:
+        raise ValueError("--weight sets the weight of a --judge's objective, but no --judge is given")
+    if choose not in RULES:
+        raise ValueError(f"--choose {choose!r}: one of {', '.join(RULES)} was expected")
+    rule = RULES[choose] if judges else RULES["uniform"]
+    if judges and len(judges) < rule.num_models:
+        raise ValueError(f"--choose {choose} compares reward models; {rule.num_models} --judge or more were expected")
+    if not 1 <= num_responses <= MAX_RESPONSES:
+        raise ValueError(f"--responses {num_responses}: 1 to {MAX_RESPONSES} were expected")
+    if num_responses < MIN_RESPONSES and rule.num_models:
+        raise ValueError(
+            f"--responses {num_responses} is drawn uniformly, but --choose {choose} compares responses; no --judge was"
+            " expected"
+        )
+    return rule
 
 
 @label_app.command("outputs")

@@ -2,28 +2,39 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import Field
 
 from files.conversations import tool_messages
 from files.strict_json import refuse_unsound
 from preferences.accounts import Account, Accounts
-from preferences.annotations import (
-    MAX_EDIT_CHARACTERS,
-    MAX_SPANS,
-    MAX_TURN_RATINGS,
-    Annotations,
-    CriterionRatings,
-    Span,
-    TurnRating,
-)
+from preferences.annotations import Annotations, CriterionRatings, Span, TurnRating
 from preferences.formats.registry import FORMATS
-from preferences.page.config import LabelCriterion, LabelingConfig
-from preferences.page.forms import MAX_NOTE_CHARACTERS, MAX_RATING, MIN_RATING
+from preferences.page.api_bodies import (
+    ERRORS,
+    AnswerBody,
+    Credentials,
+    ExportBody,
+    Form,
+    MessageOfThreadBody,
+    NewTask,
+    NewTasks,
+    NoTask,
+    OwnTaskBody,
+    QuestionBody,
+    QuizBody,
+    RevealBody,
+    Session,
+    SkipBody,
+    TaskBody,
+    UndoBody,
+    VoidBody,
+)
+from preferences.page.config import LabelingConfig
 from preferences.page.instruction_pages import take_quiz
 from preferences.page.question_pages import Questions
 from preferences.page.security import (
@@ -31,257 +42,17 @@ from preferences.page.security import (
     MAX_TASKS_BYTES,
     Attempts,
     sign_in,
-    unstorable_in,
 )
-from preferences.page.service import LabelingService, LeadView, PresentedTask, TaskForm, exported_what
-from preferences.questions import MAX_QUESTION_CHARACTERS, ThreadState
+from preferences.page.service import LabelingService, LeadView, PresentedTask, exported_what
+from preferences.questions import ThreadState
 from preferences.rankings import why_excluded
-from preferences.records import MAX_RESPONSES, OVERALL, Answer, Message, Task, assistant_turns
+from preferences.records import Answer, Message, Task, assistant_turns
 
 CLIENT = "api"
-MAX_INTEGER = 2**53  # every JSON reader handles integers up to this
-MAX_TASKS_AT_ONCE = 1_000
-MAX_FLAGS = 1_000  # flags of one response, checked before comparing them with the allowed flags
-
-# A whole number in the sense of JSON Schema's "integer", which includes 3.0.
-IS_WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
-Number = Annotated[int, Field(ge=0, le=MAX_INTEGER), IS_WHOLE]
-Rank = Annotated[int, Field(ge=1, le=MAX_RESPONSES), IS_WHOLE]
-Rating = Annotated[float, Field(ge=MIN_RATING, le=MAX_RATING)]
-# `Body` refuses texts that cannot be stored, and this pattern documents that in the OpenAPI schema. It lists all
-# characters except NUL and surrogates, because the patterns of some languages cannot name surrogates.
-STORABLE = "^[\u0001-\ud7ff\ue000-\U0010ffff]*$"
-Text = Annotated[str, Field(pattern=STORABLE)]
-STORABLE_TEXT = {"type": "string", "pattern": STORABLE}
-# A call of a tool, described with JSON text: a description of all objects with storable texts would be unreadable.
-FUNCTION = {
-    "type": "object",
-    "required": ["name", "arguments"],
-    "properties": {"name": STORABLE_TEXT, "arguments": STORABLE_TEXT},
-    "additionalProperties": False,
-}
-CALL = {
-    "type": "object",
-    "required": ["function"],
-    "properties": {"id": STORABLE_TEXT, "type": {"const": "function"}, "function": FUNCTION},
-    "additionalProperties": False,
-}
-Name = Annotated[str, Field(min_length=1, max_length=512, pattern=STORABLE)]
-Note = Annotated[str, Field(max_length=MAX_NOTE_CHARACTERS, pattern=STORABLE)]
-Edit = Annotated[str, Field(max_length=MAX_EDIT_CHARACTERS, pattern=STORABLE)]
 ExportFormat = Annotated[str, Field(json_schema_extra={"enum": [form.name for form in FORMATS.values() if form.write]})]
 Names = Annotated[bool, Query(description="Name the labelers; by default they have pseudonyms.")]
 ByCriterion = Annotated[str, Query(description="Rank by this criterion's ratings; by default, as labelers ranked.")]
 Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
-
-
-# ---- what requests and responses contain ----
-
-
-class Body(BaseModel):
-    """A request. Unknown fields are refused, as is text that some database cannot store."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_storable(cls, value: Any) -> Any:
-        if unstorable_in(value):
-            raise ValueError("a text contains NUL or a lone surrogate, which cannot be stored")
-        return value
-
-
-class Credentials(Body):
-    name: Text
-    key: Text
-
-
-class Session(BaseModel):
-    token: str
-    name: str
-    role: str
-
-
-class Form(Body):
-    """The form that came with the task. Send it back unchanged. `task` is a random handle."""
-
-    task: Name
-    revision: Number
-    shown_at: Number
-    seal: Text
-
-    def task_form(self) -> TaskForm:
-        return TaskForm(self.task, self.revision, self.shown_at, self.seal)
-
-
-class MessageBody(Body):
-    """A message, as in OpenAI's API. The content may be null next to calls. A call's `arguments` may also be an object,
-    and `tools`, the schemas of functions in the first message, a list.
-    """
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: Text | None = None
-    tool_calls: Annotated[list[dict[str, Any]], WithJsonSchema({"type": "array", "items": CALL})] = []
-    tool_call_id: Text = ""
-    name: Text = ""
-    tools: Annotated[list[dict[str, Any]] | str, WithJsonSchema(STORABLE_TEXT)] = ""
-
-
-class TaskBody(BaseModel):
-    """A task to judge. Responses have no sources and are in the order to show them in.
-
-    Show a `warning` alone first. If the labeler wants to see the task, post the form to `/reveals`; time counts from
-    then.
-    """
-
-    form: Form
-    warning: str
-    prompt: list[dict[str, Any]]  # messages as in new tasks, without the fields that they do not have
-    responses: list[str]
-    asks_ratings: bool
-    flags: list[str]
-    criteria: list[LabelCriterion]
-    span_labels: list[str]
-    asks_edits: bool
-    expires_at: float
-
-
-class NoTask(BaseModel):
-    """Why there is no task: "instructions" to read, "screening" not passed, the "daily quota" met, "batches closed",
-    "no fitting task" (all open ones require tags that the account lacks), "nothing open", or the "questionnaire" of a
-    usability study (`/usability`).
-    """
-
-    waiting: str
-
-
-class SpanBody(Body):
-    """A passage of a response, which has the number that it is shown at, from 0: characters `start` to `end` - 1."""
-
-    response: Annotated[int, Field(ge=0, lt=MAX_RESPONSES), IS_WHOLE]
-    start: Number
-    end: Number
-    label: Text
-
-
-class AnswerBody(Body):
-    """An answer. Lists are in the order shown; rank 1 is the best, equal ranks are ties. A task with one response needs
-    no ranks.
-
-    `criteria` has one rating per response by each criterion of the task (for yes or no, 1 or 0), and `turns` one rating
-    per turn of the assistant in the prompt, in order, by each criterion with `each_turn`. `edits` has a better version
-    of each response, or "" for none.
-    """
-
-    form: Form
-    ranks: Annotated[list[Rank], Field(max_length=MAX_RESPONSES)] = []
-    ratings: Annotated[list[Rating], Field(max_length=MAX_RESPONSES)] = []
-    flags: Annotated[list[Annotated[list[Text], Field(max_length=MAX_FLAGS)]], Field(max_length=MAX_RESPONSES)] = []
-    note: Note = ""
-    criteria: dict[Text, Annotated[list[Number], Field(min_length=1, max_length=MAX_RESPONSES)]] = {}
-    turns: dict[Text, Annotated[list[Number], Field(max_length=MAX_TURN_RATINGS)]] = {}
-    spans: Annotated[list[SpanBody], Field(max_length=MAX_SPANS * MAX_RESPONSES)] = []
-    edits: Annotated[list[Edit], Field(max_length=MAX_RESPONSES)] = []
-
-
-class SkipBody(Body):
-    form: Form
-    reason: Annotated[str, Field(min_length=1, max_length=MAX_NOTE_CHARACTERS, pattern=STORABLE)]
-
-
-class RevealBody(Body):
-    form: Form
-
-
-class QuizBody(Body):
-    """The choice for each question of the quiz, in order."""
-
-    answers: Annotated[list[Text], Field(max_length=MAX_FLAGS)]
-
-
-class QuestionBody(Body):
-    form: Form
-    text: Annotated[str, Field(min_length=1, max_length=MAX_QUESTION_CHARACTERS, pattern=STORABLE)]
-
-
-class MessageOfThreadBody(Body):
-    """A message in a thread of `/questions`. Leads name the labeler whose thread it is."""
-
-    task: Name
-    labeler: Text = ""
-    text: Annotated[str, Field(max_length=MAX_QUESTION_CHARACTERS, pattern=STORABLE)] = ""
-    resolved: bool = False
-
-
-class UndoBody(Body):
-    """What to take back. `task` is the handle from `/history`; `revision` is one more than that of the event."""
-
-    task: Name
-    revision: Number
-
-
-class OwnTaskBody(Body):
-    """A task of yours to change the answer to: the handle from `/history`."""
-
-    task: Name
-
-
-class VoidBody(Body):
-    """Which judgment to void, as in `/judgments`: its task, labeler (pseudonym or name) and revision."""
-
-    task_id: Name
-    labeler: Name
-    revision: Number
-    reason: Annotated[str, Field(min_length=1, max_length=MAX_NOTE_CHARACTERS, pattern=STORABLE)]
-
-
-class NewTask(Body):
-    task_id: Name
-    prompt: Annotated[list[MessageBody], Field(min_length=1)]
-    responses: Annotated[list[Text], Field(min_length=1, max_length=MAX_RESPONSES)]
-    sources: list[Text]
-    objective: Name = OVERALL
-    gold_ranks: list[Rank] = []
-    repeat_of: Text = ""
-    warning: Text = ""
-    num_labelers: Annotated[int, Field(ge=1, le=1_000), IS_WHOLE] = 1
-
-
-class NewTasks(Body):
-    batch: Name
-    tasks: Annotated[list[NewTask], Field(min_length=1, max_length=MAX_TASKS_AT_ONCE)]
-
-
-class ExportBody(BaseModel):
-    """Rows of a format. `left_out` counts, by kind, what the format cannot hold and what is not training data."""
-
-    rows: list[dict[str, Any]]
-    left_out: dict[str, int]
-
-
-class Problem(BaseModel):
-    detail: str
-
-
-# Given as a schema, because FastAPI would build a validator per route and status from a model, which takes longer than
-# the rest of creating the application.
-_IN_JSON = {"application/json": {"schema": Problem.model_json_schema()}}
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": description, "content": _IN_JSON}
-    for status, description in {
-        400: "Unreadable: not UTF-8, a NUL character in the address, or another host",
-        401: "No session",
-        403: "Not allowed in this session",
-        404: "No such address, or no such batch",
-        409: "Contradicts what is stored, or came too late",
-        413: "Too long",
-        429: "Too many tries",
-        503: "Busy; the same request may be sent again",
-    }.items()
-}
-
-
-# ---- the routes ----
 
 
 def signed_in(accounts: Accounts, bearer: HTTPAuthorizationCredentials | None) -> tuple[Account, str]:
@@ -590,40 +361,6 @@ def _turn_ratings(
         for name, ratings in given.items()
         for turn, rating in zip(turns, ratings, strict=True)
     )
-
-
-def describe_answers(schema: dict[str, Any], config: LabelingConfig) -> None:
-    """Adds this configuration's requirements for an answer to an OpenAPI schema."""
-    answer = schema["components"]["schemas"]["AnswerBody"]
-    ratings, flags = answer["properties"]["ratings"], answer["properties"]["flags"]
-    if config.asks_ratings:
-        answer["required"].append("ratings")
-        ratings["minItems"] = 1
-        del ratings["default"]
-    else:
-        ratings["maxItems"] = 0
-    flags["items"] |= {"uniqueItems": True, "items": {"type": "string", "enum": list(config.flags)}}
-    if not config.flags:
-        flags["items"] = {"type": "array", "maxItems": 0}
-    criteria, spans, edits = (answer["properties"][name] for name in ("criteria", "spans", "edits"))
-    shape = next(iter(criteria.pop("patternProperties").values()))
-    criteria |= {"additionalProperties": False, "required": [one.name for one in config.criteria]}
-    criteria["properties"] = {
-        one.name: {**shape, "items": {"type": "integer", "enum": list(one.choices)}} for one in config.criteria
-    }
-    turns = answer["properties"]["turns"]
-    shape = next(iter(turns.pop("patternProperties").values()))
-    turns |= {"additionalProperties": False}
-    turns["properties"] = {
-        one.name: {**shape, "items": {"type": "integer", "enum": list(one.choices)}} for one in config.turn_criteria
-    }
-    if config.criteria:
-        answer["required"].append("criteria")
-        del criteria["default"]
-    if not config.span_labels:
-        spans["maxItems"] = 0
-    if not config.asks_edits:
-        edits["maxItems"] = 0
 
 
 def _invalid(field: str, expected: str) -> RequestValidationError:

@@ -21,7 +21,8 @@ from preferences.accounts import AccountClosedError, Accounts
 from preferences.database import STORE_AWAY, reason_of
 from preferences.keys import BusyError
 from preferences.leases import LeaseLostError
-from preferences.page.api import Api, describe_answers
+from preferences.page.api import Api
+from preferences.page.api_bodies import describe_answers
 from preferences.page.arena import Arena
 from preferences.page.arena_pages import ArenaPages
 from preferences.page.config import LabelingConfig

@@ -10,7 +10,8 @@ from preferences import adjudication, organizing, search
 from preferences.accounts import MAX_DAILY_QUOTA, Accounts
 from preferences.adjudication import Threshold
 from preferences.assignment import MAX_TAG_CHARACTERS, MAX_TAGS
-from preferences.page.api import ERRORS, IS_WHOLE, MAX_TASKS_AT_ONCE, STORABLE, Bearer, Body, Name, Text, signed_in_lead
+from preferences.page.api import Bearer, signed_in_lead
+from preferences.page.api_bodies import ERRORS, IS_WHOLE, MAX_TASKS_AT_ONCE, STORABLE, Body, Name, Text
 from preferences.page.config import ServerConfig
 from preferences.page.service import LeadView
 from preferences.records import MAX_LABELERS

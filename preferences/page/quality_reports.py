@@ -2,7 +2,7 @@
 
 A batch with more than MAX_EVENTS_HERE events takes seconds (100,000 answers: ten), mostly in Python. A separate process
 computes its statistics, so that labelers' pages do not wait for the interpreter. Until it is done, the page shows the
-last statistics and says when they were computed.
+last statistics and says when they were computed, or says that the first ones are being computed.
 """
 
 import json
@@ -62,24 +62,35 @@ class QualityReports:
         self._computing = threading.Lock()  # one at a time, because it takes a core
         self._refreshing: set[str] = set()
 
-    def of(self, batch: str, *, may_be_older: bool = False) -> tuple[Quality, bool]:
-        """Returns a batch's statistics, and whether they are up to date.
+    def of(self, batch: str) -> Quality:
+        """Returns a batch's statistics. It waits until they are computed. Raises: ValueError for an unknown batch."""
+        self._require(batch)
+        known = self._known.get(batch)
+        return known if known is not None and known.as_of == self._as_of(batch) else self._computed(batch)
 
-        With `may_be_older`, those of a large batch may be older, and newer ones are then being computed. They never
-        name somebody who was erased.
+    def latest(self, batch: str) -> tuple[Quality | None, bool]:
+        """Returns a batch's last statistics, and whether they are up to date. If not, newer ones are being computed.
+
+        It waits for a small batch only. Those of a large one may be older, or None if there are none since the server's
+        start or since somebody was erased, so they never name anybody who was erased.
 
         Raises: ValueError for an unknown batch.
         """
+        self._require(batch)
+        is_read = self.pace.read_or_begin(self.store)
+        known, num_erased = self._known.get(batch), self.store.num_erased()
+        if is_read:
+            now = self._as_of(batch)
+            if known is not None and known.as_of == now:
+                return known, True
+            if not _is_large(now):
+                return self._computed(batch), True
+        self._refresh(batch)
+        return known if known is not None and known.as_of.num_erased == num_erased else None, False
+
+    def _require(self, batch: str) -> None:
         if batch not in self.store.batches():
             raise ValueError(f"batch {batch!r} is not in the store")
-        now = self._as_of(batch)
-        known = self._known.get(batch)
-        if known is not None and known.as_of == now:
-            return known, True
-        if may_be_older and known is not None and _is_large(now) and known.as_of.num_erased == now.num_erased:
-            self._refresh(batch)
-            return known, False
-        return self._computed(batch), True
 
     def _as_of(self, batch: str) -> AsOf:
         with self.store.reading() as connection:

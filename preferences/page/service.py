@@ -429,11 +429,17 @@ class LeadView:
     def batches(self) -> list[BatchCounts]:
         return self.store.batch_counts()
 
-    def pace(self, batches: Sequence[BatchCounts]) -> dict[str, Any]:
-        """Returns what the progress page shows besides counts: settings and estimates by batch, and people's hours."""
+    def pace(self, batches: Sequence[BatchCounts], *, may_be_late: bool = False) -> dict[str, Any]:
+        """Returns what the progress page shows besides counts: settings and estimates by batch, and people's hours.
+
+        With `may_be_late`, `pace` is None, and there are no estimates, while very many events are being read.
+        """
         now = self.store.now()
+        is_ready = not may_be_late or self._pace.read_or_begin(self.store)
         with self.store.reading() as connection:
             settings = {one.name: assignment.settings_of(connection, one.name) for one in batches}
+            if not is_ready:
+                return {"settings": settings, "estimates": {}, "pace": None}
             self._pace.read(connection)
             estimates = {
                 one.name: self._pace.estimate(one.name, one.num_wanted - one.num_judgments, now) for one in batches
@@ -442,18 +448,23 @@ class LeadView:
 
     def report(self, batch: str) -> LabelReport:
         """Returns a batch's statistics. Raises: ValueError for an unknown batch."""
-        return self._quality.of(batch)[0].report
+        return self._quality.of(batch).report
 
     def quality(self, batch: str) -> dict[str, Any]:
         """Returns what the quality page shows, for the first batch if none is named."""
         batches = self.store.batches()
         chosen = batch or next(iter(batches), "")
-        found, is_newest = self._quality.of(chosen, may_be_older=True) if chosen else (None, True)
+        found, is_newest = self._quality.latest(chosen) if chosen else (None, True)
         is_judged = found is not None and found.report.num_answers > 0
         report, plots = (found.report, found.plots) if found is not None and is_judged else (None, [])
         reviewed = [] if report is None else [one.task_id for one in report.disagreements[:NUM_REVIEWED]]
         prompts = self.store.shown_prompts(reviewed)
-        shown = {"reviewed": reviewed, "prompts": prompts, "older": None if is_newest else found}
+        shown = {
+            "reviewed": reviewed,
+            "prompts": prompts,
+            "older": None if is_newest else found,
+            "is_coming": not is_newest,
+        }
         return {"batches": batches, "batch": chosen, "report": report, "plots": plots, **shown}
 
     def answers(self, batch: str, labeler: str, kind: str, start: int) -> dict[str, Any]:

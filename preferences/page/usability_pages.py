@@ -13,7 +13,8 @@ from files.records import as_json
 from preferences import usability
 from preferences.accounts import Account, Accounts
 from preferences.database import STORE_AWAY, reason_of
-from preferences.page.api import ERRORS, IS_WHOLE, STORABLE, Bearer, Body, signed_in
+from preferences.page.api import Bearer, signed_in
+from preferences.page.api_bodies import ERRORS, IS_WHOLE, STORABLE, Body
 from preferences.page.fields import Fields
 from preferences.page.service import LabelingService
 from preferences.page.site import ONLY_LEADS, Posted, Site, redirect

@@ -27,8 +27,7 @@ from preferences.formats.own import ranking_row
 from preferences.formats.parts import Report
 from preferences.formats.registry import sniff
 from preferences.formats.trl import read_unpaired
-from preferences.records import Message, Ranking, Task
-from preferences.store import LabelStore
+from preferences.records import Message, Ranking
 from reward.comparisons import Comparison, RankingsConfig, Verdict, read_rankings
 from reward.config import RewardConfig
 from reward.prepared import Split
@@ -250,11 +249,6 @@ def test_single_responses_are_refused_where_they_teach_nothing(tmp_path: Path, m
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"line 1: a single response, which ranks nothing"):
         train_reward(context_of(tmp_path / "run"), reward, model_folder)
-    task = Task("t", (Message("user", "Where?"),), ("Far",), ("me",))
-    store = LabelStore(tmp_path / "labels.sqlite")
-    with pytest.raises(ValueError, match="responses has 1 entry; labelers rank at least 2"):
-        store.add_tasks([task], batch="b", num_labelers=1)
-    store.close()
 
 
 @pytest.mark.parametrize(

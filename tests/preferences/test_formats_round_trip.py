@@ -246,7 +246,11 @@ GOLD = Task("gold", (Message("user", "g"),), ("a", "b"), ("x", "y"), gold_ranks=
 AGAIN = replace(PAIR, task_id="again", repeat_of="t")
 
 
-@pytest.mark.parametrize("name", sorted(name for name, form in FORMATS.items() if form.write is not None))
+# `grouped` has no rankings; tests/preferences/test_single.py tests it.
+WRITTEN = sorted(name for name, form in FORMATS.items() if form.write is not None and name != "grouped")
+
+
+@pytest.mark.parametrize("name", WRITTEN)
 def test_what_measures_labelers_is_no_training_data(
     name: str, new_store: Callable[[], LabelStore], tmp_path: Path
 ) -> None:
@@ -256,7 +260,8 @@ def test_what_measures_labelers_is_no_training_data(
         "edits": Annotations(edits=("a better one", "")),
         "turns": Annotations((CriterionRatings("right", (1.0, 0.0)),)),
     }
-    rated = replace(act("ann", 0), ratings=(5.0, 2.0), annotations=said.get(name, NO_ANNOTATIONS))
+    ratings = (1.0, 0.0) if name == "trl_unpaired" else (5.0, 2.0)
+    rated = replace(act("ann", 0), ratings=ratings, annotations=said.get(name, NO_ANNOTATIONS))
     book = filled(new_store, [(task, "b", 1, [replace(rated, task_id=task.task_id)]) for task in (PAIR, GOLD, AGAIN)])
     report, num_rows = export(book, format_to_write(name), tmp_path / "out.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
@@ -269,7 +274,7 @@ def test_what_measures_labelers_is_no_training_data(
         report_excluded(back)
         report = back.report
     else:
-        assert num_rows == len(rows) == (2 if name in ("criteria", "turns") else 1)  # one per response
+        assert num_rows == len(rows) == (2 if name in ("criteria", "trl_unpaired", "turns") else 1)  # one per response
     assert report.counts() == {"gold task": 1, "hidden repeat": 1}
     assert [ranking.task_id for ranking in book.rankings("b")] == ["t"]
 

@@ -162,7 +162,8 @@ def test_gold_tasks_and_repeats(store):
     assert report.agreement.num_tasks == 1  # the ordinary one
     screening = Screening(batch="b", min_tasks=2, min_accuracy=0.6)
     assert (screened(store, "ann", screening), screened(store, "bob", screening)) == (True, False)
-    assert rows_of(store, "rankings")[1].items() >= {("gold task", 4), ("hidden repeat", 2)}
+    for name in ("rankings", "grouped"):
+        assert rows_of(store, name)[1].items() >= {("gold task", 4), ("hidden repeat", 2)}
 
 
 # ---- out and in ----

@@ -51,6 +51,14 @@ def test_samples_of_two_policies_are_put_before_labelers(folder: Path, heed_labe
     assert lease.shown.prompt[0].content == "The fox 0?"
 
 
+def test_single_responses_are_rated_alone(folder: Path, heed_label: Call) -> None:
+    code, said, _ = heed_label(*arguments(folder, "--responses", "1", "--samples", "1", "--batch", "alone"))
+    assert (code, said.split(";")[0]) == (0, "6 tasks of 6 prompts, selected by uniform")
+    with LabelStore(folder / "labels.sqlite") as store:
+        tasks = [one.task for one in store.tasks("alone")]
+    assert [(len(task.responses), task.details["propensity"]) for task in tasks] == [(1, 0.5)] * 6
+
+
 def test_reward_models_choose_what_they_are_unsure_of(folder: Path, heed_label: Call) -> None:
     judged = ("--judge", str(folder / "judge"), "--evaluation-share", "0.5", "--responses", "2", "--samples", "3")
     code, said, _ = heed_label(*arguments(folder, *judged, "--choose", "near-tie"))
@@ -100,7 +108,8 @@ def test_a_judge_of_several_objectives_is_given_their_weights(
 def test_refusals(folder: Path, heed_label: Call) -> None:
     for more, words in (
         (("--responses", "9", "--samples", "1"), "no prompt has 9 different responses"),
-        (("--responses", "1"), "responses_per_task"),
+        (("--responses", "0"), "--responses 0: 1 to 9 were expected"),
+        (("--responses", "1", "--judge", str(folder / "judge")), "--responses 1 is drawn uniformly"),
         (("--evaluation-share", "2"), "evaluation_share"),
         (("--judge", str(folder / "one")), "one"),
     ):

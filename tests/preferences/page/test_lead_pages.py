@@ -77,24 +77,45 @@ def test_the_quality_page_knows_a_new_overlap(world, eve):
     assert "1 of 4 answers (25%)" in eve.get("/lead/quality").text
 
 
+def reloaded(client, path, until_gone):
+    """Opens a page until it no longer says something."""
+    deadline = time.monotonic() + 60
+    while until_gone in (page := client.get(path).text):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return page
+
+
 def test_a_large_batchs_statistics_come_from_another_process_and_may_be_older(world, eve, monkeypatch):
-    """What the page shows at once is older and says so; a name that was erased is never shown again."""
+    """Nobody waits: the page says that they are coming, or shows older ones. It never shows a name that was erased."""
     monkeypatch.setattr("preferences.page.quality_reports.MAX_EVENTS_HERE", 0)
     world.add(make_task("t1"), make_task("t2"), num_labelers=2)
     say(world, "ann", (1, 2))
-    assert "1 answer to" in (first := eve.get("/lead/quality").text)
+    first = eve.get("/lead/quality").text
+    assert ("The statistics are being computed" in first, "Nothing has been judged" in first) == (True, False)
+    assert "1 answer to" in (first := reloaded(eve, "/lead/quality", "being computed"))
     assert "statistics as of" not in first
     say(world, "bob", (1, 2))
     older = eve.get("/lead/quality").text
     assert ("1 answer to" in older, "These are the statistics as of 1970-01-01 00:16:40 (UTC)" in older) == (True, True)
-    deadline = time.monotonic() + 60
-    while "statistics as of" in (newer := eve.get("/lead/quality").text):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    newer = reloaded(eve, "/lead/quality", "statistics as of")
     assert ("2 answers to" in newer, '<th scope="row">bob</th>' in newer) == (True, True)
     world.accounts.erase("bob", by="command line")
-    erased = eve.get("/lead/quality").text
+    assert ("being computed" in (erased := eve.get("/lead/quality").text), "bob" in erased) == (True, False)
+    erased = reloaded(eve, "/lead/quality", "being computed")
     assert ("2 answers to" in erased, "bob" in erased, "statistics as of" in erased) == (True, False, False)
+
+
+def test_progress_does_not_wait_until_very_many_events_are_read(world, eve, api, monkeypatch):
+    monkeypatch.setattr("preferences.progress.MAX_READ_AT_ONCE", 0)
+    world.add(*(make_task(f"t{number}") for number in range(3)), num_labelers=2)
+    say(world, "ann", (1, 2))
+    first = eve.get("/lead").text
+    assert ("1 of 6 judgments" in first, "Estimates and hours are being computed" in first) == (True, True)
+    assert "judgments left" not in first
+    assert "5 judgments left" in (page := reloaded(eve, "/lead", "being computed"))
+    assert '<th scope="row">ann</th><td class="number">0.0</td><td class="number">1</td>' in page
+    assert api.get("/api/progress").json()["batches"]["main"]["num_left"] == 5  # programs wait
 
 
 def test_a_lead_widens_closes_and_reopens_a_batch(world, visit, eve):
