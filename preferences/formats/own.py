@@ -10,6 +10,7 @@ prompts         the prompts, for PPO; write-only
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, replace
+from difflib import get_close_matches
 from fractions import Fraction
 from typing import Any
 
@@ -64,6 +65,18 @@ from preferences.records import (
 MAX_CHARACTERS = 2**31  # of a response, as far as a span's end can say
 MAX_FLAGS = 100  # per response
 REQUIRED = ("task_id", "prompt", "responses")  # of a row of `heed`; the other fields have defaults
+OPTIONAL = (
+    "batch",
+    "num_labelers",
+    "sources",
+    "objective",
+    "gold_ranks",
+    "repeat_of",
+    "details",
+    "warning",
+    "judgments",
+)
+FIELDS = (*REQUIRED, *OPTIONAL)
 
 
 # ---- heed ----
@@ -75,6 +88,9 @@ def read_heed(where: str, row: Row, _report: Report, objective: str) -> Iterator
     missing = [name for name in REQUIRED if name not in row]
     if len(missing) > 1:
         raise ValueError(f"{where}: fields {', '.join(map(repr, missing))} are missing; found {names(row)}")
+    _refuse_misspelled(where, row)
+    if isinstance(row.get("prompt"), str):
+        row["prompt"] = [{"role": "user", "content": text_field(where, row, "prompt")}]
     responses = _texts(where, row, "responses", MIN_RESPONSES, MAX_RESPONSES)
     num_responses = len(responses)
     task = Task(
@@ -98,6 +114,14 @@ def read_heed(where: str, row: Row, _report: Report, objective: str) -> Iterator
         batch=text_field(where, row, "batch") if "batch" in row else "",
         num_labelers=whole_field(where, row, "num_labelers", 1, MAX_LABELERS) if "num_labelers" in row else 0,
     )
+
+
+def _refuse_misspelled(where: str, row: Row) -> None:
+    """Other fields are ignored, but not one that looks like an optional field: the task would silently lack it."""
+    absent = [name for name in FIELDS if name not in row]
+    for name in row.keys() - set(FIELDS):
+        if near := get_close_matches(name, absent, n=1, cutoff=0.85):
+            raise ValueError(f"{where}: unknown field {name!r}; did you mean {near[0]!r}?")
 
 
 def write_heed(

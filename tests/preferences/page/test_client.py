@@ -1,9 +1,11 @@
 """The API's client: its error messages; it neither loses nor repeats an answer."""
 
 import functools
+import re
 import socket
 import threading
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import httpx
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from benchmarks.known_labelers import FLAG, TRAITS, KnownLabeler, Size, draw_tasks
 from preferences.page.client import LabelClient, answer_in_turns
 from preferences.page.config import LabelingConfig
-from preferences.records import Labeler, Skip
+from preferences.records import Labeler, Skip, dense_ranks
 
 CAREFUL = KnownLabeler(TRAITS[0], seed=0)
 CONFIG = LabelingConfig(flags=(FLAG,), task_order="arrival")
@@ -67,6 +69,19 @@ def test_refusals_say_why(run_server, tmp_path):
             client.labeler = Flagging(CAREFUL, CAREFUL.name)
             with pytest.raises(ValueError, match=rf"status 422: .*{FLAG}"):
                 client.answer_next()
+
+
+def test_the_labeler_in_the_docs_labels(run_server, tmp_path):
+    text = (Path(__file__).parents[3] / "docs/labels.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(from preferences\.page\.client .*?)```", text, re.DOTALL)
+    with run_server(str(tmp_path / "labels.db"), LabelingConfig()) as running:
+        running.store.add_tasks([task for task, _ in draw_tasks(Size(2, 0, 0), 0)[:2]], batch="b", num_labelers=1)
+        running.join("eve")
+        exec(code.replace("http://127.0.0.1:8100", running.address).replace("KEY", running.keys["eve"]), {})
+        judged = {one.task_id: one.ranks for one in running.store.judgments("b")}
+        for stored in running.store.tasks("b"):
+            shorter = [sum(len(other) < len(text) for other in stored.task.responses) for text in stored.task.responses]
+            assert judged[stored.task.task_id] == dense_ranks([1 + count for count in shorter])
 
 
 def test_a_door_waits_for_a_server_that_is_away(run_server, tmp_path):
