@@ -84,13 +84,10 @@ FIELDS = (*REQUIRED, *OPTIONAL)
 
 def read_heed(where: str, row: Row, _report: Report, objective: str) -> Iterator[JudgedTask]:
     """Reads a task as it was stored, with every event on it, or a new task, which may have only the fields REQUIRED."""
-    row = {name: value for name, value in row.items() if value is not None}
+    row = _given(where, row)
     missing = [name for name in REQUIRED if name not in row]
     if len(missing) > 1:
         raise ValueError(f"{where}: fields {', '.join(map(repr, missing))} are missing; found {names(row)}")
-    _refuse_misspelled(where, row)
-    if isinstance(row.get("prompt"), str):
-        row["prompt"] = [{"role": "user", "content": text_field(where, row, "prompt")}]
     responses = _texts(where, row, "responses", MIN_RESPONSES, MAX_RESPONSES)
     num_responses = len(responses)
     task = Task(
@@ -116,12 +113,19 @@ def read_heed(where: str, row: Row, _report: Report, objective: str) -> Iterator
     )
 
 
-def _refuse_misspelled(where: str, row: Row) -> None:
-    """Other fields are ignored, but not one that looks like an optional field: the task would silently lack it."""
-    absent = [name for name in FIELDS if name not in row]
-    for name in row.keys() - set(FIELDS):
+def _given(where: str, row: Row) -> dict[str, Any]:
+    """Returns a row's fields that are not null, a prompt that is a text as the user's turn.
+
+    Other fields are ignored, but not one that looks like a field of the format: the task would silently lack that.
+    """
+    given = {name: value for name, value in row.items() if value is not None}
+    absent = [name for name in FIELDS if name not in given]
+    for name in given.keys() - set(FIELDS):
         if near := get_close_matches(name, absent, n=1, cutoff=0.85):
             raise ValueError(f"{where}: unknown field {name!r}; did you mean {near[0]!r}?")
+    if isinstance(given.get("prompt"), str):
+        given["prompt"] = [{"role": "user", "content": text_field(where, given, "prompt")}]
+    return given
 
 
 def write_heed(

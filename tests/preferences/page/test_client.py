@@ -71,19 +71,6 @@ def test_refusals_say_why(run_server, tmp_path):
                 client.answer_next()
 
 
-def test_the_labeler_in_the_docs_labels(run_server, tmp_path):
-    text = (Path(__file__).parents[3] / "docs/labels.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(from preferences\.page\.client .*?)```", text, re.DOTALL)
-    with run_server(str(tmp_path / "labels.db"), LabelingConfig()) as running:
-        running.store.add_tasks([task for task, _ in draw_tasks(Size(2, 0, 0), 0)[:2]], batch="b", num_labelers=1)
-        running.join("eve")
-        exec(code.replace("http://127.0.0.1:8100", running.address).replace("KEY", running.keys["eve"]), {})
-        judged = {one.task_id: one.ranks for one in running.store.judgments("b")}
-        for stored in running.store.tasks("b"):
-            shorter = [sum(len(other) < len(text) for other in stored.task.responses) for text in stored.task.responses]
-            assert judged[stored.task.task_id] == dense_ranks([1 + count for count in shorter])
-
-
 def test_a_door_waits_for_a_server_that_is_away(run_server, tmp_path):
     drawn = draw_tasks(Size(num_ordinary=4, num_gold=0, num_repeats=0), 0)
     with socket.socket() as probe:
@@ -121,3 +108,16 @@ def test_what_was_not_acknowledged_is_sent_again_and_stored_once(run_server, tmp
                 answer_in_turns([client])
             assert running.app.left == set()
             assert [judgment.kind for judgment in running.store.judgments("b")] == [kind] * 4
+
+
+def test_the_labeler_in_the_docs_labels(run_server, tmp_path):
+    text = (Path(__file__).parents[3] / "docs/labels.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(from preferences\.page\.client .*?)```", text, re.DOTALL)
+    with run_server(str(tmp_path / "labels.db"), LabelingConfig()) as running:
+        running.store.add_tasks([task for task, _ in draw_tasks(Size(2, 0, 0), 0)[:2]], batch="b", num_labelers=1)
+        running.join("eve")
+        exec(code.replace("http://127.0.0.1:8100", running.address).replace("KEY", running.keys["eve"]), {})
+        judged = {one.task_id: one.ranks for one in running.store.judgments("b")}
+        for stored in running.store.tasks("b"):
+            shorter = [sum(len(other) < len(text) for other in stored.task.responses) for text in stored.task.responses]
+            assert judged[stored.task.task_id] == dense_ranks([1 + count for count in shorter])
