@@ -1,7 +1,6 @@
 """The API's client: its error messages; it neither loses nor repeats an answer."""
 
 import functools
-import re
 import socket
 import threading
 from dataclasses import dataclass, replace
@@ -112,11 +111,16 @@ def test_what_was_not_acknowledged_is_sent_again_and_stored_once(run_server, tmp
 
 def test_the_labeler_in_the_docs_labels(run_server, tmp_path):
     text = (Path(__file__).parents[3] / "docs/labels.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(from preferences\.page\.client .*?)```", text, re.DOTALL)
+    (code,) = (block for block in text.split("```") if block.startswith("python\nfrom preferences.page.client "))
     with run_server(str(tmp_path / "labels.db"), LabelingConfig()) as running:
         running.store.add_tasks([task for task, _ in draw_tasks(Size(2, 0, 0), 0)[:2]], batch="b", num_labelers=1)
         running.join("eve")
-        exec(code.replace("http://127.0.0.1:8100", running.address).replace("KEY", running.keys["eve"]), {})
+        exec(
+            code.removeprefix("python")
+            .replace("http://127.0.0.1:8100", running.address)
+            .replace("KEY", running.keys["eve"]),
+            {},
+        )
         judged = {one.task_id: one.ranks for one in running.store.judgments("b")}
         for stored in running.store.tasks("b"):
             shorter = [sum(len(other) < len(text) for other in stored.task.responses) for text in stored.task.responses]
