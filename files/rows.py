@@ -18,6 +18,7 @@ from files.parquet import Unpacked, read_parquet, require_bounded
 from files.strict_json import MAX_ROW_BYTES, open_bytes, read_jsonl, read_list, refuse, starts_a_list, too_long
 
 LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".md": "text"}
+SQLITE = b"SQLite format 3\0"  # how a SQLite database starts
 SAVED = ("dataset_dict.json", "state.json")  # files in a folder that `datasets` saved
 OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # in CSV; these are refused
 
@@ -161,9 +162,14 @@ def _all_rows(source: str, split: str, subset: str, on_unreadable: Callable[[Val
     elif not path.is_file():
         yield from _numbered(source, *_load(source, split, subset))
     else:
+        hint = ""
+        with path.open("rb") as file:
+            is_database = file.read(len(SQLITE)) == SQLITE
+        if is_database:
+            hint = f"; if it is a label store, `heed label export --store {path} --out FILE` writes its labels as rows"
         raise ValueError(
             f"{path}: suffix {path.suffix!r}; one of {sorted(LOADERS)} (.gz allowed), a dataset folder or a hub id"
-            " was expected"
+            f" was expected{hint}"
         )
 
 

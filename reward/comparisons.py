@@ -88,7 +88,11 @@ def read_judgments(
     form, rows = read_as(data.format, chain([first], rows), data.source, option="`format`")
     judgments = collect_all(form, rows, invalid)
     if not any(found.judgments for found in judgments.found_tasks):
-        reasons = f" ({SourceRows.of(invalid, judgments.report.outcomes())})" if judgments.report.num_rows else ""
+        unusual = SourceRows.of(invalid, judgments.report.outcomes())
+        if judgments.found_tasks and not unusual:
+            tasks = f"{len(judgments.found_tasks):,} tasks"
+            raise ValueError(f"{data.source}: {tasks}, and none has a judgment; at least one ranking was expected")
+        reasons = f" ({unusual})" if judgments.report.num_rows else ""
         raise ValueError(f"{data.source}: no rankings{reasons}; at least one was expected")
     for found in judgments.found_tasks:
         if len(found.task.responses) < least_responses:

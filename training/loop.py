@@ -1,5 +1,6 @@
 """The training loop of pretraining, SFT and the reward model; the stages differ only in their Objective."""
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -240,6 +241,8 @@ class TrainingLoop(Generic[AnyModule]):
             ValueError: there are checkpoints, and all of them are damaged.
         """
         engine, stage = self.engine, self.config.stage
+        if re.fullmatch(rf"{re.escape(stage)}_\d+", self.folder.name):
+            stage = self.folder.name  # "reward_2" in a second round, whose order of rows is that of "reward"
         manifests = []
         if engine.is_main:
             remove_unfinished(self.checkpoints)

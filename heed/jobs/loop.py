@@ -77,8 +77,8 @@ def _say_round(loop: LoopConfig, job: JobConfig, round_number: int) -> None:
     if loop.rule.num_models and not models:
         why = f"; {loop.choose} starts once {count_of(loop.rule.num_models, 'reward model')} can score"
     rule = loop.choose if models else "uniform"
-    labels = number(loop.labels_until(round_number))
-    console.print(f"round {round_number} of {loop.rounds}: up to {labels} labels, chosen by {rule}{why}", markup=False)
+    labels = f"{number(loop.labels_until(round_number))} labels{' in all' if round_number > 1 else ''}"
+    console.print(f"round {round_number} of {loop.rounds}: up to {labels}, chosen by {rule}{why}", markup=False)
 
 
 def _run_round(job: JobConfig, folder: Path, round_number: int, *, waits: bool) -> bool:

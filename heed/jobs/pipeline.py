@@ -162,7 +162,7 @@ def _unrepeated(speaker: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def _run_stages(run: Run, workers: Workers, status: StatusFile, first: str, only: str, last: str) -> None:
-    forced = False
+    forced, skipped = False, list[str]()
     for stage in _until(run.job.stages, last):
         if only and stage.name != only:
             continue
@@ -172,10 +172,19 @@ def _run_stages(run: Run, workers: Workers, status: StatusFile, first: str, only
             _say_stale_parents(run, stage)
         inputs = inputs_of(run, stage)
         if not forced and _is_finished_with(run, stage, inputs):
-            console.print(f"[dim]{stage.name}: unchanged, skipped")
+            skipped.append(stage.name)
             continue
+        _say_skipped(skipped)
         with _tracebacks_in_file(run.folder / "failure.log"):
             _run_stage(run, stage, inputs, workers, status, forced=forced)
+    _say_skipped(skipped)
+
+
+def _say_skipped(stages: list[str]) -> None:
+    """Name the stages in one line, since a loop's late round skips dozens, and empty the list."""
+    if stages:
+        console.print(f"[dim]{', '.join(stages)}: unchanged, skipped", soft_wrap=True)
+        stages.clear()
 
 
 def _run_stage(

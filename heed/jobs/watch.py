@@ -29,7 +29,7 @@ from preferences.page.serve import listening
 from stages.progress import STATUS, RunStatus
 from stages.reports.page import Live, Now, Page, render, render_now
 from stages.reports.parts import Answer
-from stages.reports.text import clean_text, duration, number
+from stages.reports.text import clean_text, count_of, duration, number
 from training.notices import cause_of
 
 HOST = "127.0.0.1"
@@ -171,7 +171,7 @@ def now_of(status: RunStatus, lines: list[dict[str, Any]], at: float) -> Now:
         for one in reversed(status.restarts)
     )
     is_running = status.state == "running"
-    ranks = ", ".join(f"{number(num)} {name}" for name, num in (status.workers or {}).items())
+    ranks = ", ".join(count_of(num, name.removesuffix("s")) for name, num in (status.workers or {}).items())
     facts = (
         *((("Ranks", ranks or "none yet"),) if is_running else ()),
         ("Restarts", number(len(status.restarts))),

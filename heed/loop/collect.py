@@ -131,7 +131,7 @@ def run_round(run: StageRun, config: RoundConfig) -> None:
         if not config.store:
             _let_world_label(run, store, config, rounds[-1])
         else:
-            _require_labels(run, store, config, rounds)
+            require_labels(run, store, config, rounds)
         rankings = [ranking for batch, ids in _by_batch(rounds) for ranking in _rankings(store, batch, ids)]
         num_open = sum(len(one.judged_by) < one.num_labelers for one in _covered(store, config, rounds))
     if not rankings:
@@ -323,11 +323,14 @@ def _let_world_label(run: StageRun, store: LabelStore, config: RoundConfig, adde
         )
 
 
-def _require_labels(run: StageRun, store: LabelStore, config: RoundConfig, rounds: Sequence[AddedTasks]) -> None:
+def require_labels(run: StageRun, store: LabelStore, config: RoundConfig, rounds: Sequence[AddedTasks]) -> None:
+    """Raises: LabelsWaitError while people have not given enough labels."""
     if _missing(store, config, rounds):
+        most = max(one.num_labelers for one in _covered(store, config, rounds))
+        people = f", and some tasks need answers of {most} people" if most > 1 else ""
         raise LabelsWaitError(
             f"{run.name} waits for labels of batch {rounds[-1].batch!r} in {config.store}; people give them where `heed"
-            f" label serve --store {config.store}` says",
+            f" label serve --store {config.store}` says{people}",
             partial(missing_labels, run.run_folder, config),
         )
 

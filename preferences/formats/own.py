@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from difflib import get_close_matches
 from fractions import Fraction
 from typing import Any
 
@@ -65,6 +66,18 @@ from preferences.records import (
 MAX_CHARACTERS = 2**31  # of a response, as far as a span's end can say
 MAX_FLAGS = 100  # per response
 REQUIRED = ("task_id", "prompt", "responses")  # of a row of `heed`; the other fields have defaults
+OPTIONAL = (
+    "batch",
+    "num_labelers",
+    "sources",
+    "objective",
+    "gold_ranks",
+    "repeat_of",
+    "details",
+    "warning",
+    "judgments",
+)
+FIELDS = (*REQUIRED, *OPTIONAL)
 
 
 # ---- heed ----
@@ -72,7 +85,7 @@ REQUIRED = ("task_id", "prompt", "responses")  # of a row of `heed`; the other f
 
 def read_heed(where: str, row: Row, _report: Report, objective: str) -> Iterator[JudgedTask]:
     """Reads a task as it was stored, with every event on it, or a new task, which may have only the fields REQUIRED."""
-    row = {name: value for name, value in row.items() if value is not None}
+    row = _given(where, row)
     missing = [name for name in REQUIRED if name not in row]
     if len(missing) > 1:
         raise ValueError(f"{where}: fields {', '.join(map(repr, missing))} are missing; found {names(row)}")
@@ -99,6 +112,21 @@ def read_heed(where: str, row: Row, _report: Report, objective: str) -> Iterator
         batch=text_field(where, row, "batch") if "batch" in row else "",
         num_labelers=whole_field(where, row, "num_labelers", 1, MAX_LABELERS) if "num_labelers" in row else 0,
     )
+
+
+def _given(where: str, row: Row) -> dict[str, Any]:
+    """Returns a row's fields that are not null, a prompt that is a text as the user's turn.
+
+    Other fields are ignored, but not one that looks like a field of the format: the task would silently lack that.
+    """
+    given = {name: value for name, value in row.items() if value is not None}
+    absent = [name for name in FIELDS if name not in given]
+    for name in given.keys() - set(FIELDS):
+        if near := get_close_matches(name, absent, n=1, cutoff=0.85):
+            raise ValueError(f"{where}: unknown field {name!r}; did you mean {near[0]!r}?")
+    if isinstance(given.get("prompt"), str):
+        given["prompt"] = [{"role": "user", "content": text_field(where, given, "prompt")}]
+    return given
 
 
 def write_heed(

@@ -172,6 +172,8 @@ def sniff(rows: Rows, source: str, *, option: str = "--format") -> tuple[Format,
     where, row = first[0]
     is_demonstration = {"prompt", "completion"} <= row.keys() or "messages" in row or "conversations" in row
     belongs = "; demonstrations belong in sft.demonstrations" if is_demonstration else ""
+    if {"prompt", "responses"} <= row.keys():
+        belongs = "; `heed label outputs` makes tasks of rows without task_id"
     raise ValueError(
         f"{where}: no known format has the fields {names(row)}; name one with {option} (a pair has the fields 'prompt',"
         f" 'chosen' and 'rejected'; a task has 'task_id', 'prompt' and 'responses'){belongs}"

@@ -6,7 +6,9 @@ errors of the hub's clients come to.
 import csv
 import gzip
 import json
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,17 @@ def test_what_is_malformed_is_named(tmp_path: Path, name: str, text: str, words:
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=words):
         list(read_source(str(tmp_path / name)))
+
+
+def test_a_label_store_is_no_file_of_rows(tmp_path: Path) -> None:
+    path = tmp_path / "labels.sqlite"
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("create table t (a)")
+        database.commit()
+    with pytest.raises(
+        ValueError, match=r"; if it is a label store, `heed label export --store .*labels\.sqlite --out"
+    ):
+        list(read_source(str(path)))
 
 
 def test_folders_that_datasets_saved_or_can_load(tmp_path: Path) -> None:

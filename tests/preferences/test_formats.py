@@ -104,6 +104,8 @@ def test_a_format_is_guessed_from_its_fields(name: str) -> None:
 def test_what_cannot_be_guessed_is_refused() -> None:
     with pytest.raises(ValueError, match=r"demonstrations belong in sft\.demonstrations"):
         sniff(iter(placed({"prompt": "a", "completion": "b"})), "file")
+    with pytest.raises(ValueError, match=r"; `heed label outputs` makes tasks of rows without task_id$"):
+        sniff(iter(placed({"prompt": "Why?", "responses": ["a", "b"]})), "file")
     with pytest.raises(ValueError, match=r"file: line 1: no known format has the fields \['text'\]; .* --format"):
         sniff(iter(placed({"text": "a"})), "file")
     with pytest.raises(ValueError, match=r"empty\.jsonl: there are no rows"):
@@ -145,6 +147,13 @@ def test_heed_gives_every_column_back() -> None:
     assert (task.repeat_of, task.details, found.batches, found.quotas) == ("t0", {"n": 1}, {"t1": "b"}, {"t1": 2})
     assert (act.ratings, act.flags, act.note, act.shown_order) == ((1, 6.5), (("rude",), ()), "hm", (1, 0))
     assert (act.instructions_version, act.milliseconds, act.client, act.created_at) == ("3", 900, "page", 12.5)
+
+
+def test_a_task_whose_prompt_is_a_text_asks_it_as_the_user() -> None:
+    """Other fields are ignored, since rows may come from elsewhere."""
+    row = {"task_id": "q1", "prompt": "Why?", "responses": ["a", "b"], "topic": "sky", "id": 7}
+    (task,) = (found.task for found in read("heed", row).found_tasks)
+    assert task.prompt == (Message("user", "Why?"),)
 
 
 def test_hh_prompts_are_dialogues_and_places_say_nothing() -> None:
@@ -412,6 +421,12 @@ def test_a_pair_of_two_subsets_of_rewardbench_counts_in_both() -> None:
         ("heed", {"details": "[]"}, "field 'details' holds list; a JSON object was expected"),
         ("heed", {"batch": ""}, "field 'batch' is empty"),
         ("heed", {"num_labelers": 0}, "field 'num_labelers' is 0"),
+        (
+            "heed",
+            {"num_labelers": None, "num_labellers": 2},
+            r"unknown field 'num_labellers'; did you mean 'num_labelers'\?",
+        ),
+        ("heed", {"prompt": " "}, "field 'prompt' is empty"),
     ],
 )
 def test_a_malformed_row_is_refused(name: str, change: dict[str, Any], words: str) -> None:

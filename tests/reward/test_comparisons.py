@@ -84,6 +84,9 @@ def test_a_bad_ranking_is_named_by_file_line_and_field(tmp_path: Path, change: d
 def test_no_rankings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"rankings\.jsonl: no rankings; at least one was expected"):
         read_rankings(write(tmp_path))
+    task = {name: GOOD[name] for name in ("task_id", "prompt", "responses")}
+    with pytest.raises(ValueError, match=r"rankings\.jsonl: 2 tasks, and none has a judgment; at least one ranking"):
+        read_rankings(write(tmp_path, task, {**task, "task_id": "t2"}))
 
 
 def test_sequences_are_prompt_response_and_end_token(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -170,6 +170,13 @@ def test_a_damaged_checkpoint_costs_time_and_nothing_else(
     assert "test: resumes from step 3 of 6 (checkpoints/step-000003)" in caplog.text
 
 
+def test_messages_name_the_stage_of_a_later_round(
+    tmp_path: Path, tiny_config: ModelConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path / "test_2", tiny_config)
+    assert "test_2: starts from step 0 of 6 (no checkpoint yet)" in caplog.text
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_step_0(
     tmp_path: Path, tiny_config: ModelConfig
 ) -> None:

@@ -1,5 +1,6 @@
 """Jobs that inherit from a base."""
 
+import re
 from pathlib import Path
 from textwrap import dedent
 
@@ -8,7 +9,8 @@ import pytest
 from heed.jobs.job_file import load_job, merged, read_job_values
 from heed.jobs.submission import Shipment
 
-DEBUG = Path(__file__).parents[3] / "configs" / "jobs" / "debug.toml"
+ROOT = Path(__file__).parents[3]
+DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
 
 
 def write(path: Path, text: str) -> Path:
@@ -94,3 +96,13 @@ def test_a_name_is_not_inherited(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.toml", f'base = "{DEBUG}"\n')
     with pytest.raises(ValueError, match=r"mine\.toml: name: missing"):
         load_job(path)
+
+
+@pytest.mark.parametrize("page", ["alarm.md", "loop.md"])
+def test_the_tables_on_a_page_can_be_added_to_a_job(tmp_path: Path, page: str) -> None:
+    """Each block as it stands, without further keys that it would need."""
+    blocks = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL | re.M)
+    assert blocks
+    for block in blocks:
+        job = f'base = "{DEBUG}"\nname = "mine"\nwithout = ["dpo"]\n{block}'
+        load_job(write(tmp_path / "mine.toml", job))

@@ -14,7 +14,8 @@ from functools import partial
 from itertools import pairwise
 from math import isnan, nan
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -45,9 +46,11 @@ from heed.loop.collect import (
     AddedTasks,
     LabelsWaitError,
     RoundResults,
+    added_by,
     effective_number,
     missing_labels,
     preflight,
+    require_labels,
     waiting_for_store,
 )
 from heed.loop.config import LoopConfig, RoundConfig
@@ -70,6 +73,7 @@ from preferences.store import LabelStore
 from stages.lineage import LINEAGE
 from stages.planning.hardware import GPUS
 from stages.progress import RunStatus
+from stages.run import StageRun
 from training.data import Prompt
 
 JOBS = Path(__file__).parents[3] / "configs" / "jobs"
@@ -568,6 +572,21 @@ def test_a_round_waits_for_no_archived_task_and_for_no_store_without_its_tasks(t
     other = config.model_copy(update={"store": str(tmp_path / "other.sqlite")})
     with pytest.raises(ValueError, match=r"other.sqlite lacks 10 tasks of batch 'tiny' that the loop has added"):
         missing_labels(tmp_path, other)
+
+
+def test_a_round_that_waits_says_how_many_people_a_task_needs(tmp_path: Path) -> None:
+    store = str(tmp_path / "people.sqlite")
+    config = load_job(job_file(tmp_path, 4, 1, f'store = "{store}"\nenough_share = 1.0')).part("collect")
+    add_tasks(tmp_path, store, 4)
+    run = cast(StageRun, SimpleNamespace(name="collect", run_folder=tmp_path))
+    with LabelStore(store) as opened:
+        with pytest.raises(LabelsWaitError, match=r"says$"):
+            require_labels(run, opened, config, [added_by(tmp_path, 1)])
+        with opened.writing() as connection:
+            places = organizing.positions_of(connection, ["t0"])
+            organizing.set_num_labelers(connection, places, 2, by="eve", now=1.0)
+        with pytest.raises(LabelsWaitError, match=r"says, and some tasks need answers of 2 people$"):
+            require_labels(run, opened, config, [added_by(tmp_path, 1)])
 
 
 def test_a_locked_store_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

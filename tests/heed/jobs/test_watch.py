@@ -141,6 +141,7 @@ def test_time_left_without_metrics_ranks_and_restarts() -> None:
     found = now_of(counted, [], 1_600.0)
     assert found.text == "compare: 5 of 20; about 5 min 00 s left in this stage."
     assert ("Ranks", "4 workers, 2 generators") in found.facts
+    assert ("Ranks", "1 worker") in now_of(replace(counted, workers={"workers": 1}), [], 1_600.0).facts
     assert ("Restarts", "1") in found.facts
     assert found.events[0].endswith("ppo continued after: rank 1")
     # Seconds that restart at 0 after a resumption are not the duration of a step.

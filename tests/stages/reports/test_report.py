@@ -561,6 +561,10 @@ def test_answers_to_the_same_prompts_during_training(whole_run: Path, browser: B
     )  # fmt: skip
     page.locator("details.folded").evaluate_all("all => all.forEach(one => { one.open = true; })")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    # A wide table is scrolled; its caption can be read without scrolling.
+    ends = page.locator(".scroll caption").evaluate_all("all => all.map(one => one.getBoundingClientRect().right)")
+    assert len(ends) > 3
+    assert max(ends) <= 390
     page.context.close()
 
 
