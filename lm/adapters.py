@@ -232,16 +232,16 @@ def check_fit(adapter: AdapterFolder, model: nn.Module, new: Set[str]) -> None:
     Raises: ValueError naming the tensors that do not belong in the model, that the config does not target, that are
     missing, or whose shapes differ; and for a file without any adapter.
     """
-    found = adapter.shapes.keys()
+    names = adapter.shapes.keys()
     pairs, left_out = _adapter_shapes(adapter, model)
     wholes, required = _whole_shapes(adapter, model, new)
     expected = pairs | wholes
-    layers = {name.removesuffix(A).removesuffix(B) for name in found & pairs.keys()}
+    layers = {name.removesuffix(A).removesuffix(B) for name in names & pairs.keys()}
     required |= {f"{layer}{kind}" for layer in layers for kind in (A, B)}
-    wrong = [f"{name}: found, but {ADAPTER_CONFIG} does not target it" for name in sorted(found & left_out)]
-    wrong += [f"{name}: found, not expected" for name in sorted(found - expected.keys() - left_out)]
-    wrong += [f"{name}: expected {expected[name]}, missing" for name in sorted(required - found)]
-    for name in sorted(found & expected.keys()):
+    wrong = [f"{name}: found, but {ADAPTER_CONFIG} does not target it" for name in sorted(names & left_out)]
+    wrong += [f"{name}: found, not expected" for name in sorted(names - expected.keys() - left_out)]
+    wrong += [f"{name}: expected {expected[name]}, missing" for name in sorted(required - names)]
+    for name in sorted(names & expected.keys()):
         if adapter.shapes[name] != expected[name]:
             wrong.append(f"{name}: expected {expected[name]}, found {adapter.shapes[name]}")
     if wrong:
@@ -282,12 +282,12 @@ def adaptable_maps(model: nn.Module) -> dict[str, tuple[nn.Linear, Layers]]:
 
     Heads (`lm.layers.Head`, `lm.layers.Fp32Linear`) compute differently, so an adapter has their full weights or none.
     """
-    found, places = dict[str, tuple[nn.Linear, Layers]](), places_of(model)
+    maps, places = dict[str, tuple[nn.Linear, Layers]](), places_of(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and type(module) in (nn.Linear, Linear, LoRALinear):
             parts = places[f"{name}.weight"].parts
-            found[name] = module, {theirs.removesuffix(".weight"): rows for theirs, rows in parts.items()}
-    return found
+            maps[name] = module, {theirs.removesuffix(".weight"): rows for theirs, rows in parts.items()}
+    return maps
 
 
 def places_of(model: nn.Module) -> dict[str, Stored]:

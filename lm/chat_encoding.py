@@ -152,10 +152,10 @@ class Names:
                 specials += [] if special is None else [special]
                 continue
             inner = match.group()[1:-1]
-            people = _ESCAPED.sub(lambda found: MARKS[int(found[1])], inner)
+            people = _ESCAPED.sub(lambda match: MARKS[int(match[1])], inner)
             parts += [marked[done : match.start()], people]
             regions.append((start, start + len(people)))
-            escapes = [match.start() + 1 + found.start() for found in _ESCAPED.finditer(inner)]
+            escapes = [match.start() + 1 + escape.start() for escape in _ESCAPED.finditer(inner)]
             taken_out += [match.start(), *escapes, match.end() - 1]
             done = match.end()
         text = "".join([*parts, marked[done:]]) if parts else marked
@@ -271,8 +271,8 @@ class Conversation:
         """Whether the library finds a special token's name in message text when it encodes these sections."""
         if not self._regions:
             return False
-        found = (span for token, *span in self._written(encoded).in_sections() if is_special(token))
-        return any(start < last and first < stop for start, stop in found for first, last in self._regions)
+        spans = (span for token, *span in self._written(encoded).in_sections() if is_special(token))
+        return any(start < last and first < stop for start, stop in spans for first, last in self._regions)
 
     def tokens(self, encoded: Callable[[Section], Encoding]) -> tuple[list[int], list[bool]]:
         """Returns the tokens, and per token whether it belongs to a response, including its end token."""
@@ -383,14 +383,14 @@ class SectionEncoder:
 
     def encode(self, sections: Iterable[Section]) -> dict[Section, Encoding]:
         """Encode each distinct section once. Raises: ValueError for text that is not valid Unicode."""
-        found: dict[Section, Encoding] = {}
+        encodings: dict[Section, Encoding] = {}
         by_way: dict[tuple[Place, bool], list[Section]] = {}
         for section in dict.fromkeys(sections):
             by_way.setdefault((section.place, section.finds_names), []).append(section)
         for (place, finds_names), several in by_way.items():
             texts = [section.text for section in several]
-            found.update(zip(several, encode_texts(self._for(place), texts, finds_names=finds_names), strict=True))
-        return found
+            encodings.update(zip(several, encode_texts(self._for(place), texts, finds_names=finds_names), strict=True))
+        return encodings
 
     def _for(self, place: Place) -> Tokenizer:
         return {"first": self._vocabulary, "later": self._later, "continued": self._continued}[place]

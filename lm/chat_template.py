@@ -74,23 +74,23 @@ class ChatTemplate:
         Raises: ValueError for a conversation that the template refuses, whose tools, calls or results it leaves out, or
             if it is unclear whether the template or a message wrote a special token's name.
         """
-        given = _variables(messages)
-        marked = self._changed(given, self._names.marked)
+        variables = _variables(messages)
+        marked = self._changed(variables, self._names.marked)
         text = self._rendered(marked, add_generation_prompt)
-        read = self._names.read(text) if marked != given else None
+        read = self._names.read(text) if marked != variables else None
         plain = text if read is None else read.text
-        if read is not None and plain != self._rendered(given, add_generation_prompt):
+        if read is not None and plain != self._rendered(variables, add_generation_prompt):
             raise ValueError(
                 "chat_template searches messages for special tokens' names, which are plain text there; a template that"
                 " copies messages unchanged was expected"
             )
-        if not all(content.strip() in plain for content in _texts(given)):
-            self._check_rewritten(given, text, add_generation_prompt)
-        if _has_tools(given):
-            self._check_has_place(given)
+        if not all(content.strip() in plain for content in _texts(variables)):
+            self._check_rewritten(variables, text, add_generation_prompt)
+        if _has_tools(variables):
+            self._check_has_place(variables)
         return text
 
-    def _changed(self, given: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    def _changed(self, variables: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
         """Returns the variables with changed texts: those of messages, and all of calls and tools except plain words.
 
         Templates compare some of these words, such as roles and the types of parameters.
@@ -111,26 +111,26 @@ class ChatTemplate:
                 for key, item in value.items()
             }
 
-        return {name: changed(value, is_text=False, has_texts=name == "messages") for name, value in given.items()}
+        return {name: changed(value, is_text=False, has_texts=name == "messages") for name, value in variables.items()}
 
-    def _check_rewritten(self, given: Mapping[str, Any], text: str, add_generation_prompt: bool) -> None:
+    def _check_rewritten(self, variables: Mapping[str, Any], text: str, add_generation_prompt: bool) -> None:
         """Check that the template's changes to a message do not make a special token's name.
 
         Raises: ValueError if the rendering has other special tokens than with every character of the messages marked.
         """
-        marked = self._changed(given, marked_throughout)
+        marked = self._changed(variables, marked_throughout)
         whatever = self._names.read(self._rendered(marked, add_generation_prompt))
         if self._ids_of(whatever) != self._ids_of(self._names.read(text)):
             raise ValueError("chat_template makes the name of a special token out of a message's text")
 
-    def _check_has_place(self, given: Mapping[str, Any]) -> None:
+    def _check_has_place(self, variables: Mapping[str, Any]) -> None:
         """Check that the template writes all of a conversation with tools, except what it drops of answers.
 
         It is rendered with words that appear nowhere else. What a template writes depends on the conversation's shape,
         so each shape is checked once. Raises: ValueError naming what is left out.
         """
-        probe, wanted = _probe(given)
-        shape = repr((probe["messages"], len(given["tools"] or ())))
+        probe, wanted = _probe(variables)
+        shape = repr((probe["messages"], len(variables["tools"] or ())))
         if shape in self._known_shapes:
             return
         text = self._rendered(probe, add_generation_prompt=False)
@@ -217,7 +217,9 @@ class ChatTemplate:
         text = self.render([*question, turn, *messages], add_generation_prompt=True)
         appended = self._names.read(text).text.partition(answer)[2]
         contents = [message["content"].strip() for message in messages]
-        if not text.startswith(before) or not all(own in appended or _escaped(own) in appended for own in contents):
+        if not text.startswith(before) or not all(
+            content in appended or _escaped(content) in appended for content in contents
+        ):
             raise ValueError(
                 f"chat_template: the rendering {_end(text)} does not append messages to {_end(before)}; a template must"
                 " only append when a message is added"
@@ -253,7 +255,7 @@ class Beginning(NamedTuple):
         if not (text.startswith(self.before) and self.whole.startswith(self.before)):
             return None
         response = self.whole[start:]
-        first_text = next((found for part in self.texts if part and (found := response.find(part)) >= 0), 0)
+        first_text = next((place for part in self.texts if part and (place := response.find(part)) >= 0), 0)
         for dropped in range(first_text + 1):
             kept = response[dropped:]
             if text.startswith(kept, start) and (not dropped or all(part in kept for part in self.texts)):
@@ -301,19 +303,19 @@ def _call(where: str, call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**call["function"], "arguments": dict(arguments)}}
 
 
-def _has_tools(given: Mapping[str, Any]) -> bool:
-    return bool(given["tools"]) or any("tool_calls" in m or m["role"] == "tool" for m in given["messages"])
+def _has_tools(variables: Mapping[str, Any]) -> bool:
+    return bool(variables["tools"]) or any("tool_calls" in m or m["role"] == "tool" for m in variables["messages"])
 
 
-def _texts(given: Mapping[str, Any]) -> Iterator[str]:
+def _texts(variables: Mapping[str, Any]) -> Iterator[str]:
     """Yields the texts that special tokens could be made of: those of messages, and of calls and tools if there are
     any.
     """
-    for message in given["messages"]:
+    for message in variables["messages"]:
         yield message["content"] or ""
         if "tool_calls" in message:
             yield from _strings(message["tool_calls"])
-    yield from _strings(given["tools"])
+    yield from _strings(variables["tools"])
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -327,10 +329,10 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
-def _probe(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def _probe(variables: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns a conversation of the same shape, and what each word in it that must be written stands for."""
     wanted, messages = dict[str, str](), list[dict[str, Any]]()
-    for place, message in enumerate(given["messages"]):
+    for place, message in enumerate(variables["messages"]):
         where, calls = f"messages[{place}]", message.get("tool_calls") or ()
         probe = {**message, "content": message["content"] and f"probe{place}text"}
         if message["content"] and (calls or message["role"] != "assistant"):
@@ -345,7 +347,7 @@ def _probe(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         messages.append(probe)
     tools = [
         {**tool, "function": {**tool["function"], "name": f"probetool{number}x"}}
-        for number, tool in enumerate(given["tools"] or ())
+        for number, tool in enumerate(variables["tools"] or ())
     ]
     wanted |= {tool["function"]["name"]: f"tools[{number}]" for number, tool in enumerate(tools)}
     return {"messages": messages, "tools": tools or None}, wanted

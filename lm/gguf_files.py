@@ -254,7 +254,7 @@ def _kind_of(name: str, shape: tuple[int, ...], kind: GGUFType) -> gguf.GGMLQuan
 def _stored(name: str, tensor: Tensor, kind: gguf.GGMLQuantizationType) -> NDArray[np.generic]:
     """Converts a tensor to `kind`. Raises: ValueError for a weight that f16 cannot hold."""
     with np.errstate(over="ignore"):  # the next line reports it
-        found = gguf.quantize(tensor.contiguous().numpy(), kind)
-    if kind == gguf.GGMLQuantizationType.F16 and not np.isfinite(found).all():
+        stored = gguf.quantize(tensor.contiguous().numpy(), kind)
+    if kind == gguf.GGMLQuantizationType.F16 and not np.isfinite(stored).all():
         raise ValueError(f"{name} has weights beyond the range of f16; --type f32 holds them")
-    return found
+    return stored

@@ -77,24 +77,24 @@ def _swapped(part: Tensor, num_heads: int, halves: tuple[int, int]) -> Tensor:
 
 def architecture_of(name: str) -> Architecture:
     """Returns the architecture of this name. Raises: ValueError if no family of Heed covers it."""
-    found = next((one for one in ARCHITECTURES if one.name == name), None)
-    if found is None:
+    architecture = next((one for one in ARCHITECTURES if one.name == name), None)
+    if architecture is None:
         known = ", ".join(one.name for one in ARCHITECTURES)
         raise ValueError(f"general.architecture is {name!r}; one of {known} was expected")
-    return found
+    return architecture
 
 
 def parts_of(architecture: Architecture, family: Family, config: ModelConfig, ours: str, num_rows: int) -> list[Part]:
     """Returns the file's tensors that together make up Heed's tensor of this name and number of rows, in order."""
     names = gguf.get_tensor_name_map(architecture.gguf_name, config.num_hidden_layers)
-    found = []
+    parts = []
     for theirs, rows in family.stored(config, ours).parts.items():
         name = names.get_name(theirs, (".weight", ".bias"))
         assert name is not None, f"GGUF has no name for {theirs}"
         heads = {".attn_q.": config.num_attention_heads, ".attn_k.": config.num_key_value_heads}
         permuted = next((number for kind, number in heads.items() if architecture.permutes and kind in name), 0)
-        found.append(Part(name, num_rows if rows is None else rows, permuted))
-    return found
+        parts.append(Part(name, num_rows if rows is None else rows, permuted))
+    return parts
 
 
 def config_fields(metadata: Metadata, shapes: Mapping[str, Sequence[int]], rope_divisors: Tensor | None) -> Fields:
@@ -104,11 +104,11 @@ def config_fields(metadata: Metadata, shapes: Mapping[str, Sequence[int]], rope_
     whose value Heed does not support.
     """
     architecture = architecture_of(str(metadata.get("general.architecture")))
-    given = _Keys(architecture.name, metadata)
+    keys = _Keys(architecture.name, metadata)
     for key, value in _MUST_BE.items():
-        if given.get(key, value) != value:
+        if keys.get(key, value) != value:
             expected = "no such key" if value is None else value
-            raise ValueError(f"{given.full(key)} is {given.get(key)}; {expected} was expected")
+            raise ValueError(f"{keys.full(key)} is {keys.get(key)}; {expected} was expected")
     if EMBEDDING not in shapes:
         raise ValueError(f"no tensor {EMBEDDING}; a whole language model was expected")
     common = {
@@ -119,42 +119,42 @@ def config_fields(metadata: Metadata, shapes: Mapping[str, Sequence[int]], rope_
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
     }
     if architecture.name == "gpt2":
-        return {**common, **_gpt2_fields(given)}
-    return {**common, **_rotary_fields(given, set(shapes)), "rope_parameters": _rope_fields(given, rope_divisors)}
+        return {**common, **_gpt2_fields(keys)}
+    return {**common, **_rotary_fields(keys, set(shapes)), "rope_parameters": _rope_fields(keys, rope_divisors)}
 
 
-def _gpt2_fields(given: "_Keys") -> Fields:
+def _gpt2_fields(keys: "_Keys") -> Fields:
     return {
         "model_type": "gpt2",
-        "n_positions": given.number("context_length"),
-        "n_embd": given.number("embedding_length"),
-        "n_layer": given.number("block_count"),
-        "n_head": given.number("attention.head_count"),
-        "n_inner": given.number("feed_forward_length"),
+        "n_positions": keys.number("context_length"),
+        "n_embd": keys.number("embedding_length"),
+        "n_layer": keys.number("block_count"),
+        "n_head": keys.number("attention.head_count"),
+        "n_inner": keys.number("feed_forward_length"),
         "activation_function": "gelu_new",
-        "layer_norm_epsilon": given.real("attention.layer_norm_epsilon"),
+        "layer_norm_epsilon": keys.real("attention.layer_norm_epsilon"),
     }
 
 
-def _rotary_fields(given: "_Keys", tensors: Set[str]) -> Fields:
-    heads, width = given.number("attention.head_count"), given.number("embedding_length")
-    head_dim = given.get("attention.key_length") or given.get("rope.dimension_count") or width // heads
+def _rotary_fields(keys: "_Keys", tensors: Set[str]) -> Fields:
+    heads, width = keys.number("attention.head_count"), keys.number("embedding_length")
+    head_dim = keys.get("attention.key_length") or keys.get("rope.dimension_count") or width // heads
     for key in ("attention.value_length", "rope.dimension_count"):
-        expect({given.full(key): given.get(key, head_dim)}, given.full(key), head_dim)
-    window = given.get("attention.sliding_window")
-    model_type = "mistral" if given.architecture == "llama" and window else given.architecture
+        expect({keys.full(key): keys.get(key, head_dim)}, keys.full(key), head_dim)
+    window = keys.get("attention.sliding_window")
+    model_type = "mistral" if keys.architecture == "llama" and window else keys.architecture
     family = next(family for family in FAMILIES if family.model_type == model_type)
     fields = {
         "model_type": model_type,
-        "max_position_embeddings": given.number("context_length"),
+        "max_position_embeddings": keys.number("context_length"),
         "hidden_size": width,
-        "num_hidden_layers": given.number("block_count"),
+        "num_hidden_layers": keys.number("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": given.number("attention.head_count_kv", heads),
+        "num_key_value_heads": keys.number("attention.head_count_kv", heads),
         "head_dim": int(head_dim),
-        "intermediate_size": given.number("feed_forward_length"),
+        "intermediate_size": keys.number("feed_forward_length"),
         "hidden_act": getattr(family, "hidden_act", None),
-        "rms_norm_eps": given.real("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": keys.real("attention.layer_norm_rms_epsilon"),
     }
     if model_type != "qwen2":  # its biases are part of the family
         fields["attention_bias"] = "blk.0.attn_output.bias" in tensors
@@ -163,24 +163,24 @@ def _rotary_fields(given: "_Keys", tensors: Set[str]) -> Fields:
     if model_type == "mistral":
         fields["sliding_window"] = int(window)
     elif window:
-        raise ValueError(f"{given.full('attention.sliding_window')} is {window}; no window was expected")
+        raise ValueError(f"{keys.full('attention.sliding_window')} is {window}; no window was expected")
     return fields
 
 
-def _rope_fields(given: "_Keys", divisors: Tensor | None) -> Fields:
+def _rope_fields(keys: "_Keys", divisors: Tensor | None) -> Fields:
     """Returns `rope_parameters` of config.json."""
-    theta = given.real("rope.freq_base", 10_000.0)
+    theta = keys.real("rope.freq_base", 10_000.0)
     if divisors is not None and not torch.all(divisors == 1):
         return {"rope_type": "llama3", "rope_theta": theta, **_llama3_fields(theta, divisors)}
-    kind, factor = given.get("rope.scaling.type", "none"), given.real("rope.scaling.factor", 0.0)
-    expect({given.full("rope.scaling.type"): kind}, given.full("rope.scaling.type"), "none", "linear", "yarn")
+    kind, factor = keys.get("rope.scaling.type", "none"), keys.real("rope.scaling.factor", 0.0)
+    expect({keys.full("rope.scaling.type"): kind}, keys.full("rope.scaling.type"), "none", "linear", "yarn")
     if kind == "none" or factor in (0.0, 1.0):
         return {"rope_type": "default", "rope_theta": theta}
     fields = {"rope_type": kind, "rope_theta": theta, "factor": factor}
     if kind == "yarn":
-        fields["original_max_position_embeddings"] = given.number("rope.scaling.original_context_length")
+        fields["original_max_position_embeddings"] = keys.number("rope.scaling.original_context_length")
         for name in ("beta_fast", "beta_slow"):
-            value = given.get(f"rope.scaling.yarn_{name}")
+            value = keys.get(f"rope.scaling.yarn_{name}")
             fields |= {} if value is None else {name: _short(value)}
     return fields
 
@@ -231,18 +231,18 @@ class _Keys:
 
     def number(self, key: str, default: int | None = None) -> int:
         """Returns a whole number. Raises: ValueError if it is missing or differs between layers."""
-        found = self.get(key, default)
-        if isinstance(found, Sequence) and len(set(found)) == 1:
-            found = found[0]
-        if not isinstance(found, int):
-            raise ValueError(f"{self.full(key)} is {'missing' if found is None else found}; a number was expected")
-        return found
+        value = self.get(key, default)
+        if isinstance(value, Sequence) and len(set(value)) == 1:
+            value = value[0]
+        if not isinstance(value, int):
+            raise ValueError(f"{self.full(key)} is {'missing' if value is None else value}; a number was expected")
+        return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        found = self.get(key, default)
-        if not isinstance(found, float):
-            raise ValueError(f"{self.full(key)} is {'missing' if found is None else found}; a number was expected")
-        return _short(found)
+        value = self.get(key, default)
+        if not isinstance(value, float):
+            raise ValueError(f"{self.full(key)} is {'missing' if value is None else value}; a number was expected")
+        return _short(value)
 
 
 def _short(value: float) -> float:

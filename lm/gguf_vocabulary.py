@@ -129,11 +129,11 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
         bpe = models.BPE(_numbers(metadata, tokens), merges, ignore_merges=cut in _WHOLE_WORDS)
     except Exception as error:  # the library raises nothing more specific for a merge whose parts are not tokens
         raise ValueError(f"tokenizer.ggml.merges: {error}") from None
-    found = Tokenizer(bpe)
-    found.pre_tokenizer, found.decoder = _CUTS[cut](), decoders.ByteLevel()
+    tokenizer = Tokenizer(bpe)
+    tokenizer.pre_tokenizer, tokenizer.decoder = _CUTS[cut](), decoders.ByteLevel()
     if cut in _COMPOSES:
-        found.normalizer = normalizers.NFC()
-    return found
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
 
 
 def _sentencepiece(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
@@ -148,13 +148,13 @@ def _sentencepiece(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
     by_token = {token: score for token, score in zip(tokens, scores, strict=True) if token in plain}
     merges = generate_merges({token: number for token, number in numbers.items() if token in plain}, by_token)
     unknown = tokens[list(kinds).index(UNKNOWN)]
-    found = Tokenizer(models.BPE(numbers, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(models.BPE(numbers, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     has_space = metadata.get("tokenizer.ggml.add_space_prefix", True)
     steps: list[Any] = [normalizers.Prepend(SPACE)] if has_space else []
-    found.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
     back: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    found.decoder = decoders.Sequence([*back, *([decoders.Strip(" ", 1, 0)] if has_space else [])])
-    return found
+    tokenizer.decoder = decoders.Sequence([*back, *([decoders.Strip(" ", 1, 0)] if has_space else [])])
+    return tokenizer
 
 
 def _numbers(metadata: Metadata, tokens: Sequence[str]) -> dict[str, int]:

@@ -102,18 +102,18 @@ def model_hash(name: str) -> str:
 def refuse_adapter(folder: Path, name: str = "") -> None:
     """Raises: ValueError for an adapter without a model's weights. Some are saved with their base's config.json."""
     if (folder / ADAPTER_CONFIG).is_file() and not any(folder.glob("model*.safetensors*")):
-        given = name or folder
+        named = name or folder
         merged = folder.parent / "model"  # a run writes both
-        advice = f"Run `heed merge-adapter {given} OUTPUT` to merge it into its base"
+        advice = f"Run `heed merge-adapter {named} OUTPUT` to merge it into its base"
         if (merged / "config.json").is_file():
             advice = f"{merged} is the model that it is merged into"
-        raise ValueError(f"{given} has an {ADAPTER_CONFIG}: it is an adapter, not a model. {advice}")
+        raise ValueError(f"{named} has an {ADAPTER_CONFIG}: it is an adapter, not a model. {advice}")
 
 
 def hub_name(folder: Path) -> str:
     """Returns the hub id of a folder that `model_directory` downloaded; "" for any other folder."""
-    found = _SNAPSHOT.fullmatch(str(folder))
-    return f"{found['owner']}/{found['name']}" if found else ""
+    match = _SNAPSHOT.fullmatch(str(folder))
+    return f"{match['owner']}/{match['name']}" if match else ""
 
 
 def on_this_machine(folder: Path) -> Path:
@@ -125,13 +125,13 @@ def on_this_machine(folder: Path) -> Path:
 
     Raises: ValueError as for `model_directory`.
     """
-    found = _SNAPSHOT.fullmatch(str(folder))
-    if found is None:
+    match = _SNAPSHOT.fullmatch(str(folder))
+    if match is None:
         is_elsewhere = _FROM_GGUF.fullmatch(str(folder)) and not folder.is_dir()
         return gguf_cache() / folder.name if is_elsewhere else folder
     # A folder that is here may be incomplete: another process may be downloading it. The client completes it.
-    cache = found["cache"] if folder.is_dir() else None
-    return _downloaded(f"{found['owner']}/{found['name']}", found["commit"], cache)
+    cache = match["cache"] if folder.is_dir() else None
+    return _downloaded(f"{match['owner']}/{match['name']}", match["commit"], cache)
 
 
 def _downloaded(name: str, revision: str | None = None, cache: str | None = None) -> Path:

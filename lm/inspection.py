@@ -33,13 +33,13 @@ def attention_weights(
     """Returns softmax(Q Kᵀ / √H) of every head: self-attention [L, B, N, T, T], and attention to an encoder
     [L, B, N, T, S] or None. Rows sum to 1.
     """
-    own: list[Tensor] = []
+    self_weights: list[Tensor] = []
     across: list[Tensor] = []
 
     def look(attention: Attention, inputs: tuple[Any, ...]) -> None:
         x_BTD, rotary, mask_BTT = inputs[:3]
         q_BNTH, k_BGTH, _ = attention.project(x_BTD, rotary)
-        own.append(_weights(q_BNTH, k_BGTH, mask_BTT))
+        self_weights.append(_weights(q_BNTH, k_BGTH, mask_BTT))
 
     def look_across(attention: CrossAttention, inputs: tuple[Any, ...]) -> None:
         x_BTD, seen, layer = inputs
@@ -52,7 +52,7 @@ def attention_weights(
             elif isinstance(module, CrossAttention):
                 watching.enter_context(module.register_forward_pre_hook(look_across))
         stack.hidden(tokens_BT, None, cross_cache)
-    return torch.stack(own), torch.stack(across) if across else None
+    return torch.stack(self_weights), torch.stack(across) if across else None
 
 
 @dataclass(frozen=True)
@@ -201,142 +201,142 @@ class Pass:
         return self.rows * -(-self.seq_len // self.split_among)
 
 
-def block_bytes(config: ModelConfig, of: Pass, *, cross_attention: bool = False) -> int:
+def block_bytes(config: ModelConfig, batch: Pass, *, cross_attention: bool = False) -> int:
     """Returns the bytes that a block keeps; `cross_attention` adds attention to encoder rows of the same length."""
-    branches = [_attention_bytes(config, of), _mlp_bytes(config, of)]
+    branches = [_attention_bytes(config, batch), _mlp_bytes(config, batch)]
     if cross_attention:
-        branches.append(_cross_bytes(config, of))
-    return of.num_tokens * sum(_branch_bytes(config, of) + kept for kept in branches)
+        branches.append(_cross_bytes(config, batch))
+    return batch.num_tokens * sum(_branch_bytes(config, batch) + kept for kept in branches)
 
 
-def ends_bytes(config: ModelConfig, of: Pass) -> int:
+def ends_bytes(config: ModelConfig, batch: Pass) -> int:
     """Returns the bytes kept outside the blocks: rotary tables, embedding norm and dropout, final norm, head input."""
     tables = 2 if config.rope_local_base_freq else 1
-    kept = 2 * tables * config.rotary_dim * of.compute_bytes if config.positions == "rotary" else 0
-    kept += _norm_bytes(config, of) if config.embedding_norm else 0
-    kept += _dropout_bytes(of)
-    kept += _norm_bytes(config, of) if config.norm_place != "post" else 0
-    table = of.seq_len**2 * _bias_bytes(config, of) if config.positions == "relative" else 0
-    return of.num_tokens * (kept + config.hidden_size * of.compute_bytes) + table
+    kept = 2 * tables * config.rotary_dim * batch.compute_bytes if config.positions == "rotary" else 0
+    kept += _norm_bytes(config, batch) if config.embedding_norm else 0
+    kept += _dropout_bytes(batch)
+    kept += _norm_bytes(config, batch) if config.norm_place != "post" else 0
+    table = batch.seq_len**2 * _bias_bytes(config, batch) if config.positions == "relative" else 0
+    return batch.num_tokens * (kept + config.hidden_size * batch.compute_bytes) + table
 
 
-def gradient_bytes(config: ModelConfig, of: Pass) -> int:
+def gradient_bytes(config: ModelConfig, batch: Pass) -> int:
     """Returns the most bytes that a block's backward pass needs in addition to what the forward pass kept.
 
     The peak is in the MLP, with its activation's gradients, or in attention, with the gradients of its weights and of
     its scores. By then, the memory that the MLP and the last norm kept is free again.
     """
-    inner = config.intermediate_size * of.compute_bytes
+    inner = config.intermediate_size * batch.compute_bytes
     widths = {"swiglu": 2, "geglu": 4}.get(config.mlp, 1)
-    mlp = widths * inner - (config.hidden_size * of.compute_bytes if config.is_gated else 0)
-    tables = 0 if of.is_fused or _is_tiled(config, of) else 2 * _score_bytes(config, of)
+    mlp = widths * inner - (config.hidden_size * batch.compute_bytes if config.is_gated else 0)
+    tables = 0 if batch.is_fused or _is_tiled(config, batch) else 2 * _score_bytes(config, batch)
     after = (
-        _branch_bytes(config, of)
-        + _mlp_bytes(config, of)
-        + _norm_bytes(config, of)
-        + config.hidden_size * of.compute_bytes
+        _branch_bytes(config, batch)
+        + _mlp_bytes(config, batch)
+        + _norm_bytes(config, batch)
+        + config.hidden_size * batch.compute_bytes
     )
-    return of.num_tokens * max(mlp, tables - after)
+    return batch.num_tokens * max(mlp, tables - after)
 
 
-def forward_bytes(config: ModelConfig, of: Pass) -> int:
+def forward_bytes(config: ModelConfig, batch: Pass) -> int:
     """Returns the peak bytes of a pass without gradients, which keeps only the residual stream.
 
     The peak is in attention or in the MLP. Callers hold the stream as it was at the embeddings, before the block and
     before the branch. A branch's input and the rotary tables are in the compute dtype. So is a branch's output on a
     CPU, where one kernel adds it for the next norm.
     """
-    N, G, H, c = config.num_attention_heads, config.num_key_value_heads, config.head_dim, of.compute_bytes
-    around = (3 * of.stream_bytes + (1 if of.is_fused else 2) * c) * config.hidden_size
+    N, G, H, c = config.num_attention_heads, config.num_key_value_heads, config.head_dim, batch.compute_bytes
+    around = (3 * batch.stream_bytes + (1 if batch.is_fused else 2) * c) * config.hidden_size
     around += 2 * c * H if config.positions == "rotary" else 0
-    around += of.stream_bytes * config.hidden_size if config.positions_every_layer else 0
+    around += batch.stream_bytes * config.hidden_size if config.positions_every_layer else 0
     attention = (
         2 * c * (N + 2 * G) * H
         + c * N * H
-        + (0 if of.is_fused or _is_tiled(config, of) else 2 * _score_bytes(config, of))
+        + (0 if batch.is_fused or _is_tiled(config, batch) else 2 * _score_bytes(config, batch))
     )
     mlp = c * config.intermediate_size * {"swiglu": 3, "geglu": 4}.get(config.mlp, 2)
-    return of.num_tokens * (around + max(attention, mlp))
+    return batch.num_tokens * (around + max(attention, mlp))
 
 
-def _branch_bytes(config: ModelConfig, of: Pass) -> int:
+def _branch_bytes(config: ModelConfig, batch: Pass) -> int:
     """Returns the bytes per token around a branch: its norms, its first product's input, its dropout. A norm of its
     output keeps that in the compute dtype.
     """
-    kept = 0 if config.norm_place == "output" else _norm_bytes(config, of)
-    kept += config.hidden_size * of.compute_bytes + _norm_numbers(config) if config.norms_outputs else 0
-    return kept + config.hidden_size * of.compute_bytes + _dropout_bytes(of)
+    kept = 0 if config.norm_place == "output" else _norm_bytes(config, batch)
+    kept += config.hidden_size * batch.compute_bytes + _norm_numbers(config) if config.norms_outputs else 0
+    return kept + config.hidden_size * batch.compute_bytes + _dropout_bytes(batch)
 
 
-def _norm_bytes(config: ModelConfig, of: Pass) -> int:
+def _norm_bytes(config: ModelConfig, batch: Pass) -> int:
     """RMSNorm keeps x and 1 / rms(x); PyTorch's LayerNorm keeps x, its mean and its deviation."""
-    return of.stream_bytes * config.hidden_size + _norm_numbers(config)
+    return batch.stream_bytes * config.hidden_size + _norm_numbers(config)
 
 
 def _norm_numbers(config: ModelConfig) -> int:
     return 4 if config.norm == "rms" else 8
 
 
-def _dropout_bytes(of: Pass) -> int:
+def _dropout_bytes(batch: Pass) -> int:
     """A 64-bit key per token; the backward pass draws the mask again."""
-    return 8 if of.has_dropout else 0
+    return 8 if batch.has_dropout else 0
 
 
-def _attention_bytes(config: ModelConfig, of: Pass) -> int:
+def _attention_bytes(config: ModelConfig, batch: Pass) -> int:
     """c·(2N + 2G)·H for Q, K, V and the output. Written-out attention keeps c·N·T more, a row of weights per head; a
     kernel keeps one fp32 number per head instead.
 
     With fused attention, Q, K and V are views of one product. Norms of queries and keys keep that product too, with one
     fp32 number each.
     """
-    N, G, H, c = config.num_attention_heads, config.num_key_value_heads, config.head_dim, of.compute_bytes
+    N, G, H, c = config.num_attention_heads, config.num_key_value_heads, config.head_dim, batch.compute_bytes
     kept = 4 * (N + G if config.qk_norm_over == "head" else 2) if config.qk_norm else 0
-    if config.qk_norm and not of.is_fused:
+    if config.qk_norm and not batch.is_fused:
         kept += c * (N + 2 * G) * H
     turned = config.positions == "rotary" or config.qk_norm
-    if of.split_among > 1:  # what was exchanged is kept, not what it was copied from; the output on both sides
-        return kept + c * (exchanged_numbers(config, of) + 2 * N * H) + _score_bytes(config, of)
-    if of.is_fused:
+    if batch.split_among > 1:  # what was exchanged is kept, not what it was copied from; the output on both sides
+        return kept + c * (exchanged_numbers(config, batch) + 2 * N * H) + _score_bytes(config, batch)
+    if batch.is_fused:
         views = (N + 2 * G) * H + ((N + G) * H if turned else 0)
-        return kept + c * (views + N * H) + _score_bytes(config, of)
-    return kept + c * (2 * N + 2 * G) * H + _score_bytes(config, of)
+        return kept + c * (views + N * H) + _score_bytes(config, batch)
+    return kept + c * (2 * N + 2 * G) * H + _score_bytes(config, batch)
 
 
-def exchanged_numbers(config: ModelConfig, of: Pass) -> int:
+def exchanged_numbers(config: ModelConfig, batch: Pass) -> int:
     """Returns how many numbers of Q, K and V ranks exchange per token. Each rank gets at least one key-value head."""
-    heads = config.num_attention_heads + 2 * max(config.num_key_value_heads, of.split_among)
-    return heads * config.head_dim if of.split_among > 1 else 0
+    heads = config.num_attention_heads + 2 * max(config.num_key_value_heads, batch.split_among)
+    return heads * config.head_dim if batch.split_among > 1 else 0
 
 
-def _score_bytes(config: ModelConfig, of: Pass) -> int:
+def _score_bytes(config: ModelConfig, batch: Pass) -> int:
     """A row of weights per head, or ln Σ exp(scores)."""
-    if of.is_fused or _is_tiled(config, of):
+    if batch.is_fused or _is_tiled(config, batch):
         return 4 * config.num_attention_heads
     # With a bias, PyTorch's attention on a CPU computes in fp32, and keeps the weights in both types.
-    in_fp32 = 4 if config.positions == "relative" and of.compute_bytes < 4 else 0
-    return config.num_attention_heads * of.seq_len * (of.compute_bytes + in_fp32)
+    in_fp32 = 4 if config.positions == "relative" and batch.compute_bytes < 4 else 0
+    return config.num_attention_heads * batch.seq_len * (batch.compute_bytes + in_fp32)
 
 
-def _is_tiled(config: ModelConfig, of: Pass) -> bool:
+def _is_tiled(config: ModelConfig, batch: Pass) -> bool:
     """Heed's kernel for CPUs adds no bias to scores."""
-    return of.is_tiled and config.positions != "relative"
+    return batch.is_tiled and config.positions != "relative"
 
 
-def _bias_bytes(config: ModelConfig, of: Pass) -> int:
+def _bias_bytes(config: ModelConfig, batch: Pass) -> int:
     """A bias per head, the number of its bucket, and whether it counts: for each pair of places, whatever the rows."""
-    return of.compute_bytes * config.num_attention_heads + 8 + 1
+    return batch.compute_bytes * config.num_attention_heads + 8 + 1
 
 
-def _cross_bytes(config: ModelConfig, of: Pass) -> int:
+def _cross_bytes(config: ModelConfig, batch: Pass) -> int:
     """Like self-attention, with keys and values from as many encoder states, and no bias."""
-    N, G, H, c = config.num_attention_heads, config.num_key_value_heads, config.head_dim, of.compute_bytes
-    scores = N * (4 if of.is_fused or of.is_tiled else c * of.seq_len)
+    N, G, H, c = config.num_attention_heads, config.num_key_value_heads, config.head_dim, batch.compute_bytes
+    scores = N * (4 if batch.is_fused or batch.is_tiled else c * batch.seq_len)
     return c * (2 * N + 2 * G) * H + scores
 
 
-def _mlp_bytes(config: ModelConfig, of: Pass) -> int:
+def _mlp_bytes(config: ModelConfig, batch: Pass) -> int:
     """c·M for the input of the last product, plus what the activation needs: SwiGLU its gate and up, GEGLU also the
     gate's activation, ReLU only its result, which is that input.
     """
     widths = {"swiglu": 3, "geglu": 4, "relu2": 2, "gelu": 2, "gelu_tanh": 2, "relu": 1}[config.mlp]
-    return widths * config.intermediate_size * of.compute_bytes
+    return widths * config.intermediate_size * batch.compute_bytes

@@ -86,9 +86,9 @@ class LoRALinear(Linear):
         y_RF = super().forward(rows_RD)
         if self.readers:
             parts = len(self.readers)
-            for reader, y, own in zip(self.readers, y_RF.chunk(parts), rows_RD.chunk(parts), strict=True):
+            for reader, y, reader_rows in zip(self.readers, y_RF.chunk(parts), rows_RD.chunk(parts), strict=True):
                 if reader is not None:
-                    reader.add_to(y, own)
+                    reader.add_to(y, reader_rows)
         elif not self.is_off:
             self.add_to(y_RF, rows_RD)
         return y_RF.view(*x.shape[:-1], -1)
@@ -133,9 +133,11 @@ def read_by(model: nn.Module, readers: Sequence[nn.Module | None]) -> Iterator[N
     """
     maps = adapted_maps(model)
     known = [{} if reader is None else adapted_maps(reader) for reader in readers]
-    assert all(own.keys() <= maps.keys() for own in known), "a reader has adapters where the model that is run has none"
+    assert all(reader.keys() <= maps.keys() for reader in known), (
+        "a reader has adapters where the model that is run has none"
+    )
     for name, module in maps.items():
-        module.readers = [own.get(name) for own in known]
+        module.readers = [reader.get(name) for reader in known]
     try:
         yield
     finally:

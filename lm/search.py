@@ -47,8 +47,10 @@ def best_of(
     Raises: ValueError as for `generate`, for a prompt without seeds, and unless each response has a finite score.
     """
     if len(seeds) != len(asked) or not all(seeds):
-        raise ValueError(f"{len(asked)} prompts with {[len(own) for own in seeds]} seeds; each needs at least one")
-    repeated = [prompt for prompt, own in zip(asked, seeds, strict=True) for _ in own]
+        raise ValueError(
+            f"{len(asked)} prompts with {[len(prompt_seeds) for prompt_seeds in seeds]} seeds; each needs at least one"
+        )
+    repeated = [prompt for prompt, prompt_seeds in zip(asked, seeds, strict=True) for _ in prompt_seeds]
     prompts, sources = prompts_and_sources(model, repeated, start_id)
     sampled = generate(
         model,
@@ -57,11 +59,11 @@ def best_of(
         max_new_tokens=max_new_tokens,
         end_ids=end_ids,
         choice=choice,
-        seeds=[seed for own in seeds for seed in own],
+        seeds=[seed for prompt_seeds in seeds for seed in prompt_seeds],
         stop=stop,
     )
     responses = iter(sampled.responses)
-    pools = [list(itertools.islice(responses, len(own))) for own in seeds]
+    pools = [list(itertools.islice(responses, len(prompt_seeds))) for prompt_seeds in seeds]
     return [_preferred(score, prompt, pool) for prompt, pool in zip(asked, pools, strict=True)]
 
 

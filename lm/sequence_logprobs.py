@@ -35,7 +35,7 @@ def response_logprobs(
     temperature: float,
 ) -> list[Tensor]:
     """Returns the log-probability of each response's tokens, [R] nats per pair, at the sampling temperature."""
-    found: list[Tensor] = []
+    logprobs: list[Tensor] = []
     logits, pairs = logits_function(model), list(zip(queries, responses, strict=True))
     for batch in batches_of([len(query) + len(response) for query, response in pairs]):
         note_progress()
@@ -48,8 +48,8 @@ def response_logprobs(
                 for part in position_chunks(states_CD, model.config.vocab_size)
             ]
         )
-        found += logprobs_C.split([len(response) for _, response in chosen])
-    return found
+        logprobs += logprobs_C.split([len(response) for _, response in chosen])
+    return logprobs
 
 
 @torch.inference_mode()
@@ -59,7 +59,7 @@ def next_token_logprobs(
     """Returns the log-probabilities of some tokens as the next after each query, in nats. Pass queries sorted by length
     to minimise padding.
     """
-    found: list[list[float]] = []
+    logprobs: list[list[float]] = []
     logits = logits_function(model)
     for batch in batches_of([len(query) for query in queries]):
         note_progress()
@@ -69,8 +69,8 @@ def next_token_logprobs(
         states_BD = model.decoder.hidden(tokens_BT, None)[torch.arange(len(chosen), device=tokens_BT.device), last_B]
         for part in position_chunks(states_BD, model.config.vocab_size):
             logprobs_BV = logits(states_BD[part]).float().log_softmax(dim=-1).cpu()
-            found += [logprobs_BV[place, tokens[row]].tolist() for place, row in enumerate(batch[part])]
-    return found
+            logprobs += [logprobs_BV[place, tokens[row]].tolist() for place, row in enumerate(batch[part])]
+    return logprobs
 
 
 @torch.inference_mode()

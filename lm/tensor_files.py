@@ -138,8 +138,8 @@ class Checkpoint:
     def part(self, name: str, first: int, end: int, dim: int) -> Tensor:
         """Reads only indices `first` to `end` (exclusive) of a tensor, along dimension 0 or 1."""
         file, stored_name = self._holder[name]
-        found = file.get_slice(stored_name)
-        part: Tensor = found[:, first:end] if dim else found[first:end]
+        stored = file.get_slice(stored_name)
+        part: Tensor = stored[:, first:end] if dim else stored[first:end]
         return part
 
 
@@ -178,16 +178,16 @@ class Reader:
         """Reads one tensor of this shape, or some of its rows, in fp32, assembled from its parts."""
         note_progress()
         rows, place, start = range(shape[0]) if rows is None else rows, self._place(ours), 0
-        found = torch.empty(len(rows), *shape[1:])
+        rows_read = torch.empty(len(rows), *shape[1:])
         for name, num_rows in place.parts.items():
             end = start + (shape[0] if num_rows is None else num_rows)
             low, high = max(start, rows.start), min(end, rows.stop)
             if low < high:
-                found[low - rows.start : high - rows.start] = self._rows(
+                rows_read[low - rows.start : high - rows.start] = self._rows(
                     name, place, low - start, high - start, end - start
                 )
             start = end
-        return place.read(found)
+        return place.read(rows_read)
 
     def _rows(self, name: str, place: Stored, low: int, high: int, num_rows: int) -> Tensor:
         """Reads rows `low` to `high` of a part that has `num_rows`."""

@@ -89,9 +89,9 @@ class Team:
     def gather_columns(self, x_MF: Tensor, num_columns: int) -> Tensor:
         """Returns the ranks' columns side by side, [M, V] for V = `num_columns`; see `own_columns`."""
         width = -(-num_columns // self.size)
-        own = F.pad(x_MF, (0, width - x_MF.shape[1])).contiguous()
-        parts = own.new_empty(self.size * len(own), width)
-        self._group._allgather_base(parts, own).wait()
+        padded_MF = F.pad(x_MF, (0, width - x_MF.shape[1])).contiguous()
+        parts = padded_MF.new_empty(self.size * len(padded_MF), width)
+        self._group._allgather_base(parts, padded_MF).wait()
         return parts.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1)[:, :num_columns]
 
     def own_columns(self, num_columns: int) -> slice:

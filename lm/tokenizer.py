@@ -268,12 +268,12 @@ class Tokenizer:
         """As `encode_plain`, with the characters (start, end) of the text that each token spells, without white space
         around them.
         """
-        found = []
+        encoded = []
         for text, encoding in zip(texts, self._encode_plain(texts), strict=True):
             spelled = [(text[start:end], end) for start, end in encoding.offsets]
             places = [(end - len(part.lstrip()), end - len(part) + len(part.rstrip())) for part, end in spelled]
-            found.append((list(encoding.ids), [(min(start, end), end) for start, end in places]))
-        return found
+            encoded.append((list(encoding.ids), [(min(start, end), end) for start, end in places]))
+        return encoded
 
     def spelled_bytes(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns how many bytes of text each token of `encode_plain` stands for; they sum to the text's bytes.

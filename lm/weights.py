@@ -264,24 +264,24 @@ def purpose_of(folder: Path) -> str:
     """Returns the purpose of a directory's model: one of PURPOSES' values. Raises: ValueError naming file and field."""
     path = folder / CONFIG
     raw = _read_raw(folder)
-    found = [
+    purposes = [
         purpose
         for family in FAMILIES
         for purpose, name in family.classes.items()
         if family.model_type == raw.get("model_type") and _architectures(raw) == [name]
     ]
-    if not found:
+    if not purposes:
         raise ValueError(
             f"{path}: architectures is {raw.get('architectures')}, model_type {raw.get('model_type')!r}; a model of"
             f" {', '.join(family.model_type for family in FAMILIES)} was expected"
         )
-    return found[0]
+    return purposes[0]
 
 
 def _architectures(raw: Mapping[str, Any]) -> Any:
     """Returns `architectures` of config.json, in the names that families use."""
-    found = raw.get("architectures")
-    return [_READ_AS.get(name, name) for name in found] if isinstance(found, list) else found
+    names = raw.get("architectures")
+    return [_READ_AS.get(name, name) for name in names] if isinstance(names, list) else names
 
 
 def _labels(path: Path, raw: Mapping[str, Any]) -> tuple[str, ...]:
@@ -352,8 +352,8 @@ def read_config(folder: Path, purpose: str) -> tuple[ModelConfig, Family, dict[s
     raw = _read_raw(folder)
     family = _family_of(raw, path)
     expected = [family.classes[purpose]] if purpose in family.classes else None
-    found = raw.get("architectures") if purpose == "next" else _architectures(raw)
-    if found != expected or expected is None:
+    names = raw.get("architectures") if purpose == "next" else _architectures(raw)
+    if names != expected or expected is None:
         wanted = expected or f"a family with a model for the purpose {purpose!r}"
         raise ValueError(f"{path}: architectures is {raw.get('architectures')}; {wanted} was expected")
     return _config_of(family, raw, path), family, raw

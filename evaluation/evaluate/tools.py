@@ -127,14 +127,14 @@ def by_suite(specs: Sequence[str], names: Sequence[str]) -> dict[str, str]:
 
 
 def refuse_unused_tools(suites: Sequence[Suite], tools: Mapping[str, str]) -> None:
-    """Raise ValueError for a judge or baseline that no suite would use; `given` are the specs by field of `Tools`."""
+    """Raise ValueError for a judge or baseline that no suite would use; `tools` are the specs by field of `Tools`."""
     for name, spec in tools.items():
         if spec and not any(name in suite.needs | suite.uses for suite in suites):
             raise ValueError(f"--{name} {spec}: {', '.join(suite.name for suite in suites)} uses no {name}")
 
 
 def refuse_missing_tools(suite: Suite, tools: Mapping[str, Any]) -> None:
-    """Raise ValueError naming the option without which a suite measures nothing; `given` is by field of `Tools`."""
+    """Raise ValueError naming the option without which a suite measures nothing; `tools` is by field of `Tools`."""
     options = {"judge": "--judge SPEC", "scorers": "--scorer MEASURE=SPEC", "baseline": "--baseline SPEC"}
     for name in sorted(suite.needs):
         if not tools[name]:

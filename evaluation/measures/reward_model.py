@@ -176,7 +176,7 @@ def calibration_error(pairs: ScoredPairs, bin_N: Ints, *, seed: int) -> Calibrat
     generator = np.random.default_rng(seed)
     errors_S = np.concatenate([_by_chance(off_PB, generator) for _ in range(NUM_DRAWS // _DRAWS_AT_ONCE)])
     by_chance = float(errors_S.mean())
-    # The tolerance keeps rounding from deciding whether a draw reaches `found`.
+    # The tolerance keeps rounding from deciding whether a draw reaches `error`.
     p_value = (1 + int((errors_S >= error - 1e-12).sum())) / (1 + len(errors_S))
     return CalibrationError(error, by_chance, max(0.0, error - by_chance), p_value, num_bins)
 

@@ -150,23 +150,23 @@ def _inline(value: Any) -> str:
 
 def planned_failures(job: JobConfig, share: float) -> Counter[str]:
     """Returns how many responses of a job have to fail, by reason."""
-    ppo, found = job.section_of(PPO), Counter[str]()
+    ppo, failures = job.section_of(PPO), Counter[str]()
     for iteration in range(ppo.num_iterations):
         for place in range(ppo.rollout_batch_size):
             seed = derive_seed(derive_seed(job.seed, "ppo", "sample", iteration, place), "environment")
             if failure := planned(seed, share):
-                found[REASONS[failure]] += 1
-    return found
+                failures[REASONS[failure]] += 1
+    return failures
 
 
 def failures_of(job: JobConfig, run: Path) -> Counter[str]:
     """Returns how many of a run's responses failed, by reason."""
-    number, found = job.section_of(PPO).rollout_batch_size, Counter[str]()
+    number, failures = job.section_of(PPO).rollout_batch_size, Counter[str]()
     for line in (run / PPO.name / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         for name, share in json.loads(line).items():
             if name.startswith(PREFIX) and share:
-                found[name.removeprefix(PREFIX)] += round(share * number)
-    return found
+                failures[name.removeprefix(PREFIX)] += round(share * number)
+    return failures
 
 
 FAULTS_PER_RUN = 8  # a little more than a job has stages
@@ -345,8 +345,8 @@ class Campaign:
                 shutil.move(folder, self.runs / name)
 
     def _check_failures(self, run: Path) -> None:
-        if self._failing and (found := failures_of(self.job, run)) != self._failing:
-            self.wrong_failures[run.name] = dict(found)
+        if self._failing and (failures := failures_of(self.job, run)) != self._failing:
+            self.wrong_failures[run.name] = dict(failures)
 
     def _unused_name(self) -> str:
         """Returns the name of a new run: one of an earlier campaign is finished, and would end before any fault."""

@@ -94,7 +94,9 @@ def summary(result: ChaosResult) -> str:
     lines += _effective_time(result)
     if result.failures:
         lines.append(f"conversations that had to fail, per run: {_counts(result.failures)}")
-        lines += [f"FAILED: in {run} others failed: {_counts(found)}" for run, found in result.wrong_failures.items()]
+        lines += [
+            f"FAILED: in {run} others failed: {_counts(failures)}" for run, failures in result.wrong_failures.items()
+        ]
     same = (
         f"differing: {', '.join(result.differing)}"
         if result.differing
@@ -125,7 +127,7 @@ def _effective_time(result: ChaosResult) -> list[str]:
 def worse(one: tuple[str, str], other: tuple[str, str]) -> tuple[str, str]:
     """Returns the worse of two (outcome, message)."""
     order = (TOLERATED, RECOVERED, RESTARTED, FAILED)
-    return max(one, other, key=lambda found: order.index(found[0]))
+    return max(one, other, key=lambda ranked: order.index(ranked[0]))
 
 
 def _struck(result: ChaosResult) -> str:

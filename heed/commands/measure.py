@@ -56,8 +56,8 @@ def measure_reward(
     if heldout_share < 1:
         judged = heldout_only(judged, heldout_share, seed)
     with console.status(f"scoring {len(judged.rankings):,} rankings"):
-        found = measure_reward_model(model_folder(model), judged, seed=seed, weights=read_weights(weight))
-    _print(reward_tables(found), found, json_file)
+        measures = measure_reward_model(model_folder(model), judged, seed=seed, weights=read_weights(weight))
+    _print(reward_tables(measures), measures, json_file)
 
 
 @measure_app.command("kl")
@@ -79,14 +79,14 @@ def measure_kl(
     from evaluation.measures.kl import measure_kl as measured
     from training.data import DataConfig, read_prompts
 
-    asked = read_prompts(DataConfig(source=prompts, max_rows=max_prompts))
+    prompt_rows = read_prompts(DataConfig(source=prompts, max_rows=max_prompts))
     policy, reference = model_folder(policy), model_folder(reference)
-    length = length_that_fits([policy, reference], asked, max_new_tokens)
+    length = length_that_fits([policy, reference], prompt_rows, max_new_tokens)
     ours, theirs = Policy.load(policy), Policy.load(reference)
-    with console.status(f"sampling {samples} responses to {len(asked):,} prompts"):
-        drawn = draw(ours, asked, num_samples=samples, max_new_tokens=length, temperature=temperature, seed=seed)
-        found = measured(ours, theirs, drawn)
-    _print([kl_table(found)], found, json_file)
+    with console.status(f"sampling {samples} responses to {len(prompt_rows):,} prompts"):
+        drawn = draw(ours, prompt_rows, num_samples=samples, max_new_tokens=length, temperature=temperature, seed=seed)
+        kl = measured(ours, theirs, drawn)
+    _print([kl_table(kl)], kl, json_file)
 
 
 @measure_app.command("over-optimisation")
@@ -109,7 +109,7 @@ def measure_over_optimisation(
     from heed.studies.over_optimisation import measure_run
 
     with console.status("sampling") as status:
-        found = measure_run(
+        curves = measure_run(
             run,
             prompts=prompts,
             gold=gold,
@@ -118,7 +118,7 @@ def measure_over_optimisation(
             seed=seed,
             progress=lambda what: status.update(f"measuring {what}"),
         )
-    _print(over_optimisation_tables(found), found, json_file)
+    _print(over_optimisation_tables(curves), curves, json_file)
 
 
 @measure_app.command("tax")
@@ -152,8 +152,8 @@ def measure_tax(
         Task(source, read_examples(DataConfig(source=source, max_rows=max_rows)), shots) for source in few_shot or []
     ]
     with console.status(f"{len(policies)} policies, {len(texts):,} texts, {len(tasks)} tasks"):
-        found = measured(policies, texts, tasks, seed=seed)
-    _print(tax_tables(found), found, json_file)
+        tax = measured(policies, texts, tasks, seed=seed)
+    _print(tax_tables(tax), tax, json_file)
 
 
 @measure_app.command("harness")
@@ -176,7 +176,7 @@ def measure_harness(
         raise ValueError("lm_eval is not installed; run pip install '.[harness]'")
     from evaluation.harness import run_tasks
 
-    found = run_tasks(
+    results = run_tasks(
         model_folder(model),
         task,
         include=include,
@@ -185,17 +185,17 @@ def measure_harness(
         chat=chat,
         seed=seed,
     )
-    _print([harness_table(found)], found, json_file)
+    _print([harness_table(results)], results, json_file)
 
 
-def _print(shown: Sequence[Any], found: Any, json_file: Path | None) -> None:
+def _print(renderables: Sequence[Any], record: Any, json_file: Path | None) -> None:
     """Prints tables and notes to the terminal, and writes all numbers to the file."""
     from files.records import as_json
 
-    for part in shown:
+    for part in renderables:
         results_console().print(part)
     if json_file is not None:
-        json_file.write_text(json.dumps(as_json(found), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps(as_json(record), indent=2, allow_nan=False) + "\n", encoding="utf-8")
         console.print(str(json_file))
 
 
@@ -203,13 +203,13 @@ def number(value: float, digits: int = 3) -> str:
     return "-" if math.isnan(value) else f"{value:z.{digits}f}"  # z: a rounded zero has no minus
 
 
-def spread(found: "Interval | Share", digits: int = 3) -> str:
+def spread(interval: "Interval | Share", digits: int = 3) -> str:
     """Formats a number with its interval: "0.731 (0.701 to 0.760)", "0.731 (no interval)", or "-" if it is unknown."""
-    if math.isnan(found.mean):
+    if math.isnan(interval.mean):
         return "-"
-    if math.isnan(found.low) or math.isnan(found.high):
-        return f"{number(found.mean, digits)} (no interval)"
-    return f"{number(found.mean, digits)} ({number(found.low, digits)} to {number(found.high, digits)})"
+    if math.isnan(interval.low) or math.isnan(interval.high):
+        return f"{number(interval.mean, digits)} (no interval)"
+    return f"{number(interval.mean, digits)} ({number(interval.low, digits)} to {number(interval.high, digits)})"
 
 
 def table(*columns: str, rows: Sequence[Sequence[str]], title: str = "") -> Table:
@@ -219,23 +219,23 @@ def table(*columns: str, rows: Sequence[Sequence[str]], title: str = "") -> Tabl
     return made
 
 
-def kl_table(found: "KL") -> Table:
+def kl_table(kl: "KL") -> Table:
     rows = [
-        ["full", spread(found.full), "sums over the vocabulary; report this one"],
-        ["k1", spread(found.k1), "the log-ratio, as PPO penalises it"],
-        ["k3", spread(found.k3), "a check: if it is far from the others, trust none"],
+        ["full", spread(kl.full), "sums over the vocabulary; report this one"],
+        ["k1", spread(kl.k1), "the log-ratio, as PPO penalises it"],
+        ["k3", spread(kl.k3), "a check: if it is far from the others, trust none"],
     ]
-    title = f"KL to the reference, {found.num_responses:,} responses to {found.num_prompts:,} prompts"
+    title = f"KL to the reference, {kl.num_responses:,} responses to {kl.num_prompts:,} prompts"
     return table("estimator", "nats per response (95%)", "", rows=rows, title=title)
 
 
-def reward_tables(found: "RewardMeasures") -> list[RenderableType]:
-    calibration = found.calibration
+def reward_tables(measures: "RewardMeasures") -> list[RenderableType]:
+    calibration = measures.calibration
     error, num_pairs = calibration.error, calibration.accuracy.num_pairs
     rows = [
-        ["accuracy", spread(calibration.accuracy), f"{num_pairs:,} pairs, {found.num_tasks:,} tasks"],
-        ["two labelers agree", spread(found.agreement), _who_agrees(found)],
-        ["accuracy ceiling", spread(found.ceiling), "best possible, knowing how many labelers prefer each response"],
+        ["accuracy", spread(calibration.accuracy), f"{num_pairs:,} pairs, {measures.num_tasks:,} tasks"],
+        ["two labelers agree", spread(measures.agreement), _who_agrees(measures)],
+        ["accuracy ceiling", spread(measures.ceiling), "best possible, knowing how many labelers prefer each response"],
         ["overconfidence", spread(calibration.overconfidence), "mean confidence minus accuracy"],
         ["ECE", number(error.found), f"{number(error.if_calibrated)} if calibrated; p = {number(error.p_value)}"],
         ["log-loss", spread(calibration.log_loss), "nats per pair"],
@@ -252,50 +252,50 @@ def reward_tables(found: "RewardMeasures") -> list[RenderableType]:
         for margin in calibration.bins
     ]
     tables.append(table("score difference", "confidence", "accuracy (95%)", "pairs", rows=bins, title="by margin"))
-    if len(found.by_category) > 1:
-        shares = [[name or "-", spread(share), f"{share.num_pairs:,}"] for name, share in found.by_category.items()]
+    if len(measures.by_category) > 1:
+        shares = [[name or "-", spread(share), f"{share.num_pairs:,}"] for name, share in measures.by_category.items()]
         tables.append(table("category", "accuracy (95%)", "pairs", rows=shares, title="by category"))
-    if found.rewardbench is not None:
-        sections = [[name, spread(section)] for name, section in found.rewardbench.sections.items()]
-        sections.append(["score", spread(found.rewardbench.score)])
-        missing = f"; without {', '.join(found.rewardbench.missing)}" if found.rewardbench.missing else ""
+    if measures.rewardbench is not None:
+        sections = [[name, spread(section)] for name, section in measures.rewardbench.sections.items()]
+        sections.append(["score", spread(measures.rewardbench.score)])
+        missing = f"; without {', '.join(measures.rewardbench.missing)}" if measures.rewardbench.missing else ""
         tables.append(table("section", "accuracy (95%)", rows=sections, title=f"RewardBench{missing}"))
-    left_out = [f"{found.num_tied_pairs:,} pairs that a labeler tied"] if found.num_tied_pairs else []
-    if found.num_too_long:
-        left_out.append(f"{found.num_too_long:,} tasks too long for the model, first {found.too_long!r}")
-    left_out += [f"{count:,} x {kind}" for kind, count in found.warnings.items()]
+    left_out = [f"{measures.num_tied_pairs:,} pairs that a labeler tied"] if measures.num_tied_pairs else []
+    if measures.num_too_long:
+        left_out.append(f"{measures.num_too_long:,} tasks too long for the model, first {measures.too_long!r}")
+    left_out += [f"{count:,} x {kind}" for kind, count in measures.warnings.items()]
     return [*tables, f"left out or unusual: {'; '.join(left_out)}"] if left_out else tables
 
 
-def _who_agrees(found: "RewardMeasures") -> str:
+def _who_agrees(measures: "RewardMeasures") -> str:
     from stages.reports.text import count_of
 
-    who = count_of(found.num_labelers, "labeler")
-    return f"{who}; no pair was ordered by two of them" if math.isnan(found.agreement.mean) else who
+    who = count_of(measures.num_labelers, "labeler")
+    return f"{who}; no pair was ordered by two of them" if math.isnan(measures.agreement.mean) else who
 
 
-def over_optimisation_tables(found: "OverOptimisation") -> list[RenderableType]:
-    shown: list[RenderableType] = [
+def over_optimisation_tables(curves: "OverOptimisation") -> list[RenderableType]:
+    tables: list[RenderableType] = [
         table(
             "policy", "√KL", "KL, nats (95%)", "gold gain (95%)", "proxy gain (95%)",
-            rows=[_point(point) for point in (*found.rl_points, *found.best_of_n_points)],
-            title=f"{found.num_prompts:,} prompts; the KL of best-of-n is an upper bound",
+            rows=[_point(point) for point in (*curves.rl_points, *curves.best_of_n_points)],
+            title=f"{curves.num_prompts:,} prompts; the KL of best-of-n is an upper bound",
         )
     ]  # fmt: skip
-    for name, fit in (("PPO", found.rl), ("best-of-n", found.best_of_n)):
+    for name, fit in (("PPO", curves.rl), ("best-of-n", curves.best_of_n)):
         if fit is None:
-            shown.append(f"{name}: fewer than three policies at distinct distances, so nothing is fitted")
+            tables.append(f"{name}: fewer than three policies at distinct distances, so nothing is fitted")
         else:
-            shown += [_fit_table(name, fit), fit.advice]
-    for axis, rows in (("KL, nats", found.at_equal_kl), ("proxy gain", found.at_equal_proxy)):
+            tables += [_fit_table(name, fit), fit.advice]
+    for axis, rows in (("KL, nats", curves.at_equal_kl), ("proxy gain", curves.at_equal_proxy)):
         if rows:
             title = f"PPO minus best-of-n at equal {axis.split(',')[0]}"
-            shown.append(table(axis, "PPO", "best-of-n", "lead (95%)", rows=[_at(row) for row in rows], title=title))
+            tables.append(table(axis, "PPO", "best-of-n", "lead (95%)", rows=[_at(row) for row in rows], title=title))
         else:
-            shown.append(f"PPO and best-of-n share no range of {axis.split(',')[0]}")
-    if found.num_dropped:
-        shown.append(f"{found.num_dropped:,} prompts left out because scores failed: {found.first_failure}")
-    return shown
+            tables.append(f"PPO and best-of-n share no range of {axis.split(',')[0]}")
+    if curves.num_dropped:
+        tables.append(f"{curves.num_dropped:,} prompts left out because scores failed: {curves.first_failure}")
+    return tables
 
 
 def _point(point: "Point") -> list[str]:
@@ -320,16 +320,16 @@ def _fit_table(name: str, fit: "Overoptimised") -> Table:
     return table(name, "95%", rows=rows)
 
 
-def tax_tables(found: "Tax") -> list[RenderableType]:
-    shown: list[RenderableType] = []
-    if found.bits_per_byte:
-        title = f"{found.num_documents:,} texts, {found.num_bytes:,} bytes"
-        shown.append(_changes("bits per byte (95%)", found.bits_per_byte, title))
-    for task in found.tasks:
+def tax_tables(tax: "Tax") -> list[RenderableType]:
+    tables: list[RenderableType] = []
+    if tax.bits_per_byte:
+        title = f"{tax.num_documents:,} texts, {tax.num_bytes:,} bytes"
+        tables.append(_changes("bits per byte (95%)", tax.bits_per_byte, title))
+    for task in tax.tasks:
         title = f"{task.task}: {task.num_examples:,} examples, {task.num_shots} shots"
-        shown.append(_changes("exact match (95%)", task.exact_match, title))
-        shown.append(_changes("bits per byte of the answer (95%)", task.bits_per_byte, title))
-    return shown
+        tables.append(_changes("exact match (95%)", task.exact_match, title))
+        tables.append(_changes("bits per byte of the answer (95%)", task.bits_per_byte, title))
+    return tables
 
 
 def _changes(what: str, changes: "Mapping[str, Change]", title: str) -> Table:
@@ -337,8 +337,8 @@ def _changes(what: str, changes: "Mapping[str, Change]", title: str) -> Table:
     return table("policy", what, "minus the first (95%)", rows=rows, title=title)
 
 
-def harness_table(found: "Sequence[TaskResult]") -> Table:
+def harness_table(results: "Sequence[TaskResult]") -> Table:
     rows = [
-        [row.task, row.metric, number(row.value, 4), number(row.error, 4), f"{row.num_documents:,}"] for row in found
+        [row.task, row.metric, number(row.value, 4), number(row.error, 4), f"{row.num_documents:,}"] for row in results
     ]
     return table("task", "metric", "value", "standard error", "documents", rows=rows)

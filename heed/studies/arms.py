@@ -225,7 +225,10 @@ def algorithm_arms(job: JobConfig, folder: Path) -> list[Arm]:
     """Returns the arms that compare algorithms, from a job with [sft], [reward] and [ppo]; `folder` is the seed's."""
     arms = []
     for number, rate, beta, best_of in zip(RUNS, RATES, BETAS, BEST_OF, strict=True):
-        arms += [policy_gradient(f"{name}-{number}", job, folder, rate, own) for name, own in POLICY_GRADIENTS.items()]
+        arms += [
+            policy_gradient(f"{name}-{number}", job, folder, rate, settings)
+            for name, settings in POLICY_GRADIENTS.items()
+        ]
         arms += [_preferences(f"{name}-{number}", job, folder, loss, beta) for name, loss in LOSSES.items()]
         arms.append(_rejection(f"rejection-{number}", job, folder, best_of))
     return arms
@@ -242,9 +245,9 @@ def lora_arms(job: JobConfig, folder: Path) -> list[Arm]:
     }
     arms = [Arm("reward-lora", ("reward",), ("base",), changes)]
     for number, rate in zip(RUNS, RATES, strict=True):
-        own = {"ppo.lora": LORA}
+        adapters = {"ppo.lora": LORA}
         shared = {"ppo.lora": {**LORA, "shared_body": True}}
-        arms.append(policy_gradient(f"lora-{number}", job, folder, LORA_RATE * rate, own))
+        arms.append(policy_gradient(f"lora-{number}", job, folder, LORA_RATE * rate, adapters))
         arms.append(policy_gradient(f"shared-{number}", job, folder, LORA_RATE * rate, shared, judge="reward-lora"))
     return arms
 
@@ -345,7 +348,7 @@ def teacher_samples(folder: Path, name: str) -> Path:
 
 
 def policy_gradient(
-    name: str, job: JobConfig, folder: Path, rate: float, own: Mapping[str, Any], judge: str = "reward-full"
+    name: str, job: JobConfig, folder: Path, rate: float, settings: Mapping[str, Any], judge: str = "reward-full"
 ) -> Arm:
     """Returns a PPO arm without a KL penalty, at `rate` times the job's learning rates, plus its `own` changes."""
     ppo = job.section_of(PPO)
@@ -356,7 +359,7 @@ def policy_gradient(
     }
     if ppo.value_optimizer is not None:
         changes["ppo.advantage.value_optimizer.learning_rate"] = rate * ppo.value_optimizer.learning_rate
-    changes |= own  # after the rates: another `ppo.advantage` replaces the table that has the value function's
+    changes |= settings  # after the rates: another `ppo.advantage` replaces the table that has the value function's
     return Arm(name, ("ppo",), ("base", judge), changes)
 
 

@@ -87,7 +87,7 @@ def write_teacher_samples(folder: Path, job: JobConfig) -> None:
             for row in kept
         ]
         write_text(teacher_samples(folder, name), "".join(json.dumps(line) + "\n" for line in lines))
-        sampled, left = (sum(len(drawn.responses[row]) for row in of) for of in (rows, kept))
+        sampled, left = (sum(len(drawn.responses[row]) for row in sampled_rows) for sampled_rows in (rows, kept))
         costs[name] = (sampled, left, seconds * len(rows) / len(drawn.responses))
     write_text(record, json.dumps({"teacher": made_from, "costs": costs}) + "\n")
 
@@ -120,9 +120,9 @@ class Chosen:
     tokens_P: Floats
 
 
-def chosen(of: Measures, method: str) -> Chosen:
+def chosen(measures: Measures, method: str) -> Chosen:
     """Returns the chosen policy among the last ones of a method's three runs."""
-    runs = [of.distilled(arm) for arm in arm_names(method)]
+    runs = [measures.distilled(arm) for arm in arm_names(method)]
     gold_KP, kl_KP, tokens_KP = (
         np.stack([getattr(run, name)[-1] for run in runs]) for name in ("gold_KP", "kl_KP", "tokens_KP")
     )
@@ -132,24 +132,24 @@ def chosen(of: Measures, method: str) -> Chosen:
     return Chosen(gold_KP[best_P, place_P], kl_KP[best_P, place_P], tokens_KP[best_P, place_P])
 
 
-def _share(of: Measures, gold_P: Floats) -> Interval:
+def _share(measures: Measures, gold_P: Floats) -> Interval:
     """Returns the share of the teacher's lead over the student's start that a policy has, with a bootstrap interval."""
-    start_P, teacher_P = (of.distilled(arm).gold_KP[-1] for arm in (STUDENT, TEACHER))
+    start_P, teacher_P = (measures.distilled(arm).gold_KP[-1] for arm in (STUDENT, TEACHER))
     gains_P2 = np.stack([gold_P - start_P, teacher_P - start_P], axis=1)
-    gain_S, lead_S = resampled_sums(gains_P2, seed=of.seed, num_resamples=NUM_RESAMPLES).T
+    gain_S, lead_S = resampled_sums(gains_P2, seed=measures.seed, num_resamples=NUM_RESAMPLES).T
     if lead_S.min() <= 0:  # as in the debug job, where nothing is learned
         return UNKNOWN
     gain, lead = gains_P2.mean(axis=0)
     return Interval(float(gain / lead), *percentiles(gain_S / lead_S, expanded_level(len(start_P))))
 
 
-def _distillation(of: Measures) -> list[Contrast]:
-    best = {method: chosen(of, method) for method in TITLES}
-    found = [
+def _distillation(measures: Measures) -> list[Contrast]:
+    best = {method: chosen(measures, method) for method in TITLES}
+    contrasts = [
         Contrast(
             f"{TITLES[one]} minus {TITLES[other]}: gold",
             GOLD,
-            bootstrap_mean(best[one].gold_P - best[other].gold_P, seed=of.seed),
+            bootstrap_mean(best[one].gold_P - best[other].gold_P, seed=measures.seed),
         )
         for one, other in (
             ("token", "samples"),
@@ -161,12 +161,12 @@ def _distillation(of: Measures) -> list[Contrast]:
     ]
     nearer_P = best["samples"].kl_P - best["samples-token"].kl_P
     name = f"{TITLES['samples-token']}, ends closer to the teacher than {TITLES['samples']}: reverse KL"
-    found.append(Contrast(name, NATS, bootstrap_mean(nearer_P, seed=of.seed)))
+    contrasts.append(Contrast(name, NATS, bootstrap_mean(nearer_P, seed=measures.seed)))
     for method in ("token", "samples", "samples-token"):
-        share = _share(of, best[method].gold_P)
+        share = _share(measures, best[method].gold_P)
         beyond = Interval(share.mean - HALF, share.low - HALF, share.high - HALF)
-        found.append(Contrast(f"{TITLES[method]}: share of the teacher's lead, minus one half", SHARE, beyond))
-    return found
+        contrasts.append(Contrast(f"{TITLES[method]}: share of the teacher's lead, minus one half", SHARE, beyond))
+    return contrasts
 
 
 def cost_table(seeds: Sequence[Measures]) -> str:
@@ -181,9 +181,10 @@ def cost_table(seeds: Sequence[Measures]) -> str:
     ]  # fmt: skip
     rows = [head, ["---"] * len(head)]
     for arm, title in ((TEACHER, "teacher"), (STUDENT, "student's start")):
-        found = [of.distilled(arm) for of in seeds]
+        distilled = [measures.distilled(arm) for measures in seeds]
         means = [
-            np.mean([getattr(each, name)[-1].mean() for each in found]) for name in ("gold_KP", "kl_KP", "tokens_KP")
+            np.mean([getattr(each, name)[-1].mean() for each in distilled])
+            for name in ("gold_KP", "kl_KP", "tokens_KP")
         ]
         rows.append(
             [
@@ -195,12 +196,14 @@ def cost_table(seeds: Sequence[Measures]) -> str:
             ]
         )
     for method, title in TITLES.items():
-        best = [chosen(of, method) for of in seeds]
+        best = [chosen(measures, method) for measures in seeds]
         gold, kl, tokens = (
             float(np.mean([getattr(each, name).mean() for each in best])) for name in ("gold_P", "kl_P", "tokens_P")
         )
-        share = np.mean([_share(of, each.gold_P).mean for of, each in zip(seeds, best, strict=True)])
-        costs = np.mean([of.distilled(arm).costs_K5[-1] for of in seeds for arm in arm_names(method)], axis=0)
+        share = np.mean([_share(measures, each.gold_P).mean for measures, each in zip(seeds, best, strict=True)])
+        costs = np.mean(
+            [measures.distilled(arm).costs_K5[-1] for measures in seeds for arm in arm_names(method)], axis=0
+        )
         rows.append(
             [title, f"{gold:.3f}", f"{share:.2f}" if share == share else "–", f"{kl:.1f}", f"{tokens:.1f}"]
             + [f"{cost / 1000:.0f}" for cost in costs[:4]]
@@ -213,11 +216,11 @@ def figure(seeds: Sequence[Measures]) -> str:
     """Draws the gold of every policy against the root of its KL to the teacher, with lines for teachers and starts."""
 
     def paint(axes: Any) -> None:
-        for of in seeds:
-            first = of is seeds[0]
+        for measures in seeds:
+            first = measures is seeds[0]
             for (method, title), colour in zip(TITLES.items(), TONES, strict=True):
                 for arm in arm_names(method):
-                    run = of.distilled(arm)
+                    run = measures.distilled(arm)
                     axes.plot(
                         np.sqrt(run.kl_KP.mean(axis=1)),
                         run.gold_KP.mean(axis=1),
@@ -228,7 +231,7 @@ def figure(seeds: Sequence[Measures]) -> str:
                         label=title if first and arm.endswith("-1") else None,
                     )
             for arm, style in ((TEACHER, "-"), (STUDENT, ":")):
-                gold = float(of.distilled(arm).gold_KP[-1].mean())
+                gold = float(measures.distilled(arm).gold_KP[-1].mean())
                 title = "teacher" if arm == TEACHER else "student's start"
                 axes.axhline(gold, color=tone("muted"), linewidth=0.8, linestyle=style, label=title if first else None)
         axes.set_xlabel("√KL to the teacher, √nats per response", loc="right")

@@ -134,66 +134,66 @@ class Finding:
         return Found(self, claims, overall(claims), curves, self.figure(seeds), self.table(seeds))
 
 
-def _over_optimisation_curves(of: Measures) -> Curves:
-    found = {f"best-of-n, {name}": of.best_of_n(f"reward-{arm}") for name, arm in REWARD_MODELS.items()}
-    return found | {f"PPO, {name}": of.rl(f"ppo-{arm}") for name, arm in REWARD_MODELS.items()}
+def _over_optimisation_curves(measures: Measures) -> Curves:
+    curves = {f"best-of-n, {name}": measures.best_of_n(f"reward-{arm}") for name, arm in REWARD_MODELS.items()}
+    return curves | {f"PPO, {name}": measures.rl(f"ppo-{arm}") for name, arm in REWARD_MODELS.items()}
 
 
-def _over_optimisation(of: Measures) -> list[Contrast]:
-    curves, found = _over_optimisation_curves(of), []
+def _over_optimisation(measures: Measures) -> list[Contrast]:
+    curves, contrasts = _over_optimisation_curves(measures), []
     for what in ("best-of-n", "PPO"):
         full = curves[f"{what}, full"]
-        rise, fall = rise_and_fall(full, seed=of.seed)
-        found += [
+        rise, fall = rise_and_fall(full, seed=measures.seed)
+        contrasts += [
             Contrast(f"{what}: gold rises to its maximum by", GOLD, rise),
             Contrast(f"{what}: gold falls from there to the furthest policy by", GOLD, fall),
         ]
         for name in ("a smaller reward model", "fewer comparisons"):
-            sooner = earlier(full, curves[f"{what}, {name}"], seed=of.seed)
-            found.append(Contrast(f"{what}: with {name}, gold peaks earlier by", DISTANCE, sooner))
-    return found
+            sooner = earlier(full, curves[f"{what}, {name}"], seed=measures.seed)
+            contrasts.append(Contrast(f"{what}: with {name}, gold peaks earlier by", DISTANCE, sooner))
+    return contrasts
 
 
-def _penalty_curves(of: Measures) -> Curves:
-    coefs = {f"KL coefficient {coef:g}": of.rl(f"ppo-{name}") for name, coef in KL_COEFS.items()}
-    return {"no penalty": of.rl("ppo-full"), **coefs}
+def _penalty_curves(measures: Measures) -> Curves:
+    coefs = {f"KL coefficient {coef:g}": measures.rl(f"ppo-{name}") for name, coef in KL_COEFS.items()}
+    return {"no penalty": measures.rl("ppo-full"), **coefs}
 
 
-def _penalty(of: Measures) -> list[Contrast]:
-    free, *penalised = _penalty_curves(of).items()
-    found = []
+def _penalty(measures: Measures) -> list[Contrast]:
+    free, *penalised = _penalty_curves(measures).items()
+    contrasts = []
     for name, curve in penalised:
-        less = last_difference("kl_KP", free[1], curve, seed=of.seed)
-        lead = mean_lead("kl", curve, free[1], seed=of.seed)
-        found += [
+        less = last_difference("kl_KP", free[1], curve, seed=measures.seed)
+        lead = mean_lead("kl", curve, free[1], seed=measures.seed)
+        contrasts += [
             Contrast(f"{name}: training ends closer to SFT by", NATS, less),
             Contrast(f"{name}: gold at equal KL, minus that without a penalty", NO_SHIFT, lead),
         ]
-    return found
+    return contrasts
 
 
-def _ptx_curves(of: Measures) -> Curves:
-    return {"PPO": of.rl("ppo-kl-low"), "PPO-ptx": of.rl("ppo-ptx")}
+def _ptx_curves(measures: Measures) -> Curves:
+    return {"PPO": measures.rl("ppo-kl-low"), "PPO-ptx": measures.rl("ppo-ptx")}
 
 
-def _ptx(of: Measures) -> list[Contrast]:
-    curves = _ptx_curves(of)
-    (before, num_bytes), (plain, _), (mixed, _) = (of.bits(f"{stage}") for stage in ("base/sft", *PTX_STAGES))
-    cost = last_difference("gold_KP", curves["PPO"], curves["PPO-ptx"], seed=of.seed)
+def _ptx(measures: Measures) -> list[Contrast]:
+    curves = _ptx_curves(measures)
+    (before, num_bytes), (plain, _), (mixed, _) = (measures.bits(f"{stage}") for stage in ("base/sft", *PTX_STAGES))
+    cost = last_difference("gold_KP", curves["PPO"], curves["PPO-ptx"], seed=measures.seed)
     return [
         Contrast(
-            "PPO's tax: bits per byte above SFT's", BITS, ratio_difference(plain, before, num_bytes, seed=of.seed)
+            "PPO's tax: bits per byte above SFT's", BITS, ratio_difference(plain, before, num_bytes, seed=measures.seed)
         ),
-        Contrast("PPO-ptx lowers it by", BITS, ratio_difference(plain, mixed, num_bytes, seed=of.seed)),
+        Contrast("PPO-ptx lowers it by", BITS, ratio_difference(plain, mixed, num_bytes, seed=measures.seed)),
         Contrast("PPO-ptx's cost in gold score", LITTLE_COST, cost),
     ]
 
 
-def _equal_kl_curves(of: Measures) -> Curves:
+def _equal_kl_curves(measures: Measures) -> Curves:
     return {
-        "best-of-n": of.best_of_n("reward-full"),
-        "PPO, no penalty": of.rl("ppo-full"),
-        "PPO, KL penalty": of.rl("ppo-kl-low"),
+        "best-of-n": measures.best_of_n("reward-full"),
+        "PPO, no penalty": measures.rl("ppo-full"),
+        "PPO, KL penalty": measures.rl("ppo-kl-low"),
     }
 
 
@@ -206,13 +206,13 @@ def _best_of_n_leads(curves: Curves, at_equal_kl: str, seed: int) -> list[Contra
     ]
 
 
-def _labelers(of: Measures) -> list[Contrast]:
-    right, compared = of.right_pairs("reward-full")
+def _labelers(measures: Measures) -> list[Contrast]:
+    right, compared = measures.right_pairs("reward-full")
     return [
         Contrast(
             f"accuracy with one labeler on every prompt, minus {count} labelers on 1/{count} of the prompts",
             ACCURACY,
-            ratio_difference(right, of.right_pairs(f"reward-{count}")[0], compared, seed=of.seed),
+            ratio_difference(right, measures.right_pairs(f"reward-{count}")[0], compared, seed=measures.seed),
         )
         for count in LABELERS_PER_TASK[1:]
     ]
@@ -248,7 +248,7 @@ FINDINGS = (
         "At equal KL, best-of-n has the higher gold score: RL spends more KL for it",
         "Gao et al. 2022, arXiv 2210.10760",
         ("ppo-full", "ppo-kl-low"),
-        lambda of: _best_of_n_leads(_equal_kl_curves(of), " at equal KL", of.seed),
+        lambda measures: _best_of_n_leads(_equal_kl_curves(measures), " at equal KL", measures.seed),
         _equal_kl_curves,
     ),
     Finding(
@@ -262,9 +262,9 @@ FINDINGS = (
 )
 
 
-def pooled(of: Measures, name: str) -> Curve:
+def pooled(measures: Measures, name: str) -> Curve:
     """Joins the policies of all runs of an algorithm into one curve."""
-    curves = [of.rl(arm) for arm in arm_names(name)]
+    curves = [measures.rl(arm) for arm in arm_names(name)]
     names = tuple(
         f"{arm}, {policy}" for arm, curve in zip(arm_names(name), curves, strict=True) for policy in curve.names
     )
@@ -278,38 +278,40 @@ def pooled(of: Measures, name: str) -> Curve:
 
 
 def _curves(*names: str) -> Callable[[Measures], Curves]:
-    return lambda of: {TITLES[name]: pooled(of, name) for name in names}
+    return lambda measures: {TITLES[name]: pooled(measures, name) for name in names}
 
 
-def _at_equal_kl(of: Measures, one: str, other: str, rule: Rule = GOLD) -> Contrast:
-    lead = mean_lead("kl", pooled(of, one), pooled(of, other), seed=of.seed)
+def _at_equal_kl(measures: Measures, one: str, other: str, rule: Rule = GOLD) -> Contrast:
+    lead = mean_lead("kl", pooled(measures, one), pooled(measures, other), seed=measures.seed)
     return Contrast(f"{TITLES[one]} minus {TITLES[other]}: gold at equal KL", rule, lead)
 
 
-def _best(of: Measures, one: str, other: str, rule: Rule = GOLD) -> Contrast:
-    lead = best_difference(pooled(of, one), pooled(of, other), seed=of.seed)
+def _best(measures: Measures, one: str, other: str, rule: Rule = GOLD) -> Contrast:
+    lead = best_difference(pooled(measures, one), pooled(measures, other), seed=measures.seed)
     return Contrast(f"{TITLES[one]} minus {TITLES[other]}: gold of the best policy", rule, lead)
 
 
-def _response_lengths(of: Measures) -> Contrast:
-    grpo_P, dr_grpo_P = (np.mean([of.tokens(arm) for arm in arm_names(name)], axis=0) for name in ("grpo", "dr-grpo"))
-    value = bootstrap_mean(grpo_P - dr_grpo_P, seed=of.seed)
+def _response_lengths(measures: Measures) -> Contrast:
+    grpo_P, dr_grpo_P = (
+        np.mean([measures.tokens(arm) for arm in arm_names(name)], axis=0) for name in ("grpo", "dr-grpo")
+    )
+    value = bootstrap_mean(grpo_P - dr_grpo_P, seed=measures.seed)
     return Contrast("GRPO minus Dr. GRPO: tokens of the last policies' responses", TOKENS, value)
 
 
-def _falls(of: Measures) -> list[Contrast]:
+def _falls(measures: Measures) -> list[Contrast]:
     return [
         Contrast(
             f"{TITLES[name]}: gold falls from its maximum to the furthest policy by",
             GOLD,
-            rise_and_fall(pooled(of, name), seed=of.seed)[1],
+            rise_and_fall(pooled(measures, name), seed=measures.seed)[1],
         )
         for name in ("dpo", "ipo")
     ]
 
 
-def _best_of_n_curves(of: Measures) -> Curves:
-    return {"best-of-n": of.best_of_n("reward-full"), **_curves(*ALGORITHM_TITLES)(of)}
+def _best_of_n_curves(measures: Measures) -> Curves:
+    return {"best-of-n": measures.best_of_n("reward-full"), **_curves(*ALGORITHM_TITLES)(measures)}
 
 
 def _arms(*names: str) -> tuple[str, ...]:
@@ -322,7 +324,7 @@ ALGORITHMS = (
         "DPO has more gold than PPO at equal KL",
         "Rafailov et al. 2023, arXiv 2305.18290, figure 2",
         _arms("dpo", "ppo"),
-        lambda of: [_at_equal_kl(of, "dpo", "ppo")],
+        lambda measures: [_at_equal_kl(measures, "dpo", "ppo")],
         _curves("dpo", "ppo"),
     ),
     Finding(
@@ -330,7 +332,7 @@ ALGORITHMS = (
         "PPO's best policy is better than DPO's",
         "Xu et al. 2024, arXiv 2404.10719",
         _arms("dpo", "ppo"),
-        lambda of: [_best(of, "ppo", "dpo")],
+        lambda measures: [_best(measures, "ppo", "dpo")],
         _curves("ppo", "dpo"),
     ),
     Finding(
@@ -338,7 +340,7 @@ ALGORITHMS = (
         "RLOO is better than PPO",
         "Ahmadian et al. 2024, arXiv 2402.14740",
         _arms("rloo", "ppo"),
-        lambda of: [_at_equal_kl(of, "rloo", "ppo"), _best(of, "rloo", "ppo")],
+        lambda measures: [_at_equal_kl(measures, "rloo", "ppo"), _best(measures, "rloo", "ppo")],
         _curves("rloo", "ppo"),
     ),
     Finding(
@@ -346,7 +348,7 @@ ALGORITHMS = (
         "GRPO lengthens responses; Dr. GRPO does not, at equal quality",
         "Liu et al. 2025, arXiv 2503.20783",
         _arms("grpo", "dr-grpo"),
-        lambda of: [_response_lengths(of), _at_equal_kl(of, "dr-grpo", "grpo", NO_SHIFT)],
+        lambda measures: [_response_lengths(measures), _at_equal_kl(measures, "dr-grpo", "grpo", NO_SHIFT)],
         _curves("grpo", "dr-grpo"),
     ),
     Finding(
@@ -362,7 +364,7 @@ ALGORITHMS = (
         "Online algorithms have more gold than offline ones at equal KL",
         "Tang et al. 2024, arXiv 2405.08448, for IPO's loss online and offline",
         _arms("rloo", "ppo", "ipo"),
-        lambda of: [_at_equal_kl(of, "rloo", "ipo"), _at_equal_kl(of, "ppo", "ipo")],
+        lambda measures: [_at_equal_kl(measures, "rloo", "ipo"), _at_equal_kl(measures, "ppo", "ipo")],
         _curves("rloo", "ppo", "ipo"),
     ),
     Finding(
@@ -370,7 +372,7 @@ ALGORITHMS = (
         "Rejection sampling is better than PPO",
         "Dong et al. 2023, arXiv 2304.06767",
         _arms("rejection", "ppo"),
-        lambda of: [_at_equal_kl(of, "rejection", "ppo"), _best(of, "rejection", "ppo")],
+        lambda measures: [_at_equal_kl(measures, "rejection", "ppo"), _best(measures, "rejection", "ppo")],
         _curves("rejection", "ppo"),
     ),
     Finding(
@@ -378,22 +380,27 @@ ALGORITHMS = (
         "Best-of-n has more gold at equal KL than every algorithm that trains",
         "Gao et al. 2022, arXiv 2210.10760, for PPO",
         _arms(*ALGORITHM_TITLES),
-        lambda of: _best_of_n_leads(_best_of_n_curves(of), ": gold at equal KL", of.seed),
+        lambda measures: _best_of_n_leads(_best_of_n_curves(measures), ": gold at equal KL", measures.seed),
         _best_of_n_curves,
     ),
 )
 
 
-def _chosen_minus_random(of: Measures) -> list[Contrast]:
-    found = []
+def _chosen_minus_random(measures: Measures) -> list[Contrast]:
+    contrasts = []
     for best_of, chosen, random in zip(BEST_OF, arm_names("rejection"), arm_names("random"), strict=True):
-        lead = last_difference("gold_KP", of.rl(chosen), of.rl(random), seed=of.seed)
-        found.append(Contrast(f"training on the best of {best_of} minus training on a random one: gold", GOLD, lead))
-    gain_P = np.concatenate([curve.gold_KP - curve.start_gold_P for curve in map(of.rl, arm_names("random"))]).mean(
-        axis=0
-    )
-    own = bootstrap_mean(gain_P, seed=of.seed)
-    return [*found, Contrast("training on random samples minus SFT: gold, over the three runs", NO_SHIFT, own)]
+        lead = last_difference("gold_KP", measures.rl(chosen), measures.rl(random), seed=measures.seed)
+        contrasts.append(
+            Contrast(f"training on the best of {best_of} minus training on a random one: gold", GOLD, lead)
+        )
+    gain_P = np.concatenate(
+        [curve.gold_KP - curve.start_gold_P for curve in map(measures.rl, arm_names("random"))]
+    ).mean(axis=0)
+    mean_gain = bootstrap_mean(gain_P, seed=measures.seed)
+    return [
+        *contrasts,
+        Contrast("training on random samples minus SFT: gold, over the three runs", NO_SHIFT, mean_gain),
+    ]
 
 
 CONTROL = Finding(
@@ -411,23 +418,25 @@ FALSE_ALARMS = 0.05
 ALARM_SHARES = (0.5, 1.0)  # of the gain in score that must be real
 
 
-def _alarms(of: Measures) -> list[Contrast]:
+def _alarms(measures: Measures) -> list[Contrast]:
     """Returns what a run would have been worth that the alarm stops, or rolls back, at these numbers of checks."""
-    curve, found = of.rl("ppo-alarm"), []
+    curve, contrasts = measures.rl("ppo-alarm"), []
     gold_KP = np.concatenate([curve.start_gold_P[None], curve.gold_KP])  # by the iterations that trained the policy
     for (initial, each), share in itertools.product(ALARM_CHECKS, ALARM_SHARES):
-        rang, fall = _first_alarm(*of.spot_checks("ppo-alarm"), initial, each, share, num_iterations=len(curve.gold_KP))
+        rang, fall = _first_alarm(
+            *measures.spot_checks("ppo-alarm"), initial, each, share, num_iterations=len(curve.gold_KP)
+        )
         name = f"{initial} + {each} per iteration, share {share:g}"
         gains = {
             "stopped, minus SFT": gold_KP[rang] - gold_KP[0],
             "rolled back, minus SFT": gold_KP[fall] - gold_KP[0],
             "stopped, minus the last policy": gold_KP[rang] - gold_KP[-1],
         }
-        found += [
-            Contrast(f"{name}: gold of the policy {what}", GOLD, bootstrap_mean(gain_P, seed=of.seed))
+        contrasts += [
+            Contrast(f"{name}: gold of the policy {what}", GOLD, bootstrap_mean(gain_P, seed=measures.seed))
             for what, gain_P in gains.items()
         ]
-    return found
+    return contrasts
 
 
 def _first_alarm(
@@ -459,13 +468,13 @@ ALARM = Finding(
     "Heed",
     ("ppo-alarm",),
     _alarms,
-    lambda of: {"PPO": of.rl("ppo-alarm")},
+    lambda measures: {"PPO": measures.rl("ppo-alarm")},
 )
 
 
-def _lora_accuracy(of: Measures) -> list[Contrast]:
-    (right, compared), (full, _) = of.right_pairs("reward-lora"), of.right_pairs("reward-full")
-    lead = ratio_difference(right, full, compared, seed=of.seed)
+def _lora_accuracy(measures: Measures) -> list[Contrast]:
+    (right, compared), (full, _) = measures.right_pairs("reward-lora"), measures.right_pairs("reward-full")
+    lead = ratio_difference(right, full, compared, seed=measures.seed)
     return [Contrast("reward model by adapters minus full: accuracy", SAME_ACCURACY, lead)]
 
 
@@ -475,7 +484,7 @@ def _against_ppo(name: str, title: str, source: str, arm: str) -> Finding:
         title,
         source,
         _arms(arm, "ppo"),
-        lambda of: [_at_equal_kl(of, arm, "ppo", NO_SHIFT), _best(of, arm, "ppo", NO_SHIFT)],
+        lambda measures: [_at_equal_kl(measures, arm, "ppo", NO_SHIFT), _best(measures, arm, "ppo", NO_SHIFT)],
         _curves(arm, "ppo"),
     )
 
@@ -487,23 +496,25 @@ LORA_FINDINGS = (
         LORA_SOURCE,
         ("reward-lora", "reward-full"),
         _lora_accuracy,
-        lambda of: {name: of.best_of_n(name) for name in ("reward-lora", "reward-full")},
+        lambda measures: {name: measures.best_of_n(name) for name in ("reward-lora", "reward-full")},
     ),
     _against_ppo("lora-ppo", "PPO by adapters against PPO of all weights", LORA_SOURCE, "lora"),
     _against_ppo("shared-body", "PPO on one shared body against PPO with four models", "Heed", "shared"),
 )
 
 
-def _judged_curves(of: Measures) -> Curves:
-    return {"all criteria": of.rl("ppo-judge"), "rubric dropout": of.rl("ppo-dropout")}
+def _judged_curves(measures: Measures) -> Curves:
+    return {"all criteria": measures.rl("ppo-judge"), "rubric dropout": measures.rl("ppo-dropout")}
 
 
-def _judged(of: Measures) -> list[Contrast]:
-    whole, dropped = _judged_curves(of).values()
-    lead = mean_lead("kl", dropped, whole, seed=of.seed)
-    fall = rise_and_fall(whole, seed=of.seed)[1]
+def _judged(measures: Measures) -> list[Contrast]:
+    whole, dropped = _judged_curves(measures).values()
+    lead = mean_lead("kl", dropped, whole, seed=measures.seed)
+    fall = rise_and_fall(whole, seed=measures.seed)[1]
     return [
-        Contrast("the judge's score of the furthest policy, minus SFT's", JUDGE_SCORE, furthest_rise(whole, of.seed)),
+        Contrast(
+            "the judge's score of the furthest policy, minus SFT's", JUDGE_SCORE, furthest_rise(whole, measures.seed)
+        ),
         Contrast("gold falls from its maximum to the furthest policy by", GOLD, fall),
         Contrast("rubric dropout minus all criteria: gold at equal KL", GOLD, lead),
     ]

@@ -96,15 +96,15 @@ class HeadPosterior:
         """Fits the head by Newton's method. A vote is 1 for the first response, 0 for the second, or ½ for a tie, which
         is half a win for each.
         """
-        found = cls.laplace(np.zeros(difference_LD.shape[1]), difference_LD)
+        posterior = cls.laplace(np.zeros(difference_LD.shape[1]), difference_LD)
         for _ in range(NEWTON_STEPS):
-            head_D = found.mean_D
+            head_D = posterior.mean_D
             error_L = vote_L - _sigmoid(difference_LD @ head_D)
-            step_D = np.linalg.solve(found.precision_DD, difference_LD.T @ error_L - (len(head_D) + 1) * head_D)
-            found = cls.laplace(head_D + step_D, difference_LD)
+            step_D = np.linalg.solve(posterior.precision_DD, difference_LD.T @ error_L - (len(head_D) + 1) * head_D)
+            posterior = cls.laplace(head_D + step_D, difference_LD)
             if np.abs(step_D).max() < 1e-8:
                 break
-        return found
+        return posterior
 
     def draw(self, num_heads: int, seed: int) -> Floats:
         """Returns heads [E, D] drawn from the distribution."""
@@ -125,7 +125,7 @@ def features_of(folder: Path, conversations: Sequence[Sequence[Mapping[str, str]
     model, tokenizer = load_for_inference(ModelFolder(folder, LanguageModel)), Tokenizer.load(folder)
     encoded = [encode_answered(tokenizer, [dict(turn) for turn in turns]) for turns in conversations]
     order = sorted(range(len(encoded)), key=lambda place: len(encoded[place].tokens))
-    found: list[Floats] = [np.empty(0)] * len(encoded)
+    features: list[Floats] = [np.empty(0)] * len(encoded)
     device = next(model.parameters()).device
     for start in range(0, len(order), ROWS):
         places = order[start : start + ROWS]
@@ -134,8 +134,8 @@ def features_of(folder: Path, conversations: Sequence[Sequence[Mapping[str, str]
         for row, place in enumerate(places):
             end = len(encoded[place].tokens)
             own_TD = states_BTD[row, end - encoded[place].response_tokens : end]
-            found[place] = np.concatenate([own_TD[-1], own_TD.mean(axis=0)])
-    return np.stack(found).astype(np.float32)
+            features[place] = np.concatenate([own_TD[-1], own_TD.mean(axis=0)])
+    return np.stack(features).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Pool:
 
     @cached_property
     def by_id(self) -> Mapping[str, Answered]:
-        return {of.prompt_id: of for of in self.train}
+        return {answered.prompt_id: answered for answered in self.train}
 
     @property
     def num_first(self) -> int:
@@ -218,19 +218,19 @@ def read_pool(folder: Path, job: JobConfig, world: World) -> Pool:
     collected, compared = (
         _answered(prompts, texts, (features - mean_D) / std_D, gold) for prompts, texts, features, gold in parts
     )
-    tasks = [of for of in (each.distinct() for each in collected) if len(of.responses) > 1]
-    held = [is_heldout(of.prompt, share, job.seed) for of in tasks]
-    found = Pool(
-        [of for of, is_held in zip(tasks, held, strict=True) if not is_held],
-        [of for of, is_held in zip(tasks, held, strict=True) if is_held],
+    tasks = [task for task in (each.distinct() for each in collected) if len(task.responses) > 1]
+    held = [is_heldout(task.prompt, share, job.seed) for task in tasks]
+    pool = Pool(
+        [task for task, is_held in zip(tasks, held, strict=True) if not is_held],
+        [task for task, is_held in zip(tasks, held, strict=True) if is_held],
         compared,
     )
-    if not found.num_first or not found.heldout:
+    if not pool.num_first or not pool.heldout:
         raise ValueError(
-            f"{folder}: {len(found.train)} prompts to label and {len(found.heldout)} held out;"
+            f"{folder}: {len(pool.train)} prompts to label and {len(pool.heldout)} held out;"
             f" at least {1 << (NUM_ROUNDS - 1)} and 1 were expected"
         )
-    return found
+    return pool
 
 
 def _is_of(path: Path, job: JobConfig) -> bool:
@@ -256,7 +256,7 @@ def _write_samples(
     )  # fmt: skip
     pairs = zip(drawn.conversations, drawn.texts, strict=True)
     conversations = [[*messages, {"role": "assistant", "content": text}] for messages, text in pairs]
-    asked = [messages[-1]["content"] for messages in drawn.conversations]
+    prompts_asked = [messages[-1]["content"] for messages in drawn.conversations]
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as temporary, temporary.open("wb") as file:
         np.savez_compressed(
@@ -265,7 +265,7 @@ def _write_samples(
             stamp=np.array(_stamp(job)),
             texts=np.array(drawn.texts),
             features=features_of(policy, conversations),
-            gold=np.array(world.gold_scores(asked, drawn.texts)),
+            gold=np.array(world.gold_scores(prompts_asked, drawn.texts)),
         )
 
 
@@ -309,12 +309,12 @@ class Round:
 def rounds(pool: Pool, labelers: Sequence[Labeler], rule: str, seed: int) -> list[Round]:
     """Chooses, labels and fits, `NUM_ROUNDS` times. All rules share the first round of a seed."""
     labels: list[Label] = []
-    found: list[Round] = []
+    made: list[Round] = []
     for number in range(NUM_ROUNDS):
         used, batch = (rule, f"{rule}-{number}") if number else ("uniform", "first")
-        heads_ED = found[-1].posterior.draw(NUM_HEADS, derive_seed(seed, "heads", batch)) if number else None
+        heads_ED = made[-1].posterior.draw(NUM_HEADS, derive_seed(seed, "heads", batch)) if number else None
         tasks = choose_tasks(
-            [_candidates(of, heads_ED) for of in pool.train],
+            [_candidates(answered, heads_ED) for answered in pool.train],
             batch=batch,
             rule=RULES[used],
             responses_per_task=2,
@@ -323,37 +323,39 @@ def rounds(pool: Pool, labelers: Sequence[Labeler], rule: str, seed: int) -> lis
             seed=derive_seed(seed, "label choice"),
             num_tasks=len(labels) or pool.num_first,
         )
-        own = judged(pool, tasks, labelers, seed)
-        labels += own
+        judgments = judged(pool, tasks, labelers, seed)
+        labels += judgments
         differences = np.stack([label.difference_D for label in labels])
         votes = np.array([label.vote for label in labels])
-        found.append(Round(own, HeadPosterior.fitted(differences, votes)))
-    return found
+        made.append(Round(judgments, HeadPosterior.fitted(differences, votes)))
+    return made
 
 
-def _candidates(of: Answered, heads_ED: Floats | None) -> PromptCandidates:
-    scores: list[list[float]] = [[] for _ in of.responses]
+def _candidates(answered: Answered, heads_ED: Floats | None) -> PromptCandidates:
+    scores: list[list[float]] = [[] for _ in answered.responses]
     if heads_ED is not None:
-        scores = (of.features_CD @ heads_ED.T).tolist()
-    pairs = zip(of.responses, scores, strict=True)
-    return PromptCandidates(of.prompt_id, of.prompt, tuple(Candidate(text, "sft", tuple(own)) for text, own in pairs))
+        scores = (answered.features_CD @ heads_ED.T).tolist()
+    pairs = zip(answered.responses, scores, strict=True)
+    return PromptCandidates(
+        answered.prompt_id, answered.prompt, tuple(Candidate(text, "sft", tuple(values)) for text, values in pairs)
+    )
 
 
 def judged(pool: Pool, tasks: Sequence[Task], labelers: Sequence[Labeler], seed: int) -> list[Label]:
     """Lets the labelers judge one pair each in turn, shown in a random order."""
-    found = []
+    judgments = []
     for number, task in enumerate(tasks):
-        of = pool.by_id[task.task_id.split("/")[1]]
-        first, second = (of.responses.index(text) for text in task.responses)
+        answered = pool.by_id[task.task_id.split("/")[1]]
+        first, second = (answered.responses.index(text) for text in task.responses)
         turned = derive_seed(seed, "order shown", task.task_id) % 2 == 1
-        shown = task.responses[::-1] if turned else task.responses
-        answer = labelers[number % len(labelers)].judge(ShownTask(task.task_id, task.prompt, shown))
+        responses = task.responses[::-1] if turned else task.responses
+        answer = labelers[number % len(labelers)].judge(ShownTask(task.task_id, task.prompt, responses))
         assert isinstance(answer, Answer), "scripted labelers skip no task"
         lead = answer.ranks[1] - answer.ranks[0]
         vote = (1 + np.sign(-lead if turned else lead)) / 2
-        gap = float(of.gold_C[first] - of.gold_C[second])
-        found.append(Label(of.features_CD[first] - of.features_CD[second], float(vote), gap))
-    return found
+        gap = float(answered.gold_C[first] - answered.gold_C[second])
+        judgments.append(Label(answered.features_CD[first] - answered.features_CD[second], float(vote), gap))
+    return judgments
 
 
 @dataclass(frozen=True)
@@ -367,22 +369,25 @@ class ChoiceMeasures:
     @classmethod
     def of(cls, pool: Pool, world: World, seed: int) -> "ChoiceMeasures":
         """Runs every rule's rounds with the labelers of this seed."""
-        found = dict[str, Round]()
+        rounds_by_arm = dict[str, Round]()
         for rule in RULES:
             made = rounds(pool, world.labelers(seed), rule, seed)
-            found |= {choice_arm(rule, number): of_round for number, of_round in enumerate(made)}
-        return cls(seed, pool, found)
+            rounds_by_arm |= {choice_arm(rule, number): of_round for number, of_round in enumerate(made)}
+        return cls(seed, pool, rounds_by_arm)
 
     def best_of_n(self, judge: str) -> Curve:
         """Returns best-of-n by a reward model, on the prompts of `compare`."""
         head_D = self.rounds[judge].posterior.mean_D
-        gold_PN = np.stack([of.gold_C for of in self.pool.compared])
-        return best_of_n_curve(gold_PN, np.stack([of.features_CD @ head_D for of in self.pool.compared]))
+        gold_PN = np.stack([answered.gold_C for answered in self.pool.compared])
+        return best_of_n_curve(gold_PN, np.stack([answered.features_CD @ head_D for answered in self.pool.compared]))
 
     def right_pairs(self, judge: str) -> tuple[Floats, Floats]:
         """Returns per held-out task [T] the pairs that a reward model orders like noiseless gold, and all pairs."""
         head_D = self.rounds[judge].posterior.mean_D
-        counts = [pairs_right((of.features_CD @ head_D).tolist(), of.gold_C.tolist()) for of in self.pool.heldout]
+        counts = [
+            pairs_right((answered.features_CD @ head_D).tolist(), answered.gold_C.tolist())
+            for answered in self.pool.heldout
+        ]
         right_T, compared_T = np.array(counts, dtype=np.float64).T
         return right_T, compared_T
 
@@ -390,8 +395,9 @@ class ChoiceMeasures:
         """Returns how far apart gold sees the two responses of each label of an arm's own round [L], and whether the
         label orders them alike: 1 if so, ½ if either sees a tie, otherwise 0.
         """
-        own = self.rounds[arm].labels
-        gap_L, vote_L = np.array([label.gap for label in own]), np.array([label.vote for label in own])
+        round_labels = self.rounds[arm].labels
+        gap_L = np.array([label.gap for label in round_labels])
+        vote_L = np.array([label.vote for label in round_labels])
         return np.abs(gap_L), (1 + np.sign(gap_L) * np.sign(vote_L - 0.5)) / 2
 
     def rl(self, arm: str) -> Curve:
@@ -410,19 +416,19 @@ class ChoiceMeasures:
         raise NotImplementedError
 
 
-def _choice_curves(of: Measures, *rules: str) -> Curves:
-    return {rule: of.best_of_n(choice_arm(rule, COMPARED_ROUND)) for rule in rules}
+def _choice_curves(measures: Measures, *rules: str) -> Curves:
+    return {rule: measures.best_of_n(choice_arm(rule, COMPARED_ROUND)) for rule in rules}
 
 
-def gold_by_round(of: Measures, rule: str) -> Floats:
+def gold_by_round(measures: Measures, rule: str) -> Floats:
     """Returns the gold score [rounds, P] of the largest best-of-n by each of a rule's reward models."""
     arms = (choice_arm(rule, number) for number in range(NUM_ROUNDS))
-    return np.stack([of.best_of_n(arm).gold_KP[-1] for arm in arms])
+    return np.stack([measures.best_of_n(arm).gold_KP[-1] for arm in arms])
 
 
-def num_labels(of: Measures, rule: str) -> list[int]:
+def num_labels(measures: Measures, rule: str) -> list[int]:
     """Returns how many labels a rule's reward model of each round learned from."""
-    sizes = [len(of.labels(choice_arm(rule, number))[0]) for number in range(NUM_ROUNDS)]
+    sizes = [len(measures.labels(choice_arm(rule, number))[0]) for number in range(NUM_ROUNDS)]
     return list(itertools.accumulate(sizes))
 
 
@@ -436,30 +442,33 @@ def doublings_saved(rule_R: Floats, uniform_R: Floats) -> float:
     return float((rule_R - uniform_R)[1:].mean()) / slope if slope > 0 else math.nan
 
 
-def _chosen_minus_uniform(of: Measures, rule: str) -> list[Contrast]:
+def _chosen_minus_uniform(measures: Measures, rule: str) -> list[Contrast]:
     """Compares a rule with random pairs: gold of best-of-n and accuracy, each with half of all labels."""
     arms = [choice_arm(name, COMPARED_ROUND) for name in (rule, "uniform")]
-    (gold_P, uniform_P), n = ([of.best_of_n(arm).gold_KP[-1] for arm in arms]), of.best_of_n(arms[0]).names[-1]
-    (right, compared), (other, _) = (of.right_pairs(arm) for arm in arms)
-    size = f"with {num_labels(of, rule)[COMPARED_ROUND]:,} labels"
-    gold = bootstrap_mean(gold_P - uniform_P, seed=of.seed)
-    accuracy = ratio_difference(right, other, compared, seed=of.seed)
+    (gold_P, uniform_P), n = (
+        ([measures.best_of_n(arm).gold_KP[-1] for arm in arms]),
+        measures.best_of_n(arms[0]).names[-1],
+    )
+    (right, compared), (other, _) = (measures.right_pairs(arm) for arm in arms)
+    size = f"with {num_labels(measures, rule)[COMPARED_ROUND]:,} labels"
+    gold = bootstrap_mean(gold_P - uniform_P, seed=measures.seed)
+    accuracy = ratio_difference(right, other, compared, seed=measures.seed)
     return [
         Contrast(f"{rule} minus uniform: gold of {n}, {size}", GOLD, gold),
         Contrast(f"{rule} minus uniform: accuracy, {size}", ACCURACY, accuracy),
     ]
 
 
-def _saved(of: Measures, rule: str) -> Contrast:
-    gold = [gold_by_round(of, name).mean(axis=1) for name in (rule, "uniform")]
+def _saved(measures: Measures, rule: str) -> Contrast:
+    gold = [gold_by_round(measures, name).mean(axis=1) for name in (rule, "uniform")]
     value = Interval(doublings_saved(*gold), math.nan, math.nan)
     return Contrast(f"{rule} saves, in doublings of random labels", DOUBLINGS, value)
 
 
-def _righter(of: Measures, one: str, other: str) -> Contrast:
+def _righter(measures: Measures, one: str, other: str) -> Contrast:
     """Compares how often the labels of all rounds are right."""
     right = [
-        np.concatenate([of.labels(choice_arm(rule, number))[1] for number in range(1, NUM_ROUNDS)])
+        np.concatenate([measures.labels(choice_arm(rule, number))[1] for number in range(1, NUM_ROUNDS)])
         for rule in (one, other)
     ]
     value = difference_of_means(right[1], right[0])
@@ -476,31 +485,39 @@ CHOICES = (
         "Pairs with a large predicted gap are better to label than random ones",
         "arXiv 2603.09692",
         _rule_arms("uniform", "large-gap"),
-        lambda of: [
-            *_chosen_minus_uniform(of, "large-gap"), _saved(of, "large-gap"), _righter(of, "large-gap", "uniform"),
+        lambda measures: [
+            *_chosen_minus_uniform(measures, "large-gap"),
+            _saved(measures, "large-gap"),
+            _righter(measures, "large-gap", "uniform"),
         ],
-        lambda of: _choice_curves(of, "uniform", "large-gap"),
+        lambda measures: _choice_curves(measures, "uniform", "large-gap"),
     ),
     Finding(
         "choose-near-tie",
         "Near ties are better to label than random pairs",
         "arXiv 2602.01581",
         _rule_arms("uniform", "near-tie"),
-        lambda of: [
-            *_chosen_minus_uniform(of, "near-tie"), _saved(of, "near-tie"), _righter(of, "uniform", "near-tie"),
+        lambda measures: [
+            *_chosen_minus_uniform(measures, "near-tie"),
+            _saved(measures, "near-tie"),
+            _righter(measures, "uniform", "near-tie"),
         ],
-        lambda of: _choice_curves(of, "uniform", "near-tie"),
+        lambda measures: _choice_curves(measures, "uniform", "near-tie"),
     ),
     Finding(
         "choose-by-ensemble",
         "Pairs about which an ensemble disagrees are better to label than random ones",
         "arXiv 1112.5745 and 2502.04354",
         _rule_arms("uniform", "disagreement", "information"),
-        lambda of: [
+        lambda measures: [
             contrast
             for rule in ("disagreement", "information")
-            for contrast in (*_chosen_minus_uniform(of, rule), _saved(of, rule), _righter(of, rule, "uniform"))
+            for contrast in (
+                *_chosen_minus_uniform(measures, rule),
+                _saved(measures, rule),
+                _righter(measures, rule, "uniform"),
+            )
         ],
-        lambda of: _choice_curves(of, "uniform", "disagreement", "information"),
+        lambda measures: _choice_curves(measures, "uniform", "disagreement", "information"),
     ),
 )  # fmt: skip

@@ -97,7 +97,7 @@ class SeedMeasures:
         """
         judge, stage = every_arm(self.job, self.folder)[arm].after[-1], self._stage(arm)
         policies = self._policies(arm)
-        found = self._kept(
+        kept = self._kept(
             f"{arm}.npz",
             [REFERENCE, f"{judge}/{self._stage(judge)}", f"{arm}/{stage}"],
             lambda: self._along(arm, policies, judge),
@@ -105,7 +105,7 @@ class SeedMeasures:
         return Curve(
             kind="rl",
             names=tuple(policies),
-            **{name: found[name] for name in ("kl_KP", "gold_KP", "proxy_KP")},
+            **{name: kept[name] for name in ("kl_KP", "gold_KP", "proxy_KP")},
             start_gold_P=self._pool()["gold_PN"].mean(axis=1),
             start_proxy_P=self._proxy_of_pool(judge).mean(axis=1),
         )
@@ -144,7 +144,7 @@ class SeedMeasures:
                 gold, lengths = self.gold(drawn.conversations, drawn.texts), [len(one) for one in drawn.responses]
                 for row, values in (("gold_KP", gold), ("kl_KP", kls.full_N), ("tokens_KP", lengths)):
                     rows[row].append(np.asarray(values, dtype=np.float64).reshape(-1, drawn.num_samples).mean(axis=1))
-            return {name: np.stack(found) for name, found in rows.items()} | {"costs_K5": self._costs(arm)}
+            return {name: np.stack(values) for name, values in rows.items()} | {"costs_K5": self._costs(arm)}
 
         stages = [f"{TEACHER}/{PPO.name}", f"{arm}/{self._stage(arm)}"]
         return Distilled(**self._kept(f"distilled-{arm}.npz", stages, make))
@@ -153,14 +153,14 @@ class SeedMeasures:
         """Returns what an arm's policies cost from the student's start (`Distilled`); 0 for the student and teacher."""
         if arm in (STUDENT, TEACHER):
             return np.zeros((len(self._policies(arm)), 5))
-        own = every_arm(self.job, self.folder)[arm]
+        every = every_arm(self.job, self.folder)[arm]
         costs_K5 = np.zeros((1, 5))
-        if SFT.name in own.stages:
-            (source,) = (row["source"] for row in own.changes["sft.demonstrations"])
+        if SFT.name in every.stages:
+            (source,) = (row["source"] for row in every.changes["sft.demonstrations"])
             sampled, kept, seconds = sampling_costs(self.folder, Path(source).stem)
             seconds += read_metrics(self.folder / arm / SFT.name / "metrics.jsonl")[-1]["seconds"]
-            costs_K5 += np.array([own.changes["sft.num_epochs"] * kept, 0, sampled, 0, seconds])
-        if PPO.name in own.stages:
+            costs_K5 += np.array([every.changes["sft.num_epochs"] * kept, 0, sampled, 0, seconds])
+        if PPO.name in every.stages:
             ppo = self.job.section_of(PPO)
             lines = read_metrics(self.folder / arm / PPO.name / "metrics.jsonl")
             tokens_I = np.cumsum([line["response_tokens"] for line in lines]) * ppo.rollout_batch_size
@@ -198,16 +198,16 @@ class SeedMeasures:
             )
             return {"bits_D": bits_D, "bytes_D": bytes_D}
 
-        found = self._kept(f"bits-{stage.replace('/', '-')}.npz", [stage], make)
-        return found["bits_D"], found["bytes_D"]
+        kept = self._kept(f"bits-{stage.replace('/', '-')}.npz", [stage], make)
+        return kept["bits_D"], kept["bytes_D"]
 
     def right_pairs(self, judge: str) -> tuple[Floats, Floats]:
         """Returns per held-out task [T] the pairs that a reward model orders like noiseless gold, and all pairs.
 
         The tasks are the base's tasks that no arm trained on; a tie in the reward model's scores counts half.
         """
-        found = self._kept(f"right-{judge}.npz", ["base/collect", f"{judge}/reward"], lambda: self._judged(judge))
-        return found["right_T"], found["compared_T"]
+        kept = self._kept(f"right-{judge}.npz", ["base/collect", f"{judge}/reward"], lambda: self._judged(judge))
+        return kept["right_T"], kept["compared_T"]
 
     def _judged(self, judge: str) -> dict[str, Floats]:
         _, heldout = split_rankings(collected(self.folder), self.job.section_of(REWARD).heldout_share, self.seed)
@@ -244,9 +244,9 @@ class SeedMeasures:
         def make() -> dict[str, Floats]:
             pool, tokenizer = self._pool(), Tokenizer.load(self.folder / REFERENCE / "model")
             responses = [part.tolist() for part in np.split(pool["tokens"], np.cumsum(pool["lengths"])[:-1])]
-            asked = [(prompt.messages, tokenizer.encode_prompt(prompt.messages)) for prompt in self._prompts()]
+            encoded = [(prompt.messages, tokenizer.encode_prompt(prompt.messages)) for prompt in self._prompts()]
             conversations, queries = zip(
-                *(each for each in asked for _ in range(pool["gold_PN"].shape[1])), strict=True
+                *(each for each in encoded for _ in range(pool["gold_PN"].shape[1])), strict=True
             )
             scores = self._scorer(judge)(tokenizer, conversations, queries, responses)
             return {"proxy_PN": np.asarray(scores).reshape(pool["gold_PN"].shape)}
@@ -281,7 +281,7 @@ class SeedMeasures:
             gold = self.gold(drawn.conversations, drawn.texts)
             for row, values in (("kl_KP", kls.full_N), ("gold_KP", gold), ("proxy_KP", proxy)):
                 rows[row].append(np.asarray(values, dtype=np.float64).reshape(-1, drawn.num_samples).mean(axis=1))
-        return {name: np.stack(found) for name, found in rows.items()}
+        return {name: np.stack(values) for name, values in rows.items()}
 
     def _draw(self, policy: Policy, num_samples: int) -> Drawn:
         return draw(
@@ -310,11 +310,11 @@ class SeedMeasures:
                 if str(file["stamp"]) == stamp:
                     return {key: file[key] for key in file.files if key != "stamp"}
         console.print(f"[dim]{self.folder.name}: measuring {name.removesuffix('.npz')}")
-        found = make()
+        arrays = make()
         path.parent.mkdir(exist_ok=True)
         with atomic_file(path) as temporary, temporary.open("wb") as file:
-            np.savez_compressed(file, allow_pickle=False, stamp=np.array(stamp), **found)
-        return found
+            np.savez_compressed(file, allow_pickle=False, stamp=np.array(stamp), **arrays)
+        return arrays
 
 
 def pairs_right(scores: list[float], truth: list[float]) -> tuple[float, int]:
@@ -378,9 +378,9 @@ class Recorded:
         return self._curve(f"rl/{arm}", self._measures.rl(arm))
 
     def tokens(self, arm: str) -> Floats:
-        found = self._measures.tokens(arm)
-        self.arrays[f"tokens/{arm}/0"] = found
-        return found
+        tokens_P = self._measures.tokens(arm)
+        self.arrays[f"tokens/{arm}/0"] = tokens_P
+        return tokens_P
 
     def bits(self, stage: str) -> tuple[Floats, Floats]:
         return self._pair(f"bits/{stage}", self._measures.bits(stage))
@@ -389,14 +389,14 @@ class Recorded:
         return self._pair(f"right_pairs/{judge}", self._measures.right_pairs(judge))
 
     def spot_checks(self, arm: str) -> tuple[Floats, Floats, Floats]:
-        found = self._measures.spot_checks(arm)
-        self.arrays |= {f"spot_checks/{arm}/{place}": value for place, value in enumerate(found)}
-        return found
+        spots = self._measures.spot_checks(arm)
+        self.arrays |= {f"spot_checks/{arm}/{place}": value for place, value in enumerate(spots)}
+        return spots
 
     def distilled(self, arm: str) -> Distilled:
-        found = self._measures.distilled(arm)
-        self.arrays |= {f"distilled/{arm}/{field.name}": getattr(found, field.name) for field in fields(Distilled)}
-        return found
+        record = self._measures.distilled(arm)
+        self.arrays |= {f"distilled/{arm}/{field.name}": getattr(record, field.name) for field in fields(Distilled)}
+        return record
 
     def labels(self, arm: str) -> tuple[Floats, Floats]:
         return self._pair(f"labels/{arm}", self._measures.labels(arm))
@@ -419,10 +419,10 @@ class Recorded:
         before = _read(path) if path.is_file() else {}
         known = {name for name in stamps if str(before.get(f"{STAMP}/{name}", "")) == stamps[name]}
         arrays = {name: value for name, value in before.items() if _arm_of(name) in known} | self.arrays
-        own = {f"{STAMP}/{arm}": np.array(stamps[arm]) for arm in sorted({_arm_of(name) for name in arrays})}
+        own_stamps = {f"{STAMP}/{arm}": np.array(stamps[arm]) for arm in sorted({_arm_of(name) for name in arrays})}
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as temporary, temporary.open("wb") as file:
-            np.savez_compressed(file, allow_pickle=False, **{**arrays, **own})
+            np.savez_compressed(file, allow_pickle=False, **{**arrays, **own_stamps})
 
 
 @dataclass(frozen=True)
@@ -473,8 +473,8 @@ class StoredMeasures:
     def labels(self, arm: str) -> tuple[Floats, Floats]:
         return self._array(f"labels/{arm}/0"), self._array(f"labels/{arm}/1")
 
-    def _curve(self, kind: Kind, of: str) -> Curve:
-        name = f"{kind}/{of}"
+    def _curve(self, kind: Kind, which: str) -> Curve:
+        name = f"{kind}/{which}"
         return Curve(
             kind=kind,
             names=tuple(str(each) for each in self._array(f"{name}/names")),

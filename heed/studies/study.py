@@ -97,14 +97,16 @@ def run_study(
     names = [name for finding in findings for name in finding.arms]
     known = _read_stored(stored, {job.seed: stamps_of(job) for _, job in seeds} if stored else {})
     measures: list[Measures] = []
-    found: list[Found] = []
+    results: list[Found] = []
     for folder, job in seeds:
         measures.append(known[job.seed] if job.seed in known else _run_seed(folder, job, arms[folder], names))
-        found = [finding.evaluate(measures) for finding in findings]
+        results = [finding.evaluate(measures) for finding in findings]
         if isinstance(recorded := measures[-1], Recorded):
             recorded.write(measures_file(runs / "measures", job.seed), stamps_of(job))
-        write_findings(runs, found, len(measures))  # after each seed, so that a stopped study has reported its results
-    return found
+        write_findings(
+            runs, results, len(measures)
+        )  # after each seed, so that a stopped study has reported its results
+    return results
 
 
 def _run_choices(
@@ -121,18 +123,21 @@ def _run_choices(
     known = _read_stored(stored, stamps)
     computed = choices_of_seeds(runs / "policy", policy, [seed for seed in stamps if seed not in known])
     measures: list[Measures] = []
-    found: list[Found] = []
+    results: list[Found] = []
     rules = [rule for rule in RULES if any(choice_arm(rule, 1) in finding.arms for finding in findings)]
     for seed in stamps:
         measures.append(known[seed] if seed in known else Recorded(next(computed)))
-        found = [finding.evaluate(measures) for finding in findings]
-        gold = {rule: np.stack([gold_by_round(of, rule).mean(axis=1) for of in measures]) for rule in rules}
+        results = [finding.evaluate(measures) for finding in findings]
+        gold = {
+            rule: np.stack([gold_by_round(seed_measures, rule).mean(axis=1) for seed_measures in measures])
+            for rule in rules
+        }
         sizes = num_labels(measures[-1], "uniform")
         if isinstance(recorded := measures[-1], Recorded):
             recorded.write(measures_file(runs / "measures", seed), stamps[seed])
-        write_findings(runs, found, len(measures))
+        write_findings(runs, results, len(measures))
         write_gold_by_labels(runs, sizes, gold)
-    return found
+    return results
 
 
 def _run_seed(folder: Path, job: JobConfig, arms: Mapping[str, Arm], names: Sequence[str]) -> Recorded:
@@ -157,10 +162,10 @@ def _read_stored(folder: Path | None, stamps: Mapping[int, Mapping[str, str]]) -
     if folder is None:
         return {}
     paths = {seed: measures_file(folder, seed) for seed in stamps}
-    found = {seed: StoredMeasures.read(path, seed, stamps[seed]) for seed, path in paths.items() if path.is_file()}
-    if not found:
+    stored = {seed: StoredMeasures.read(path, seed, stamps[seed]) for seed, path in paths.items() if path.is_file()}
+    if not stored:
         raise ValueError(f"{folder}: no measures of these seeds; {', '.join(map(str, paths.values()))} were expected")
-    return found
+    return stored
 
 
 def _check(job: JobConfig, findings: Sequence[Finding]) -> None:
@@ -209,30 +214,30 @@ INTERVALS = (
 )
 
 
-def write_findings(folder: Path, found: Sequence[Found], num_seeds: int) -> None:
+def write_findings(folder: Path, results: Sequence[Found], num_seeds: int) -> None:
     """Writes all findings. Raises: OSError if the folder cannot be written."""
     figures = folder / "figures"
     figures.mkdir(parents=True, exist_ok=True)
-    for finding in found:
+    for finding in results:
         svg = finding.figure
         if finding.curves[0]:
             svg = draw_curves(finding.finding.name, finding.finding.title, finding.curves)
         if svg:
             (figures / f"{finding.finding.name}.svg").write_text(standalone(svg), encoding="utf-8")
-    shown = {"num_seeds": num_seeds, "intervals": INTERVALS, "findings": [_as_json(finding) for finding in found]}
-    (folder / "findings.json").write_text(json.dumps(as_json(shown), indent=2) + "\n", encoding="utf-8")
-    (folder / "findings.md").write_text(as_markdown(found, num_seeds), encoding="utf-8")
+    report = {"num_seeds": num_seeds, "intervals": INTERVALS, "findings": [_as_json(finding) for finding in results]}
+    (folder / "findings.json").write_text(json.dumps(as_json(report), indent=2) + "\n", encoding="utf-8")
+    (folder / "findings.md").write_text(as_markdown(results, num_seeds), encoding="utf-8")
     console.print(str(folder / "findings.md"))
 
 
-def _as_json(found: Found) -> dict[str, Any]:
-    finding = found.finding
+def _as_json(result: Found) -> dict[str, Any]:
+    finding = result.finding
     return {
         "name": finding.name,
         "title": finding.title,
         "source": finding.source,
         "arms": finding.arms,
-        "verdict": found.verdict,
+        "verdict": result.verdict,
         "claims": [
             {
                 "claim": claim.text,
@@ -241,16 +246,16 @@ def _as_json(found: Found) -> dict[str, Any]:
                 "over_seeds": claim.over_seeds,
                 "verdict": claim.verdict,
             }
-            for claim in found.claims
+            for claim in result.claims
         ],
-        "curves": [{name: points(curve) for name, curve in curves.items()} for curves in found.curves],
+        "curves": [{name: points(curve) for name, curve in curves.items()} for curves in result.curves],
     }
 
 
-def as_markdown(found: Sequence[Found], num_seeds: int) -> str:
+def as_markdown(results: Sequence[Found], num_seeds: int) -> str:
     """Formats every finding with its verdict and a table of its claims."""
     parts = [f"# Findings over {num_seeds} seed{'s' if num_seeds > 1 else ''}", INTERVALS]
-    for finding in found:
+    for finding in results:
         parts.append(f"## {finding.finding.title}")
         parts.append(f"{finding.finding.source}. **{finding.verdict.capitalize()}.**")
         head = ["claim", "expected", *(f"seed {seed}" for seed in range(num_seeds)), "mean", "verdict"]
@@ -269,9 +274,11 @@ def _row(claim: Claim) -> list[str]:
     return [claim.text, claim.rule.text, *seeds, spread(claim.over_seeds), claim.verdict]
 
 
-def spread(found: Interval) -> str:
+def spread(interval: Interval) -> str:
     """Formats "0.12 (0.10 to 0.15)"; a dash if unknown."""
-    mean, low, high = (number(value, 3) if value == value else "–" for value in (found.mean, found.low, found.high))
+    mean, low, high = (
+        number(value, 3) if value == value else "–" for value in (interval.mean, interval.low, interval.high)
+    )
     return mean if mean == "–" or low == high == "–" else f"{mean} ({low} to {high})"
 
 
@@ -331,7 +338,7 @@ def standalone(svg: str) -> str:
     """Turns a report's chart into a standalone SVG file, in the page's light colours."""
     css = files("stages.reports").joinpath("style.html.jinja").read_text(encoding="utf-8")
     light = dict(reversed(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", css)))  # the first of each is the light one
-    svg = re.sub(r"var\(--([\w-]+)\)", lambda found: light[found[1]], svg)
+    svg = re.sub(r"var\(--([\w-]+)\)", lambda match: light[match[1]], svg)
     svg = re.sub(r"calc\(([\d.]+px) \* var\(--text, 1\)\)", r"\1", svg)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" style="background:{light["page"]}" font-family="sans-serif"'
     return svg.replace("<svg", head, 1) + "\n"

@@ -44,16 +44,16 @@ class Rule:
     size: float
     unit: str
 
-    def verdict(self, found: Interval) -> Verdict:
-        if not math.isfinite(found.low) or not math.isfinite(found.high):
+    def verdict(self, interval: Interval) -> Verdict:
+        if not math.isfinite(interval.low) or not math.isfinite(interval.high):
             return "undecided"
         if self.kind == "above":
-            does, does_not = found.low > 0, found.high < self.size
+            does, does_not = interval.low > 0, interval.high < self.size
         elif self.kind == "within":
-            does = -self.size < found.low and found.high < self.size
-            does_not = found.low >= self.size or found.high <= -self.size
+            does = -self.size < interval.low and interval.high < self.size
+            does_not = interval.low >= self.size or interval.high <= -self.size
         else:
-            does, does_not = found.high < self.size, found.low >= self.size
+            does, does_not = interval.high < self.size, interval.low >= self.size
         if does_not:
             return "does not replicate"
         return "replicates" if does else "undecided"
@@ -175,9 +175,9 @@ def earlier(full: Curve, other: Curve, *, seed: int) -> Interval:
     """
     furthest = min(float(full.d_K.max()), float(other.d_K.max()))
     tops = [gold_tops(curve, seed=seed) for curve in (full, other)]
-    if all(found >= furthest for found, _ in tops):
+    if all(top >= furthest for top, _ in tops):
         return UNKNOWN
-    means = [min(found, furthest) for found, _ in tops]
+    means = [min(top, furthest) for top, _ in tops]
     resampled = [np.minimum(found_S, furthest) for _, found_S in tops]
     ends = percentiles(resampled[0] - resampled[1], expanded_level(len(full.start_gold_P)))
     return Interval(means[0] - means[1], *ends)

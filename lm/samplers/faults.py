@@ -119,8 +119,8 @@ class OtherTemplate(Faulty):
     ) -> Generated:
         others = next(iter(other_templates(self.trial).values()))
         number = {tuple(prompt): row for row, prompt in enumerate(self.trial.prompts)}
-        asked = [others[number[tuple(prompt)]] for prompt in prompts]
-        return self.sampler.sample(asked, seeds, max_new_tokens=max_new_tokens, temperature=temperature)
+        other_prompts = [others[number[tuple(prompt)]] for prompt in prompts]
+        return self.sampler.sample(other_prompts, seeds, max_new_tokens=max_new_tokens, temperature=temperature)
 
 
 class OtherTokenizer(Faulty):
@@ -130,9 +130,9 @@ class OtherTokenizer(Faulty):
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: Limits, temperature: float
     ) -> Generated:
         size = self.trial.policy(0).config.vocab_size
-        asked = shifted(prompts, 1, size)
-        found = self.sampler.sample(asked, seeds, max_new_tokens=max_new_tokens, temperature=temperature)
-        return Generated(shifted(found.responses, -1, size), found.finished, found.logprobs)
+        shifted_prompts = shifted(prompts, 1, size)
+        generated = self.sampler.sample(shifted_prompts, seeds, max_new_tokens=max_new_tokens, temperature=temperature)
+        return Generated(shifted(generated.responses, -1, size), generated.finished, generated.logprobs)
 
 
 class StaleCache(Faulty):

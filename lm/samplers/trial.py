@@ -128,8 +128,8 @@ class Trial:
         """Returns what it samples after both updates. It also samples before each update, which fills its caches."""
         for version in range(NUM_VERSIONS):
             sampler.receive(self.sent(version))
-            found = self.sample(sampler)
-        return found
+            generated = self.sample(sampler)
+        return generated
 
     @cached_property
     def device(self) -> torch.device:
@@ -176,14 +176,14 @@ def _passes(policy: LanguageModel, prompts: Tokens, responses: Tokens) -> Iterat
 
 
 @torch.inference_mode()
-def draw_evidence(trial: Trial, policy: LanguageModel, prompts: Tokens, found: Generated) -> Evidence:
+def draw_evidence(trial: Trial, policy: LanguageModel, prompts: Tokens, generated: Generated) -> Evidence:
     """Bet that the tokens of these responses are not draws from the policy."""
     first, total = 0, NO_EVIDENCE
-    for logits_CV, tokens_C in _passes(policy, prompts, found.responses):
+    for logits_CV, tokens_C in _passes(policy, prompts, generated.responses):
         rows = range(first, min(first + AT_ONCE, len(prompts)))
-        reported_C = torch.tensor([nats for row in rows for nats in found.logprobs[row]], device=tokens_C.device)
+        reported_C = torch.tensor([nats for row in rows for nats in generated.logprobs[row]], device=tokens_C.device)
         weights_C = (token_logprobs(logits_CV, tokens_C, TEMPERATURE) - reported_C).exp()
-        draws = Draws.of(prompts, found.responses, rows, tokens_C, weights_C)
+        draws = Draws.of(prompts, generated.responses, rows, tokens_C, weights_C)
         total += evidence(logits_CV, draws, TEMPERATURE, trial.tokenizer.end_ids)
         first = rows.stop
     return total
@@ -266,9 +266,9 @@ class Explanation:
     logprobs: Callable[[], Tensor]  # [C] nats, of the sampled tokens, response after response
 
 
-def explanations(trial: Trial, found: Generated, version: int) -> Iterator[Explanation]:
+def explanations(trial: Trial, generated: Generated, version: int) -> Iterator[Explanation]:
     """Yield every explanation for a rollout that was sampled after `version` updates; each is computed on request."""
-    prompts, responses, policy = trial.prompts, found.responses, trial.policy(version)
+    prompts, responses, policy = trial.prompts, generated.responses, trial.policy(version)
 
     def told(name: str, policy: LanguageModel = policy, temperature: float = TEMPERATURE) -> Explanation:
         return Explanation(name, lambda: truth(policy, prompts, responses, temperature))
@@ -277,8 +277,8 @@ def explanations(trial: Trial, found: Generated, version: int) -> Iterator[Expla
         return Explanation(name, lambda: truth(policy, prompts, responses, TEMPERATURE))
 
     def stale(before: LanguageModel, block: int) -> Explanation:
-        found = partial(truth_with_stale_prefixes, policy, before, prompts, responses, TEMPERATURE, block)
-        return Explanation(STALE_CACHE, found)
+        generated = partial(truth_with_stale_prefixes, policy, before, prompts, responses, TEMPERATURE, block)
+        return Explanation(STALE_CACHE, generated)
 
     older, weights = [*reversed(range(version))], weights_of(policy)
     for age, number in enumerate(older, start=1):
@@ -299,10 +299,10 @@ def explanations(trial: Trial, found: Generated, version: int) -> Iterator[Expla
         yield stale(trial.policy(number), block)
 
 
-def explain(trial: Trial, found: Generated, reported_C: Tensor, version: int) -> str:
+def explain(trial: Trial, generated: Generated, reported_C: Tensor, version: int) -> str:
     """Returns the name of the explanation that gives the reported log-probs up to rounding; "" if none does."""
-    lengths = [*map(len, found.responses)]
-    for explanation in explanations(trial, found, version):
+    lengths = [*map(len, generated.responses)]
+    for explanation in explanations(trial, generated, version):
         if Agreement.of(explanation.logprobs() - reported_C, lengths).holds(trial.max_difference):
             return explanation.name
     return ""

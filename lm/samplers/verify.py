@@ -121,14 +121,14 @@ def more_draws(sampler: SamplingEngine, trial: Trial) -> Evidence:
     return draw_evidence(trial, trial.policy(NUM_VERSIONS - 1), prompts, found)
 
 
-def _draws(found: Evidence) -> Check:
-    measured = f"the evidence against it is {found.nats:+.1f} nats; above {ALARM:.1f} is an alarm"
-    return Check("draws from the policy", not found.is_alarm, _biased(found) or measured)
+def _draws(evidence: Evidence) -> Check:
+    measured = f"the evidence against it is {evidence.nats:+.1f} nats; above {ALARM:.1f} is an alarm"
+    return Check("draws from the policy", not evidence.is_alarm, _biased(evidence) or measured)
 
 
-def _biased(found: Evidence) -> str:
+def _biased(evidence: Evidence) -> str:
     """Returns what is wrong with draws; "" if nothing is."""
-    return f"{NOT_DRAWS} ({found.nats:.1f} nats of evidence): {found}" if found.is_alarm else ""
+    return f"{NOT_DRAWS} ({evidence.nats:.1f} nats of evidence): {evidence}" if evidence.is_alarm else ""
 
 
 def _planted(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
@@ -142,25 +142,25 @@ def _planted(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
         yield Check(f"planted: {name}", fault.startswith(expected), fault or f"not found: {measured}")
 
 
-def judge(trial: Trial, found: Generated, version: int) -> tuple[str, str]:
+def judge(trial: Trial, generated: Generated, version: int) -> tuple[str, str]:
     """Returns what is wrong with a rollout after `version` updates ("" if nothing is), and what was measured."""
     policy = trial.policy(version)
-    true_C = truth(policy, trial.prompts, found.responses, TEMPERATURE)
-    reported_C = torch.tensor([nats for row in found.logprobs for nats in row])
-    agreement = Agreement.of(true_C - reported_C, [*map(len, found.responses)])
+    true_C = truth(policy, trial.prompts, generated.responses, TEMPERATURE)
+    reported_C = torch.tensor([nats for row in generated.logprobs for nats in row])
+    agreement = Agreement.of(true_C - reported_C, [*map(len, generated.responses)])
     measured = f"log-probs differ by {agreement.difference:.1e} nats on average, mean ratio {agreement.ratio:.4f}"
     if not agreement.holds(trial.max_difference):
-        return f"{explain(trial, found, reported_C, version) or UNEXPLAINED} ({measured})", measured
-    return _biased(draw_evidence(trial, policy, trial.prompts, found)), measured
+        return f"{explain(trial, generated, reported_C, version) or UNEXPLAINED} ({measured})", measured
+    return _biased(draw_evidence(trial, policy, trial.prompts, generated)), measured
 
 
-def _form(name: str, found: Generated, trial: Trial) -> Check:
+def _form(name: str, generated: Generated, trial: Trial) -> Check:
     """Check lengths, end tokens, and that each token has a log-prob."""
     end_ids, wrong = trial.tokenizer.end_ids, list[str]()
-    if len(found.responses) != len(trial.prompts):
-        return Check(name, False, f"{len(found.responses)} responses to {len(trial.prompts)} prompts")
+    if len(generated.responses) != len(trial.prompts):
+        return Check(name, False, f"{len(generated.responses)} responses to {len(trial.prompts)} prompts")
     for row, (response, finished, logprobs) in enumerate(
-        zip(found.responses, found.finished, found.logprobs, strict=True)
+        zip(generated.responses, generated.finished, generated.logprobs, strict=True)
     ):
         if not 1 <= len(response) <= MAX_NEW_TOKENS:
             wrong.append(f"response {row} has {len(response)} tokens")
@@ -172,5 +172,5 @@ def _form(name: str, found: Generated, trial: Trial) -> Check:
             wrong.append(f"response {row} stops after {len(response)} tokens without an end token")
         elif len(logprobs) != len(response):
             wrong.append(f"response {row} has {len(logprobs)} log-probs for {len(response)} tokens")
-    tokens = sum(map(len, found.responses))
-    return Check(name, not wrong, wrong[0] if wrong else f"{len(found.responses)} responses, {tokens} tokens")
+    tokens = sum(map(len, generated.responses))
+    return Check(name, not wrong, wrong[0] if wrong else f"{len(generated.responses)} responses, {tokens} tokens")
