@@ -73,6 +73,7 @@ from stages.reports.text import (
 LEAST_DIVERSITY_KEPT = 0.85
 LEAST_END_RATE = 0.9
 NUM_OPEN_SAMPLES = 3
+FEW_POLICIES = 2  # trained ones, about which one paragraph can speak
 BEST_OF = re.compile(r"best_of_\d+")
 
 Styles = Mapping[str, PolicyStyle]
@@ -370,7 +371,12 @@ def answer_of(results: CompareResults, styles: Styles) -> Answer:
         for one, other in itertools.combinations(reversed(trained), 2)
         if (rate := _over(results, one, other)) is not None
     ]
-    text = " ".join([*(answer.text for answer in reversed(answers)), *between])
+    newest, *earlier = (answer.text for answer in reversed(answers))
+    apart: tuple[str, ...] = ()
+    if len(answers) > FEW_POLICIES:
+        text, apart = newest, (*earlier, " ".join(between))
+    else:
+        text = " ".join([newest, *earlier, *between])
     more: tuple[str, ...] = ()
     few = results.cluster_by and results.num_clusters < FEW_CLUSTERS
     if results.hacking is not None:
@@ -380,7 +386,7 @@ def answer_of(results: CompareResults, styles: Styles) -> Answer:
             "The judge is the reward or comes from the same file, so this does not show whether the reward was gamed.",
         )
     clusters = f"Only {count(results.num_clusters)} clusters of prompts: the intervals are wide."
-    return Answer(answers[-1].tone, text, (*more, *((clusters,) if few else ()), WEIGHTS_ONLY))
+    return Answer(answers[-1].tone, text, (*filter(None, apart), *more, *((clusters,) if few else ()), WEIGHTS_ONLY))
 
 
 def _between(one: PolicyStyle, other: PolicyStyle, rate: WinRateResults) -> str:

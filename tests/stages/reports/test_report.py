@@ -642,6 +642,21 @@ def test_verdict_is_honest(run: Path) -> None:
     assert "too few prompts for an interval" in text
 
 
+def test_verdict_of_three_policies_is_on_the_newest_and_lists_the_others(run: Path) -> None:
+    """As after three rounds: in one paragraph, nobody would find the sentence on a policy."""
+    file = "compare/results.json"
+    content = read(run / file)
+    rate = {"num_prompts": 200, "holm_p": 0.5}
+    for name, share in (("ppo_2", 0.6), ("ppo_3", 0.7)):
+        content["policies"] = {**content["policies"], name: content["policies"]["ppo"]}
+        content["pairs"][f"{name}/sft"] = {"win_rate": mean(share, 0.04, **rate)}
+    (run / file).write_text(json.dumps(content), encoding="utf-8")
+    found = answer(run)
+    starts = [text.partition("%")[0] for text in (found.text, *found.more[:2])]
+    assert starts == ["ppo_3 beats SFT 70", "ppo_2 beats SFT 60", "PPO beats SFT 84"]
+    assert "ppo_2" not in found.text
+
+
 def test_verdict_of_two_policies_compares_them_too(run: Path) -> None:
     """DPO next to PPO: each against SFT, and one against the other; headlines of both."""
     file = "compare/results.json"
