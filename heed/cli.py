@@ -2,10 +2,8 @@
 
 import atexit
 import gc
-import json
 import logging
 import os
-import tomllib
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -38,6 +36,7 @@ from heed.commands.options import (
     RunsFolder,
     Workers,
     all_overrides,
+    last_state,
     model_folder,
     read_job,
 )
@@ -86,7 +85,9 @@ def run(
 
     An interrupted run continues where it stopped.
     """
-    if not os.environ.get("RAY_ADDRESS") and (first or not _has_finished(job, override, runs)):
+    state = last_state(job, override, runs)
+    needs_ray = not os.environ.get("RAY_ADDRESS") and (bool(first) or state != "finished")
+    if needs_ray and (state or job is None):  # a job that has run before is unlikely to be wrong
         local_ray.begin()  # Ray starts while this process imports, which takes seconds too
     with console.status("reading the job"), imports_uncollected():
         from heed.jobs.pipeline import run_job
@@ -94,17 +95,9 @@ def run(
         config = read_job(job, override, workers, first, only)
     if config.loop is not None:
         raise ValueError(f"{job}: the job has [loop]; `heed loop {job}` runs it")
+    if needs_ray:
+        local_ray.begin()
     run_job(config, runs, first=first, only=only)
-
-
-def _has_finished(job: Path | None, overrides: list[str] | None, runs: Path) -> bool:
-    """Whether the job's last run here finished, so that this one may have nothing to do; False if in doubt."""
-    named = [override.removeprefix("name=") for override in overrides or [] if override.startswith("name=")]
-    try:
-        name = named[-1] if named else tomllib.loads(job.read_text(encoding="utf-8"))["name"] if job else "demo"
-        return bool(json.loads((runs / name / "status.json").read_text(encoding="utf-8"))["state"] == "finished")
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
 
 
 app.command(rich_help_panel=TRAIN)(loop)

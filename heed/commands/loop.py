@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from heed.commands.options import JobFile, Overrides, RunsFolder, Workers, all_overrides
+from heed.commands.options import JobFile, Overrides, RunsFolder, Workers, all_overrides, last_state
 from stages.progress import console
 
 
@@ -30,7 +30,7 @@ def loop(
     from cluster import local_ray
     from files.importing import imports_uncollected
 
-    if not os.environ.get("RAY_ADDRESS"):
+    if not os.environ.get("RAY_ADDRESS") and last_state(job, override, runs) not in {"", "finished"}:
         local_ray.begin()  # Ray starts while this process imports, which takes seconds too
     with console.status("reading the job"), imports_uncollected():
         from heed.jobs.job_file import load_job

@@ -1,6 +1,8 @@
 """Options that several commands share."""
 
+import json
 import math
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,6 +72,18 @@ def read_job(path: Path | None, overrides: list[str] | None, workers: int, first
         if stage and stage not in job.registry:
             raise ValueError(f"{option} {stage!r}: one of {', '.join(job.registry.names)} was expected")
     return job
+
+
+def last_state(job: Path | None, overrides: list[str] | None, runs: Path) -> str:
+    """Returns the state of a job's last run, such as "finished", from its status.json; "" if there is none, or if the
+    job file cannot be read. Imports nothing, since a command asks before it imports.
+    """
+    named = [override.removeprefix("name=") for override in overrides or [] if override.startswith("name=")]
+    try:
+        name = named[-1] if named else tomllib.loads(job.read_text(encoding="utf-8"))["name"] if job else "demo"
+        return str(json.loads((runs / name / "status.json").read_text(encoding="utf-8"))["state"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def read_weights(weights: list[str] | None) -> dict[str, float]:

@@ -101,6 +101,23 @@ def test_an_unknown_key(start_job: Callable[..., str]) -> None:
     assert start_job("ppo.kl.coeff=1").endswith("`coeff`: unknown key in [ppo.kl]; did you mean `coef`?")
 
 
+@pytest.mark.parametrize("command", ["run", "loop"])
+def test_a_mistake_in_a_new_job_is_found_before_ray_starts(
+    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    begun: list[str] = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(local_ray, "begin", lambda: begun.append("Ray"))
+    arguments = (command, DEBUG, "--runs", str(tmp_path), "--set", "ppo.kl.coeff=1")
+    assert "did you mean `coef`?" in refused(*arguments)
+    assert not begun
+    # Of a job that has begun before, Ray starts while the command imports.
+    (tmp_path / "debug").mkdir()
+    (tmp_path / "debug" / "status.json").write_text('{"state": "failed"}')
+    refused(*arguments)
+    assert begun == ["Ray"]
+
+
 def test_a_plan_takes_the_number_of_workers_that_a_run_takes(refused: Callable[..., str]) -> None:
     assert "pretrain.batch with workers = 3:" in refused("plan", DEBUG, "--workers", "3")
 
