@@ -74,7 +74,7 @@ def test_a_driver_joins_and_finds_every_node(cluster: LocalCluster) -> None:
     script = "import ray; ray.init(logging_level='ERROR'); print(int(ray.cluster_resources()['CPU']), len(ray.nodes()))"
     done = subprocess.run(
         cluster.driver_command([sys.executable, "-c", script]),
-        env={**os.environ, **cluster.processes}, capture_output=True, text=True, check=True,
+        env={**os.environ, **cluster.environment}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.split() == ["2", "3"]
 
@@ -123,7 +123,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 def test_closing_ends_every_process_and_removes_the_folder() -> None:
     with LocalCluster(1, 1) as cluster:
         processes = [pid for name in ("head", *cluster.nodes) for pid in cluster.node_processes(name)]
-        driver = subprocess.Popen(["sleep", "600"], env={**os.environ, **cluster.processes})
+        driver = subprocess.Popen(["sleep", "600"], env={**os.environ, **cluster.environment})
         folder = cluster.folder
     assert driver.wait() < 0
     assert not any(is_alive(pid) for pid in processes)

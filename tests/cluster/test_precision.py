@@ -12,7 +12,7 @@ def test_the_workers_machines_decide_and_not_the_drivers(monkeypatch: pytest.Mon
     here = fast_precision(False)
     other = {"bf16": "fp32", "fp32": "bf16"}[here]
     with LocalCluster(num_nodes=1, cpus=1) as cluster:
-        for name, value in cluster.processes.items():
+        for name, value in cluster.environment.items():
             monkeypatch.setenv(name, value)
         # The driver's machine has other units than the workers' machines.
         monkeypatch.setattr("cluster.connection.cpu_multiplies_bf16", lambda: other == "bf16")

@@ -41,7 +41,7 @@ def test_a_worker_lost_with_rollouts_in_flight_changes_no_bit(
         kill_process(cluster.worker_processes()[1])
 
     with LocalCluster(num_nodes=1, cpus=job.num_ranks) as cluster:
-        for name, value in cluster.processes.items():
+        for name, value in cluster.environment.items():
             monkeypatch.setenv(name, value)
         run_job(job, tmp_path / "calm", only="ppo")
         striking = threading.Thread(target=strike, args=(cluster,))

@@ -35,7 +35,7 @@ def test_a_lost_node_leaves_one_worker_to_finish(
         cluster.kill_node_of(cluster.worker_processes()[0])
 
     with LocalCluster(num_nodes=2, cpus=1) as cluster:
-        for name, value in cluster.processes.items():
+        for name, value in cluster.environment.items():
             monkeypatch.setenv(name, value)
         striking = threading.Thread(target=strike, args=(cluster,))
         striking.start()

@@ -24,7 +24,7 @@ def test_a_lost_head_is_one_line(tmp_path: Path) -> None:
     with LocalCluster(num_nodes=1, cpus=1) as cluster, log.open("w") as output:
         run = [sys.executable, "-c", SOONER, "run", str(DEBUG), "--only", "pretrain", "--runs", str(tmp_path)]
         process = subprocess.Popen(
-            [*run, "--set", "pretrain.num_steps=4000"], cwd=ROOT, env={**os.environ, **cluster.processes},
+            [*run, "--set", "pretrain.num_steps=4000"], cwd=ROOT, env={**os.environ, **cluster.environment},
             stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
         while not (tmp_path / "debug" / "pretrain" / "metrics.jsonl").exists():

@@ -27,7 +27,7 @@ CONFIG = ClusterConfig(wait_for_nodes_seconds=2)
 def test_a_machine_that_comes_back_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     with LocalCluster(num_nodes=2, cpus=1) as cluster:
-        for name, value in cluster.processes.items():
+        for name, value in cluster.environment.items():
             monkeypatch.setenv(name, value)
         workers = Workers([2, 1], tmp_path, CONFIG)
         try:
@@ -55,7 +55,7 @@ def test_a_machine_that_is_lost_while_the_first_group_starts_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LocalCluster(num_nodes=2, cpus=1) as cluster:
-        for name, value in cluster.processes.items():
+        for name, value in cluster.environment.items():
             monkeypatch.setenv(name, value)
 
         def lose_a_node(group: WorkerGroup, _folder: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_job_that_recovers_keeps_its_places_from_a_job_that_waits(
     log = tmp_path / "other.log"
     config = ClusterConfig(wait_for_nodes_seconds=60, silence_seconds=5, start_seconds=60)
     with LocalCluster(num_nodes=2, cpus=1) as cluster, log.open("w") as output:
-        for name, value in cluster.processes.items():
+        for name, value in cluster.environment.items():
             monkeypatch.setenv(name, value)
         workers = Workers([2], tmp_path, config)
         try:
