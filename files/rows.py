@@ -160,7 +160,7 @@ def _all_rows(source: str, split: str, subset: str, on_unreadable: Callable[[Val
     elif kind == "text":
         yield from _read_paragraphs(path)
     elif not path.is_file():
-        yield from _numbered(source, *_load(source, split, subset))
+        yield from _load(source, split, subset)
     else:
         hint = ""
         with path.open("rb") as file:
@@ -173,8 +173,8 @@ def _all_rows(source: str, split: str, subset: str, on_unreadable: Callable[[Val
         )
 
 
-def _load(source: str, split: str, subset: str) -> tuple[Any, Unpacked]:
-    """Opens a folder that `datasets` saved or can load, or a hub id."""
+def _load(source: str, split: str, subset: str) -> Rows:
+    """Returns the rows of a folder that `datasets` saved or can load, or of a hub id."""
     import datasets
 
     files = [path for path in sorted(Path(source).rglob("*")) if path.is_file()]  # none for a hub id
@@ -185,16 +185,29 @@ def _load(source: str, split: str, subset: str) -> tuple[Any, Unpacked]:
     try:
         if any((Path(source) / name).is_file() for name in SAVED):
             dataset = datasets.load_from_disk(source)
-            return dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset, unpacked
+            chosen = dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
+            return _numbered(source, chosen, unpacked)
         builder = datasets.load_dataset_builder(source, subset or None)
+        if local_files := _local_parquet(builder, split):
+            return itertools.chain.from_iterable(map(read_parquet, local_files))
         if hasattr(builder.config, "batch_size"):  # Parquet; the default is the size of the first row group
             builder.config.batch_size = LOADED_ROWS
-        return builder.as_streaming_dataset(split=split), unpacked
+        return _numbered(source, builder.as_streaming_dataset(split=split), unpacked)
     except Exception as error:  # the hub's clients raise many kinds of errors, which mean the same to the user
         raise ValueError(
             f"source {source!r} is neither a local file nor a dataset that the hub provided"
             f" (split {split!r}): {hub_reason(error)}"
         ) from error
+
+
+def _local_parquet(builder: Any, split: str) -> list[Path]:
+    """Returns the Parquet files of a split in a local folder, which `read_parquet` reads in less memory; [] for other
+    data, and for a folder whose README says to which types `datasets` should convert the columns.
+    """
+    if builder.name != "parquet" or builder.info.features:
+        return []
+    paths = [Path(name) for name in (builder.config.data_files or {}).get(split, [])]
+    return paths if all(path.is_file() for path in paths) else []
 
 
 def _numbered(source: str, rows: Iterable[Row], unpacked: Unpacked) -> Rows:

@@ -84,10 +84,29 @@ def test_twelve_rows_that_share_a_cell_of_30_mb(tmp_path: Path, folder: str) -> 
     path = write(tmp_path / folder / "a.parquet", prompt=["a" * 30 * MEGABYTE] * 12, x=list(range(12)))
     assert path.stat().st_size < 3_000
     said, megabytes = refusal_and_megabytes(path.parent if folder else path)
-    assert said.startswith(f"{path.parent if folder else path}: row 9: the rows up to this one would take 270,000,")
+    assert said.startswith(f"{path}: row 9: the rows up to this one would take 270,000,")
     assert "\n" not in said
-    # `datasets`, which reads folders, unpacks a group of rows whole, and holds it several times over.
-    assert megabytes < (2_000 if folder else 200)
+    assert megabytes < 200
+
+
+def test_splits_of_a_folder(tmp_path: Path) -> None:
+    for name, numbers in (("train-0", [1, 2]), ("train-1", [3]), ("test-0", [4])):
+        write(tmp_path / "data" / f"{name}.parquet", number=numbers)
+    rows = [(f"{tmp_path}/data/train-0.parquet: row 1", {"number": 1})]
+    rows += [(f"{tmp_path}/data/train-0.parquet: row 2", {"number": 2})]
+    rows += [(f"{tmp_path}/data/train-1.parquet: row 1", {"number": 3})]
+    assert list(read_source(str(tmp_path))) == rows
+    assert list(read_source(str(tmp_path), max_rows=1)) == rows[:1]
+    assert [row for _, row in read_source(str(tmp_path), split="test")] == [{"number": 4}]
+    with pytest.raises(ValueError, match="split 'none'"):
+        list(read_source(str(tmp_path), split="none"))
+
+
+def test_a_folder_whose_readme_gives_types(tmp_path: Path) -> None:
+    write(tmp_path / "data" / "train.parquet", number=[4])
+    features = "  features:\n  - name: number\n    dtype: string\n"
+    (tmp_path / "README.md").write_text(f"---\ndataset_info:\n{features}---\n")
+    assert rows_of(tmp_path) == [{"number": "4"}]
 
 
 def test_texts_in_lists_that_share_a_cell(tmp_path: Path) -> None:
