@@ -76,7 +76,7 @@ def agreement_with_others(panel: Panel) -> list[Share]:
         for row in (one, other):
             same_J[row] += same
             compared_J[row] += compared
-            pairs_J[row] = 1  # the questions about one response are one piece of evidence
+            pairs_J[row] = 1  # as in `_tally`
     tally = Tally(
         group_R=panel.labeler_J,
         task_R=panel.task_J,
@@ -112,7 +112,7 @@ def _compared_alone(panel: Panel) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _as_trials(responses_J: Ints) -> Ints:
-    """A question about a single response is one trial, like the pair of a task with two."""
+    """Counts a single response as two, whose pair is one trial."""
     return np.maximum(responses_J, MIN_RESPONSES)
 
 
@@ -233,10 +233,13 @@ def _signs_as_shown(panel: Panel) -> Signs:
 
 
 def _tally(panel: Panel, group_J: Ints, right_J: Floats, compared_J: Floats) -> Tally:
-    """Tallies rows that compare each pair of an answer at most once."""
+    """Tallies rows that compare each pair of an answer at most once.
+
+    All questions about one response are one piece of evidence, because their answers depend on each other.
+    """
     prompt_J = panel.prompt_T[panel.task_J]
-    trials_J = _as_trials(panel.responses_J)
-    return Tally(group_J, panel.task_J, prompt_J, right_J, compared_J, compared_J, trials_J)
+    pairs_J = np.where(panel.responses_J == 1, np.minimum(compared_J, 1.0), compared_J)
+    return Tally(group_J, panel.task_J, prompt_J, right_J, compared_J, pairs_J, _as_trials(panel.responses_J))
 
 
 def _order_of_root(repeat: Task, root: Task) -> list[int]:
