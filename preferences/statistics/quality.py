@@ -72,7 +72,7 @@ def agreement_with_others(panel: Panel) -> list[Share]:
     compared_JP = np.where(np.abs(signs_JP) == 1, first_JP + second_JP - 1, 0)
     same_J, compared_J = same_JP.sum(axis=1).astype(np.float64), compared_JP.sum(axis=1).astype(np.float64)
     pairs_J = (compared_JP > 0).sum(axis=1).astype(np.float64)
-    for one, other, same, compared in _compared_alone(panel):
+    for one, other, same, compared in compared_alone(panel):
         for row in (one, other):
             same_J[row] += same
             compared_J[row] += compared
@@ -95,13 +95,13 @@ def agreement_counts(panel: Panel) -> tuple[Floats, Floats]:
     first_TP, second_TP = counts.first_TP, counts.second_TP
     same_T = ((first_TP * (first_TP - 1) + second_TP * (second_TP - 1)) / 2).sum(axis=1)
     compared_T = same_T + (first_TP * second_TP).sum(axis=1)
-    for one, _, same, compared in _compared_alone(panel):
+    for one, _, same, compared in compared_alone(panel):
         same_T[panel.task_J[one]] += same
         compared_T[panel.task_J[one]] += compared
     return same_T, compared_T
 
 
-def _compared_alone(panel: Panel) -> Iterator[tuple[int, int, int, int]]:
+def compared_alone(panel: Panel) -> Iterator[tuple[int, int, int, int]]:
     """Yields each pair of answers about a single response, as rows, and how many questions they answer alike, and
     both.
     """
