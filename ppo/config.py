@@ -89,10 +89,18 @@ class PeopleSource(Config):
         return store
 
     def check(self, _rows: Iterable[Any]) -> None:
-        """Check that the store can be opened. Raises: ValueError."""
+        """Check that the store can be opened and that its batch takes comparisons. Raises: ValueError."""
         from preferences.database import require_store  # needs SQLAlchemy, which a bare GPU machine lacks
+        from preferences.results import batches_of_single_responses
+        from preferences.store import LabelStore
 
         require_store(self.store, f"; `heed label serve --store {self.store} --new` creates one")
+        with LabelStore(self.store) as store, store.reading() as connection:
+            if batches_of_single_responses(connection, [self.batch]):
+                raise ValueError(
+                    f"label store {self.store!r}: batch {self.batch!r} has single responses, but people compare two;"
+                    " another batch was expected"
+                )
 
     @property
     def short_name(self) -> str:

@@ -25,7 +25,8 @@ UNDOABLE = ("answer", "skip")
 TAKING_BACK = ("undo", "void")
 RELEASING = ("skip", "void")
 MOVES = ("answer", "skip", "undo", "void")  # the events that change an assignment
-_IMPORTING = 7_243_003  # key of the importers' advisory lock; any number that only Heed uses
+# keys of advisory locks, which only Heed uses: of importers, and (its first half) of those who begin a batch
+_IMPORTING, _BEGINNING = 7_243_005, 7_243_006
 
 
 # ---- tasks ----
@@ -61,18 +62,26 @@ def _refuse_mixed(connection: Connection, rows: Sequence[Values], files: Locatio
 
     Its labelers would need two instructions, and its statistics would describe neither.
     """
-    is_single: dict[str, bool] = {}
+    known = {batch: _num_responses(connection, batch) for batch in sorted({row["batch"] for row in rows})}
+    is_single = {row["batch"]: (known[row["batch"]] or len(row["responses"])) == 1 for row in reversed(rows)}
     for row in rows:
         batch, num = row["batch"], len(row["responses"])
-        if batch not in is_single:
-            first = connection.scalar(select(tasks.c.responses).where(tasks.c.batch == batch).limit(1))
-            is_single[batch] = (num if first is None else len(first)) == 1
         if is_single[batch] != (num == 1):
             others = "single responses, which are rated alone" if is_single[batch] else "several responses to rank"
             raise ValueError(
                 f"{named(files, row['task_id'])}: responses has {num} {'entry' if num == 1 else 'entries'}, but the"
                 f" tasks of batch {batch!r} have {others}; another batch was expected"
             )
+
+
+def _num_responses(connection: Connection, batch: str) -> int:
+    """Returns how many responses a task of the batch has, or 0 if the batch has none: others then wait to begin it."""
+    one = select(tasks.c.responses).where(tasks.c.batch == batch).limit(1)
+    found = connection.scalar(one)
+    if found is None and connection.dialect.name == "postgresql":  # SQLite has one writer anyway
+        connection.execute(select(func.pg_advisory_xact_lock(_BEGINNING, func.hashtext(batch))))
+        found = connection.scalar(one)
+    return len(found or ())
 
 
 def _changed_numbers(connection: Connection, wanted: Sequence[Values], known: Mapping[str, Values]) -> dict[str, int]:

@@ -140,6 +140,8 @@ class GoldAnswer:
         if flags is not None and not (isinstance(flags, list) and all(isinstance(flag, str) for flag in flags)):
             raise ValueError(f"{where}: details.{GOLD}.flags is {flags!r}; a list of marks was expected")
         given = {**({"": found["rating"]} if "rating" in found else {}), **criteria}
+        if not given and flags is None:
+            raise ValueError(f"{where}: details.{GOLD} is {found!r}; a right rating or marks were expected")
         ratings = {name: _right_ratings(f"{where}: details.{GOLD}", name, right) for name, right in given.items()}
         return cls(ratings, None if flags is None else frozenset(flags))
 

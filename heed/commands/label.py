@@ -36,6 +36,7 @@ label_app.add_typer(usability_app, name="usability")
 SHOWN_PER_KIND = 10  # warnings of each kind that are printed; a report file has them all
 STATUS_ROWS = 500
 RESPONSE_PREFIXES = ("response_", "output_", "completion_")  # of the fields in files of saved outputs
+ALONE = ("response", "output", "completion")  # the field of a single response
 
 Strict = Annotated[bool, typer.Option(help="Stop at the first warning instead of reporting it and continuing.")]
 ReportFile = Annotated[Path | None, typer.Option("--report", help="Write every warning to this file, as JSONL.")]
@@ -520,7 +521,8 @@ def tasks_of_rows(rows: "Rows") -> tuple[list[Task], int]:
     """Makes one task per row. A row holds a prompt and the responses to it.
 
     The responses are in `responses`, a list of texts or an object {model: text}, or in fields such as `response_a` and
-    `response_b`, or `output_1` and `output_2`. A row may have a `warning`. Returns and raises as `tasks_of_files`.
+    `response_b`, or `output_1` and `output_2`; a single one may be in `response`. A row may have a `warning`. Returns
+    and raises as `tasks_of_files`.
     """
     from evaluation.inputs import asked_of
 
@@ -545,13 +547,14 @@ def _responses_of(where: str, row: Mapping[str, Any]) -> dict[str, str]:
         found = {str(number): text for number, text in enumerate(found, 1)}
     if found is None:
         fields = [name for name in row if name.startswith(RESPONSE_PREFIXES) and row[name] is not None]
-        found = {name: row[name] for name in fields}
+        found = {name: row[name] for name in fields or [name for name in ALONE if row.get(name) is not None][:1]}
     num_found = len(found) if isinstance(found, Mapping) else 0
     if not 1 <= num_found <= MAX_RESPONSES:
         what = field_names(row) if num_found == 0 else f"{num_found} responses"
         raise ValueError(
             f"{where}: 1 to {MAX_RESPONSES} responses were expected, in 'responses' (a list, or an object"
-            f" {{model: text}}) or in fields such as 'response_a' and 'response_b'; found {what}"
+            f" {{model: text}}), in fields such as 'response_a' and 'response_b', or a single one in 'response'; found"
+            f" {what}"
         )
     return {name: any_text(where, found, name) for name in found}
 

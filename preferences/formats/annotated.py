@@ -112,7 +112,8 @@ def write_grouped(
             report.add("no ratings", where, "the response was not rated", "left out")
         else:
             own = groups.setdefault((task.prompt, task.objective, ranking.labeler), {})
-            own.setdefault(ranking.responses[0], ranking)
+            if own.setdefault(ranking.responses[0], ranking) is not ranking:
+                report.add("rated twice", where, "the same response, in another task", "the first rating is kept")
     for (prompt, objective, labeler), own in groups.items():
         found = list(own.values())[:MAX_RESPONSES]
         where = f"task {found[0].task_id!r}, labeler {labeler!r}"

@@ -46,7 +46,7 @@ from preferences.page.security import (
 from preferences.page.service import LabelingService, LeadView, PresentedTask, exported_what
 from preferences.questions import ThreadState
 from preferences.rankings import why_excluded
-from preferences.records import Answer, Message, Task, assistant_turns
+from preferences.records import GOLD, Answer, Message, Task, assistant_turns
 
 CLIENT = "api"
 ExportFormat = Annotated[str, Field(json_schema_extra={"enum": [form.name for form in FORMATS.values() if form.write]})]
@@ -238,19 +238,7 @@ class Api:
 
     def add_tasks(self, body: NewTasks, bearer: Bearer) -> None:
         account, _ = signed_in_lead(self.accounts, bearer)
-        tasks = [
-            Task(
-                task.task_id,
-                _prompt(task),
-                tuple(task.responses),
-                tuple(task.sources),
-                task.objective,
-                tuple(task.gold_ranks),
-                task.repeat_of,
-                warning=task.warning,
-            )
-            for task in body.tasks
-        ]
+        tasks = [_task(task) for task in body.tasks]
         quotas = [task.num_labelers for task in body.tasks]
         self.service.store.add_tasks(tasks, batch=body.batch, num_labelers=quotas)
         self.accounts.log(account.name, "added", f"{len(tasks)} tasks to {body.batch}")
@@ -313,11 +301,24 @@ class Api:
         )
 
 
-def _prompt(task: NewTask) -> tuple[Message, ...]:
-    """Returns a new task's prompt. Raises: ValueError naming task and field of a malformed message."""
-    refuse_unsound([[message.tool_calls, message.tools] for message in task.prompt])
-    given = [message.model_dump(exclude_defaults=True) for message in task.prompt]
-    return tuple(Message.of(turn) for turn in tool_messages(f"task {task.task_id!r}", given, "prompt"))
+def _task(new: NewTask) -> Task:
+    """Returns a new task. Raises: ValueError naming the task and its malformed message or misplaced `gold`."""
+    where = f"task {new.task_id!r}"
+    if new.gold is not None and len(new.responses) > 1:
+        raise ValueError(f"{where}: gold is for a single response; gold_ranks was expected")
+    refuse_unsound([[message.tool_calls, message.tools] for message in new.prompt])
+    given = [message.model_dump(exclude_defaults=True) for message in new.prompt]
+    return Task(
+        new.task_id,
+        tuple(Message.of(turn) for turn in tool_messages(where, given, "prompt")),
+        tuple(new.responses),
+        tuple(new.sources),
+        new.objective,
+        tuple(new.gold_ranks) if new.gold is None else (1,),
+        new.repeat_of,
+        {} if new.gold is None else {GOLD: new.gold.model_dump(exclude_defaults=True)},
+        new.warning,
+    )
 
 
 def _annotations(body: AnswerBody, config: LabelingConfig, turns: Sequence[int]) -> Annotations:

@@ -21,6 +21,8 @@ IS_WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) 
 Number = Annotated[int, Field(ge=0, le=MAX_INTEGER), IS_WHOLE]
 Rank = Annotated[int, Field(ge=1, le=MAX_RESPONSES), IS_WHOLE]
 Rating = Annotated[float, Field(ge=MIN_RATING, le=MAX_RATING)]
+Point = Annotated[float, Field(allow_inf_nan=False)]
+RightRating = Point | Annotated[list[Point], Field(min_length=2, max_length=2)]
 # `Body` refuses texts that cannot be stored, and this pattern documents that in the OpenAPI schema. It lists all
 # characters except NUL and surrogates, because the patterns of some languages cannot name surrogates.
 STORABLE = "^[\u0001-\ud7ff\ue000-\U0010ffff]*$"
@@ -201,13 +203,27 @@ class VoidBody(Body):
     reason: Annotated[str, Field(min_length=1, max_length=MAX_NOTE_CHARACTERS, pattern=STORABLE)]
 
 
+class GoldBody(Body):
+    """What is right to say about a single response: ratings, or the lowest and the highest right ones, and marks.
+
+    The response has exactly the right `flags`; without them (null), any are right.
+    """
+
+    rating: RightRating | None = None
+    criteria: dict[Text, RightRating] = {}
+    flags: list[Text] | None = None
+
+
 class NewTask(Body):
+    """A task to add. A gold task has `gold_ranks`, or with one response `gold`."""
+
     task_id: Name
     prompt: Annotated[list[MessageBody], Field(min_length=1)]
     responses: Annotated[list[Text], Field(min_length=1, max_length=MAX_RESPONSES)]
     sources: list[Text]
     objective: Name = OVERALL
     gold_ranks: list[Rank] = []
+    gold: GoldBody | None = None
     repeat_of: Text = ""
     warning: Text = ""
     num_labelers: Annotated[int, Field(ge=1, le=1_000), IS_WHOLE] = 1

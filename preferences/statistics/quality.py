@@ -72,11 +72,11 @@ def agreement_with_others(panel: Panel) -> list[Share]:
     compared_JP = np.where(np.abs(signs_JP) == 1, first_JP + second_JP - 1, 0)
     same_J, compared_J = same_JP.sum(axis=1).astype(np.float64), compared_JP.sum(axis=1).astype(np.float64)
     pairs_J = (compared_JP > 0).sum(axis=1).astype(np.float64)
-    for one, other, same, compared in _compared_alone(panel):
+    for one, other, same, compared in compared_alone(panel):
         for row in (one, other):
             same_J[row] += same
             compared_J[row] += compared
-            pairs_J[row] = 1  # the questions about one response are one piece of evidence
+            pairs_J[row] = 1  # as in `_tally`
     tally = Tally(
         group_R=panel.labeler_J,
         task_R=panel.task_J,
@@ -95,13 +95,13 @@ def agreement_counts(panel: Panel) -> tuple[Floats, Floats]:
     first_TP, second_TP = counts.first_TP, counts.second_TP
     same_T = ((first_TP * (first_TP - 1) + second_TP * (second_TP - 1)) / 2).sum(axis=1)
     compared_T = same_T + (first_TP * second_TP).sum(axis=1)
-    for one, _, same, compared in _compared_alone(panel):
+    for one, _, same, compared in compared_alone(panel):
         same_T[panel.task_J[one]] += same
         compared_T[panel.task_J[one]] += compared
     return same_T, compared_T
 
 
-def _compared_alone(panel: Panel) -> Iterator[tuple[int, int, int, int]]:
+def compared_alone(panel: Panel) -> Iterator[tuple[int, int, int, int]]:
     """Yields each pair of answers about a single response, as rows, and how many questions they answer alike, and
     both.
     """
@@ -112,7 +112,7 @@ def _compared_alone(panel: Panel) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _as_trials(responses_J: Ints) -> Ints:
-    """A question about a single response is one trial, like the pair of a task with two."""
+    """Counts a single response as two, whose pair is one trial."""
     return np.maximum(responses_J, MIN_RESPONSES)
 
 
@@ -233,10 +233,13 @@ def _signs_as_shown(panel: Panel) -> Signs:
 
 
 def _tally(panel: Panel, group_J: Ints, right_J: Floats, compared_J: Floats) -> Tally:
-    """Tallies rows that compare each pair of an answer at most once."""
+    """Tallies rows that compare each pair of an answer at most once.
+
+    All questions about one response are one piece of evidence, because their answers depend on each other.
+    """
     prompt_J = panel.prompt_T[panel.task_J]
-    trials_J = _as_trials(panel.responses_J)
-    return Tally(group_J, panel.task_J, prompt_J, right_J, compared_J, compared_J, trials_J)
+    pairs_J = np.where(panel.responses_J == 1, np.minimum(compared_J, 1.0), compared_J)
+    return Tally(group_J, panel.task_J, prompt_J, right_J, compared_J, pairs_J, _as_trials(panel.responses_J))
 
 
 def _order_of_root(repeat: Task, root: Task) -> list[int]:

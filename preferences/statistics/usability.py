@@ -36,7 +36,7 @@ from preferences.records import Judgment, Task
 from preferences.statistics.estimates import LEVEL, Floats, Interval, Ints
 from preferences.statistics.intervals import clustered_mean
 from preferences.statistics.panel import Panel, pair_signs
-from preferences.statistics.quality import gold_accuracy
+from preferences.statistics.quality import compared_alone, gold_accuracy
 from preferences.usability import NO_PREFERENCE, Participant, QuestionnaireAnswer, Study
 
 MIN_LABELERS = 3  # with fewer, Student's interval is too wide to be of use
@@ -271,7 +271,10 @@ def _table(
 
 
 def _agreement_counts(panel: Panel) -> tuple[Floats, Floats]:
-    """Returns two [L, L]: how many pairs of responses two labelers order alike, and how many both order; no ties."""
+    """Returns two [L, L]: how many pairs of responses two labelers order alike, and how many both order; no ties.
+
+    Of a single response, what they say alike, and what both say (`preferences.disagreement.compare_alone`).
+    """
     is_ordinary = np.array([not task.gold_ranks and not task.repeat_of for task in panel.tasks], dtype=bool)
     ordinary, num = panel.of_tasks(is_ordinary), len(panel.labelers)
     signs_JP = pair_signs(ordinary.ranks_JK).astype(np.float64)
@@ -284,6 +287,10 @@ def _agreement_counts(panel: Panel) -> tuple[Floats, Floats]:
         both = np.abs(signs) @ np.abs(signs).T
         compared_LL[np.ix_(who, who)] += both
         same_LL[np.ix_(who, who)] += (both + signs @ signs.T) / 2
+    for one, other, same, compared in compared_alone(ordinary):
+        who = ordinary.labeler_J[[one, other]]
+        same_LL[who, who[::-1]] += same
+        compared_LL[who, who[::-1]] += compared
     for counts_LL in (same_LL, compared_LL):
         np.fill_diagonal(counts_LL, 0)
     return same_LL, compared_LL

@@ -24,7 +24,7 @@ from ppo.roles import Roles
 from preferences import database
 from preferences.page.client import answer_in_turns
 from preferences.page.config import LabelingConfig
-from preferences.records import Answer, ShownTask
+from preferences.records import Answer, Message, ShownTask, Task
 from preferences.store import LabelStore
 from stages.data import Fitting
 from stages.reports.run_folder import StageFolder
@@ -287,6 +287,23 @@ def test_a_table_that_does_not_fit_is_refused(
 def test_a_table_written_down_with_its_defaults_is_the_same(ppo_config: Callable[..., PPOConfig]) -> None:
     config = ppo_config(alarm={"source": {"kind": "people", "store": "labels.db"}})
     assert PPOConfig.model_validate(config.model_dump()) == config  # as a run does
+
+
+def test_a_batch_of_single_responses_is_refused_before_training(
+    ppo_config: Callable[..., PPOConfig], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "labels.db")
+    with LabelStore(path) as store:
+        task = Task("t", (Message("user", "Why?"),), ("So.",), ("x",))
+        store.add_tasks([task], batch="alarm", num_labelers=1)
+    source = {"kind": "people", "store": path}
+    config = ppo_config(alarm={"source": source})
+    assert config.alarm is not None
+    with pytest.raises(ValueError, match="batch 'alarm' has single responses, but people compare two"):
+        config.alarm.source.check(())
+    other = ppo_config(alarm={"source": source | {"batch": "other"}})
+    assert other.alarm is not None
+    other.alarm.source.check(())
 
 
 def test_a_missing_store_is_named(ppo_config: Callable[..., PPOConfig], tmp_path: Path) -> None:

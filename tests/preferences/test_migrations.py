@@ -12,7 +12,7 @@ import sqlalchemy
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from preferences import adjudication, search
+from preferences import adjudication, search, usability
 from preferences.accounts import Accounts
 from preferences.adjudication import Threshold
 from preferences.database import open_engines
@@ -176,6 +176,26 @@ def test_a_store_of_the_first_release_gets_the_new_triggers(empty_database, monk
         connection.execute(sqlalchemy.text(refused))
     assert len(contents(reader)["people_acts"]) == 1
     reader.dispose()
+
+
+def test_an_older_stores_studies_keep_their_batches(empty_database, monkeypatch):
+    url = empty_database()
+    with monkeypatch.context() as old:
+        old.setattr("alembic.script.ScriptDirectory.get_current_head", lambda _: "0015")
+        old.setattr("alembic.command.upgrade", functools.partial(upgrade_to, alembic.command.upgrade, "0015"))
+        reader, writer = open_engines(url)
+    forms = [{"name": name, "batch": name[0], "version": name, "form": {}} for name in ("b1", "b2", "c1")]
+    settings = {"conditions": forms, "tasks_per_condition": 1, "practice_tasks": 0, "seed": 0, "started_at": 1.0}
+    with writer.begin() as connection:
+        for name, stopped_at in (("running", 0.0), ("stopped", 2.0)):
+            study = settings | {"name": name, "stopped_at": stopped_at}
+            connection.execute(metadata.tables["usability_studies"].insert().values(study))
+    reader.dispose()
+    with LabelStore(url) as store, store.reading() as connection:
+        assert usability.batches_in_studies(connection) == {"b", "c"}
+    assert sorted(contents(open_engines(url)[0])["usability_batches"]) == [
+        ("b", "running"), ("b", "stopped"), ("c", "running"), ("c", "stopped")
+    ]  # fmt: skip
 
 
 def test_an_older_store_can_be_searched_and_adjudicated(empty_database, monkeypatch):

@@ -2,14 +2,15 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import pytest
-from dpo.config import DPOConfig
 
+from dpo.objective import DPOConfig
 from dpo.unpaired import labels_of
 from files.rows import read_source
-from preferences import adjudication
+from preferences import adjudication, recording
 from preferences.adjudication import Threshold
 from preferences.annotations import Annotations, CriterionRatings, TurnRating
 from preferences.disagreement import disagreement_alone, said_alone
@@ -21,6 +22,7 @@ from preferences.formats.registry import format_to_read, format_to_write, sniff
 from preferences.page.config import Screening
 from preferences.page.service import screened
 from preferences.records import Answer, Message, Task
+from preferences.rows import task_row
 from preferences.statistics.summary import summary
 from preferences.store import LabelStore
 from reward.comparisons import read_judgments
@@ -88,9 +90,23 @@ def test_a_batch_has_single_responses_or_rankings(store, tmp_path):
         store_found(store, found, "c")
 
 
+def test_two_programs_that_begin_a_batch_at_once_cannot_mix_it(new_database):
+    url = new_database()
+    with LabelStore(url) as one, LabelStore(url) as other, ThreadPoolExecutor(1) as thread:
+        with one.writing() as connection:
+            recording.add_tasks(connection, [task_row(task("t1"), "b", 1)])
+            pair = replace(task("t2"), responses=("a", "b"), sources=("x", "y"))
+            late = thread.submit(other.add_tasks, [pair], batch="b", num_labelers=1)
+            wait([late], timeout=0.2)  # it reads the batch before the first task is committed
+        with pytest.raises(ValueError, match="'t2': responses has 2 entries, but the tasks of batch 'b' have single"):
+            late.result()
+        assert [stored.task.task_id for stored in one.tasks("b")] == ["t1"]
+
+
 @pytest.mark.parametrize(
     ("gold", "message"),
     [
+        ({"criteria": {}}, "a right rating or marks were expected"),
         ({}, "a right answer|such as"),
         ({"rated": 1}, "such as"),
         ({"rating": "good"}, r"details\.gold: rating is 'good'; a rating, or the lowest and the highest"),
@@ -160,6 +176,9 @@ def test_gold_tasks_and_repeats(store):
     assert (ann.gold_accuracy.mean, bob.gold_accuracy.mean, ann.gold_accuracy.num_tasks) == (1, 0, 2)
     assert (ann.self_agreement.mean, bob.self_agreement.mean) == (1, 0)
     assert report.agreement.num_tasks == 1  # the ordinary one
+    # Three questions of each gold task are one trial: Wilson's interval of 2 of 2 begins at 1 / (1 + 1.96² / 2).
+    assert ann.gold_accuracy.low == pytest.approx(1 / (1 + 1.959964**2 / 2))
+    assert ann.self_agreement.low == pytest.approx(1 / (1 + 1.959964**2))
     screening = Screening(batch="b", min_tasks=2, min_accuracy=0.6)
     assert (screened(store, "ann", screening), screened(store, "bob", screening)) == (True, False)
     for name in ("rankings", "grouped"):
@@ -214,6 +233,10 @@ def test_responses_to_one_prompt_make_a_ranking_for_a_reward_model(judged, tmp_p
     (lease,) = judged.lease_these("ann", ["alone"], seconds=60, batch="b")
     judged.submit(lease, Answer((1,), 9, (3.0,)), **HOW)
     assert rows_of(judged, "grouped")[1]["nothing to rank"] == 1
+    judged.add_tasks([task("again", "So 1.")], batch="b", num_labelers=1)
+    say(judged, "ann", "again", RIGHT)
+    (ann, _), left_out = rows_of(judged, "grouped")
+    assert (ann["ranks"], left_out["rated twice"]) == ((1, 2, 1, 1), 1)
 
 
 def test_formats_of_pairs_report_single_responses(judged):

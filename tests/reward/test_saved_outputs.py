@@ -66,6 +66,12 @@ def test_two_models_outputs_and_their_prompts(heed_label: Any) -> None:
     assert (code, "p1" in err) == (2, True)
 
 
+def test_a_deployed_models_answers_are_rated_alone(heed_label: Any) -> None:
+    rows = write("rows.jsonl", {"prompt": "Why?", "response": "So."}, {"prompt": "Who?", "response": "I."})
+    assert heed_label("outputs", rows, *STORE)[0] == 0
+    assert stored() == [("Why?", ("So.",), ("response",), 1), ("Who?", ("I.",), ("response",), 1)]
+
+
 def test_a_text_that_several_models_wrote_is_one_response(heed_label: Any) -> None:
     """Labelers would otherwise rank a response against itself."""
     row = {"prompt": "Why?", "responses": {"small": "So.", "large": "No.", "huge": "So."}}

@@ -66,6 +66,28 @@ def test_a_single_response_is_rated_without_ranks(call):
     assert call("eve", "GET", "/quality/main")[1]["is_single"]
 
 
+def test_a_gold_task_with_a_single_response(call):
+    gold = {"rating": [5, 7], "criteria": {"right": 1}, "flags": []}
+    task = new_task("g1", responses=["a"], sources=["x"], gold=gold)
+    for _ in range(2):  # a repeated request changes nothing
+        assert call("eve", "POST", "/tasks", {"batch": "main", "tasks": [task]}) == (204, None)
+    assert call("ann", "POST", "/instructions/read")[0] == 204
+    asked = call("ann", "POST", "/lease")[1]
+    assert call("ann", "POST", "/answers", {"form": asked["form"], "ratings": [6], "flags": [["rude"]]})[0] == 204
+    (ann,) = call("eve", "GET", "/quality/main")[1]["labelers"]
+    assert ann["gold_accuracy"]["mean"] == 0.5  # of the rating and the marks; nobody asked for the criterion
+    (row,) = call("eve", "GET", "/export/main?format=heed")[1]["rows"]
+    assert (row["gold_ranks"], json.loads(row["details"])) == ([1], {"gold": gold})
+    for wrong, status, expected in (
+        ({"responses": ["a", "b"], "sources": ["x", "y"]}, 409, "'g2': gold is for a single response"),
+        ({"gold": {"criteria": {}}}, 409, "what is right to say about the response was expected"),
+        ({"gold": {"rating": [7, 5]}}, 409, "the lowest and the highest that are right"),
+        ({"gold": {"rating": "good"}}, 422, "rating"),
+    ):
+        status_and_body = call("eve", "POST", "/tasks", {"batch": "main", "tasks": [task | {"task_id": "g2"} | wrong]})
+        assert (status_and_body[0], expected in str(status_and_body[1])) == (status, True), status_and_body
+
+
 def test_a_batch_from_tasks_to_labels(call):
     tasks = [new_task("t1", num_labelers=2, warning="blood"), new_task("t2")]
     assert call("eve", "POST", "/tasks", {"batch": "main", "tasks": tasks}) == (204, None)

@@ -74,8 +74,8 @@ def whole_study():
     return events, answers
 
 
-def report_of(events, answers, people=PEOPLE, **options):
-    return usability_report(STUDY, people, answers, {"b": TASKS}, {"b": events}, **options)
+def report_of(events, answers, people=PEOPLE, tasks=TASKS, **options):
+    return usability_report(STUDY, people, answers, {"b": tasks}, {"b": events}, **options)
 
 
 def test_a_study_worked_by_hand():
@@ -115,6 +115,24 @@ def test_a_study_worked_by_hand():
     tables = {table.title: table for table in usability_tables(report)}
     assert tables["Preferred"].rows == (("plain", "3"), ("rich", "0"), ("no preference", "1"))
     assert tables["By form (95% intervals over labelers)"].rows[0][-1] == "4"
+
+
+def test_a_study_of_single_responses_compares_ratings():
+    """The labelers of `whole_study` rate 7 what they ranked right, and 1 otherwise."""
+    events, answers = whole_study()
+    rated = [replace(one, ranks=(1,), shown_order=(0,), ratings=(7.0 if one.ranks == (1, 2) else 1.0,))
+             for one in events]  # fmt: skip
+    tasks = [
+        replace(one, responses=("a",), sources=("x",), gold_ranks=(1,), details={"gold": {"rating": 7}})
+        if one.gold_ranks else replace(one, responses=("a",), sources=("x",))
+        for one in TASKS
+    ]  # fmt: skip
+    ranked = {one.measure.key: one for one in report_of(events, answers).measures}
+    report = report_of(rated, answers, tasks=tasks)
+    found = {one.measure.key: one for one in report.measures}
+    assert (found["agreement"], found["gold"]) == (ranked["agreement"], ranked["gold"])
+    assert [one.num_labelers for one in found["seconds_per_pair"].by_condition] == [0, 0]
+    assert any(table.title.startswith("By form") for table in usability_tables(report))
 
 
 def test_what_is_not_finished_does_not_count():
