@@ -322,13 +322,16 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
     for number, teacher in enumerate(config.teachers):
         _check_teacher(stage, f"ppo.teachers.{number}.model", teacher.model, config)
     tokenizer = policy_tokenizer(stage, config)
+    is_model = isinstance(config.reward, ModelReward)
+    if is_model and config.environment is not None and stage.tokenizer_of(REWARD.name) != tokenizer:
+        judge_of = f"ppo.reward.model: the tokenizer of {stage.start(REWARD.name)}"
+        raise ValueError(
+            f"{judge_of if config.reward.model else 'ppo.environment: the tokenizer or chat template of [reward]'}"
+            " differs from the policy's; a reward model that reads conversations with ppo.environment as the policy"
+            " does was expected"
+        )
     if isinstance(config.reward, ModelReward) and config.reward.model:
         judge = stage.start(REWARD.name)
-        if config.environment is not None and Tokenizer.load(judge) != tokenizer:
-            raise ValueError(
-                f"ppo.reward.model: the tokenizer of {judge} differs from the policy's; a reward model that reads"
-                " conversations with ppo.environment as the policy does was expected"
-            )
         weights_by_label(str(judge), labels_of(judge), config.reward.objective_weights)
         check_steps(judge, config.steps)
         if config.shared_body and config.init_from:
