@@ -66,7 +66,9 @@ def _number_of_tables(value: Any) -> str:
 
 Prompts = Annotated[
     Annotated[DataConfig, Tag("one")] | Annotated[tuple[PromptSource, ...], Tag("several")],
-    Discriminator(_number_of_tables),
+    Discriminator(
+        _number_of_tables, custom_error_type="prompts", custom_error_message="a table or a list of tables was expected"
+    ),
 ]
 
 
