@@ -109,17 +109,24 @@ class Generator(Rank):
         super().__init__(config, engine_config, models)
         precision = engine_config.resolved_precision()
         on_own_device = not config.placement.roles_share_ranks
+        end_ids = self.tokenizer.end_ids  # with `chat_template`, another token may close a turn than the folder says
         self.sampler: SamplingEngine
         if config.sampler.has_own_process:
             from lm.samplers.vllm_engine import VLLMSampler
 
             together = config.sampler.tensor_parallel_size
             self.sampler = VLLMSampler.load(
-                self.models.sft, precision, on_own_device=on_own_device, tensor_parallel_size=together
+                self.models.sft,
+                precision,
+                end_ids=end_ids,
+                on_own_device=on_own_device,
+                tensor_parallel_size=together,
             )
         else:
             team = Team.join(meeting) if meeting is not None else None
-            self.sampler = HeedSampler.load(self.models.sft, precision, keeps_steps=on_own_device, team=team)
+            self.sampler = HeedSampler.load(
+                self.models.sft, precision, end_ids=end_ids, keeps_steps=on_own_device, team=team
+            )
         sends_adapter = config.lora is not None and config.lora.sends == "adapter"
         self.merging = Merging(self, config.lora) if config.lora is not None and sends_adapter else None
         # A colocated sampler gets new weights before it samples again, so it can release the old ones in between.

@@ -322,13 +322,10 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
     for number, teacher in enumerate(config.teachers):
         _check_teacher(stage, f"ppo.teachers.{number}.model", teacher.model, config)
     tokenizer = policy_tokenizer(stage, config)
+    if config.environment is not None and isinstance(config.reward, ModelReward):
+        _check_reads_conversations(stage, config.reward, tokenizer)
     if isinstance(config.reward, ModelReward) and config.reward.model:
         judge = stage.start(REWARD.name)
-        if config.environment is not None and Tokenizer.load(judge) != tokenizer:
-            raise ValueError(
-                f"ppo.reward.model: the tokenizer of {judge} differs from the policy's; a reward model that reads"
-                " conversations with ppo.environment as the policy does was expected"
-            )
         weights_by_label(str(judge), labels_of(judge), config.reward.objective_weights)
         check_steps(judge, config.steps)
         if config.shared_body and config.init_from:
@@ -365,6 +362,18 @@ def _saying_whose_template(stage: StageRun, config: PPOConfig) -> Iterator[None]
             f"{error}. [ppo] uses the template of ppo.init_from, which is in {stage.start('sft')}. Start from a model"
             ' that was trained in such a template, or set ppo.chat_template, such as to "chat"'
         ) from None
+
+
+def _check_reads_conversations(stage: StageRun, reward: ModelReward, tokenizer: Tokenizer) -> None:
+    """Raises: ValueError if the reward model reads texts, since a conversation with an environment is not one."""
+    if stage.tokenizer_of(REWARD.name) == tokenizer:
+        return
+    own = "ppo.environment: the tokenizer or chat template of [reward]"
+    whose = f"ppo.reward.model: the tokenizer of {stage.start(REWARD.name)}" if reward.model else own
+    raise ValueError(
+        f"{whose} differs from the policy's; a reward model that reads conversations with ppo.environment as the policy"
+        " does was expected"
+    )
 
 
 def _check_replies(tokenizer: Tokenizer, environment: Environment) -> None:

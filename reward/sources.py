@@ -124,7 +124,11 @@ class RewardSum(ExternalReward):
 
     def _checked_names(self, where: str, named: Any) -> list[str]:
         """Returns the sources that a row names. Raises: ValueError unless they exist and one of them has a weight."""
-        if not isinstance(named, list) or not named or not all(name in self.sources for name in named):
+        if (
+            not isinstance(named, list)
+            or not named
+            or not all(isinstance(name, str) and name in self.sources for name in named)
+        ):
             raise ValueError(
                 f"{where}: field {SCORED_BY!r} is {shown(named)}; a list of sources of the reward was expected:"
                 f" {', '.join(self.sources)}"

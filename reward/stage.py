@@ -337,6 +337,7 @@ STAGE = Stage(
     run=run_reward,
     # A reward model's shape may differ from the policy's.
     parents=(Parent("sft", substitutes=("init_from",), own_shape=True),),
+    tokenizer=lambda run, config: run.tokenizer_of("sft", config.end_token).with_template(config.chat_template),
     check=check,
     preflight=preflight,
     plan=plan,

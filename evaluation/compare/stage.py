@@ -276,6 +276,7 @@ def preflight(run: StageRun, config: CompareConfig) -> None:
     if not config.judge_reward:
         judge_of(run, config)
     tokenizer = start_of(run).tokenizer
+    _require_one_template(run, tokenizer)
     limits = config.max_new_tokens, config.on_overlong
     fitting = fitting_prompts(run, tokenizer, config.prompts, *limits, run.tell, _row_fields(run.job, config))
     with_clusters(fitting.prompts, config.prompts, config.cluster_by)
@@ -288,6 +289,18 @@ def preflight(run: StageRun, config: CompareConfig) -> None:
             run.tell(
                 f"{config.prompts.source}: {num_seen:,} of {len(fitting.prompts):,} prompts of [compare] are also among"
                 f" those of [{stage}] ({names}), so they are not held out"
+            )
+
+
+def _require_one_template(run: StageRun, tokenizer: Tokenizer) -> None:
+    """Raises: ValueError if a policy is trained in another chat template than the first one's, in which all answer."""
+    first, *others = (name for name in policies_of(run.job) if run.job.stage(name).round == 1)
+    for name in others:
+        own = PolicyStart(run.at(name), run.job.stage(name).policy_from).tokenizer
+        if own.chat_template != tokenizer.chat_template:
+            raise ValueError(
+                f"compare: [{name}] is trained in another chat template than [{first}]; the same `chat_template` was"
+                " expected, since all policies are compared in one"
             )
 
 

@@ -81,11 +81,18 @@ def _remove(values: dict[str, Any], key: Sequence[str]) -> bool:
     *parents, leaf = key
     place: Any = values
     for parent in parents:
-        place = place.get(parent) if isinstance(place, dict) else None
+        place = _item(place, parent)
     is_there = isinstance(place, dict) and leaf in place
     if is_there:
         del place[leaf]
     return is_there
+
+
+def _item(place: Any, part: str) -> Any:
+    """Returns what a part of a dotted key names in a table, or by its number in a list; None if there is none."""
+    if isinstance(place, dict):
+        return place.get(part)
+    return place[int(part)] if isinstance(place, list) and part.isdecimal() and int(part) < len(place) else None
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,13 +138,21 @@ class Override:
             return float(self.text) if _NUMBER.fullmatch(self.text) else self.text
 
     def set(self, values: dict[str, Any]) -> None:
-        """Set the key in a job's values. Raises: ValueError if a part of the key's path is no section."""
+        """Set the key in a job's values. In a list of tables, the number of a table is a part of the key's path.
+
+        Raises: ValueError if a part of the path is no section.
+        """
         *parents, leaf = self.path
-        place = values
-        for parent in parents:
-            place = place.setdefault(parent, {})
-            if not isinstance(place, dict):
-                raise ValueError(f"--set {self}: {parent!r} is not a section")
+        place: Any = values
+        for number, parent in enumerate(parents):
+            if isinstance(place, dict):
+                place.setdefault(parent, {})
+            below = _item(place, parent)
+            is_list_of_tables = isinstance(below, list) and number + 1 < len(parents)
+            if not (isinstance(below, dict) or is_list_of_tables):
+                last = f": the tables have the numbers 0 to {len(place) - 1}" if isinstance(place, list) else ""
+                raise ValueError(f"--set {self}: {parent!r} is not a section{last}")
+            place = below
         place[leaf] = self.value
 
     def remove(self, values: dict[str, Any]) -> bool:

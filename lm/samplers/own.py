@@ -54,12 +54,22 @@ class HeedSampler(SamplingEngine):
         self.steps: FixedSteps | Literal["auto"] = kept or "auto"
 
     @classmethod
-    def load(cls, folder: Path, precision: Precision, *, keeps_steps: bool = False, team: Team | None = None) -> Self:
-        """Load the model of a directory, or this rank's part of it.
+    def load(
+        cls,
+        folder: Path,
+        precision: Precision,
+        *,
+        end_ids: Sequence[int] = (),
+        keeps_steps: bool = False,
+        team: Team | None = None,
+    ) -> Self:
+        """Load the model of a directory, or this rank's part of it. `end_ids` end a response; empty = those of the
+        directory's tokenizer.
 
         Raises: ValueError if the team cannot share the model.
         """
-        source, dtype, end_ids = ModelFolder(folder, LanguageModel), DTYPES[precision], Tokenizer.load(folder).end_ids
+        source, dtype = ModelFolder(folder, LanguageModel), DTYPES[precision]
+        end_ids = end_ids or Tokenizer.load(folder).end_ids
         if team is None:
             return cls(load_for_inference(source, dtype), end_ids, keeps_steps=keeps_steps)
         part = _Part(source, team, dtype)

@@ -63,9 +63,16 @@ class VLLMSampler(SamplingEngine):
     """Passes prompts to vLLM as tokens, and weights under the names of the Hugging Face layout."""
 
     def __init__(
-        self, folder: Path, precision: Precision, *, on_own_device: bool = False, tensor_parallel_size: int = 1
+        self,
+        folder: Path,
+        precision: Precision,
+        *,
+        end_ids: Sequence[int] = (),
+        on_own_device: bool = False,
+        tensor_parallel_size: int = 1,
     ) -> None:
-        """`folder` is a model directory; its weights are the first that the engine receives.
+        """`folder` is a model directory; its weights are the first that the engine receives. `end_ids` end a response;
+        empty = those of the directory's tokenizer.
 
         With a `tensor_parallel_size` above 1, that many consecutive ranks make all calls together, with the same
         arguments, and get the same samples. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT identify ranks.
@@ -77,7 +84,7 @@ class VLLMSampler(SamplingEngine):
         tokenizer = Tokenizer.load(folder)
         source = ModelFolder(folder, LanguageModel)
         self._model = on_meta(source.build).to(DTYPES[precision])
-        self.end_ids, self._on_gpu = tokenizer.end_ids, torch.cuda.is_available()
+        self.end_ids, self._on_gpu = tuple(end_ids) or tokenizer.end_ids, torch.cuda.is_available()
         self._vllm, self._sleeps, self._may_sleep = vllm, False, not on_own_device
         self._digests = dict[str, int]()
         if not self._on_gpu:
@@ -118,9 +125,21 @@ class VLLMSampler(SamplingEngine):
 
     @classmethod
     def load(
-        cls, folder: Path, precision: Precision, *, on_own_device: bool = False, tensor_parallel_size: int = 1
+        cls,
+        folder: Path,
+        precision: Precision,
+        *,
+        end_ids: Sequence[int] = (),
+        on_own_device: bool = False,
+        tensor_parallel_size: int = 1,
     ) -> Self:
-        return cls(folder, precision, on_own_device=on_own_device, tensor_parallel_size=tensor_parallel_size)
+        return cls(
+            folder,
+            precision,
+            end_ids=end_ids,
+            on_own_device=on_own_device,
+            tensor_parallel_size=tensor_parallel_size,
+        )
 
     def sample(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: Limits, temperature: float

@@ -179,10 +179,12 @@ def test_rows_are_checked_by_the_sources_that_score_them(
     assert len({math_fields.key, chat_fields.key, config.row_fields.key}) == 3
     with pytest.raises(ValueError, match=r"^m.jsonl: line 2: field 'answer' is missing"):
         math_fields.of("m.jsonl: line 2", {"extra": 1})
-    with pytest.raises(
-        ValueError, match=r"^c.jsonl: line 3: field 'scored_by' is .*sources of the reward was expected: right, long"
-    ):
-        chat_fields.of("c.jsonl: line 3", {"scored_by": ["wrong"]})
+    for wrong in (["wrong"], [["right"]], [{"right": 1}], "right", []):
+        with pytest.raises(
+            ValueError,
+            match=r"^c.jsonl: line 3: field 'scored_by' is .*sources of the reward was expected: right, long",
+        ):
+            chat_fields.of("c.jsonl: line 3", {"scored_by": wrong})
     unweighted = RewardSum.model_validate({**reward.model_dump(), "objective_weights": {"right": 2.0, "long": 0.0}})
     with pytest.raises(ValueError, match=r"^c.jsonl: line 1: field 'scored_by' is .*whose objective_weights are all 0"):
         unweighted.fields_of("c.jsonl: line 1", CHAT)

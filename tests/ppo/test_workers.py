@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 from lm.samplers.engine import SentWeights, held_tensors
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import load_language_model, load_scalar_model
+from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.learner import Learner
 from ppo.rank import InitialModels
@@ -22,6 +24,7 @@ from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from ppo.scorer import HeldModel
 from reward.scoring import RewardModel
 from tests.ppo.one_rank import OneRank
+from training.config import EngineConfig
 from training.packing import stream_rows
 
 Prompts = list[list[int]]
@@ -365,6 +368,23 @@ def test_the_last_weights_are_exported_with_the_sft_template(start: Start, promp
     )
     tokenizer, parent = Tokenizer.load(tmp_path / "model"), worker.tokenizer
     assert tokenizer.chat_template == parent.chat_template
+
+
+def test_a_response_ends_with_the_token_that_closes_turns_in_ppos_template(
+    one_objective: InitialModels, prompts: Prompts, ppo_config: Callable[..., PPOConfig]
+) -> None:
+    """The model's own template closes turns with its end token, this one with "<|user|>"."""
+    template = "{% for m in messages %}{{ m.content }}{{ '<|user|>' if m.role == 'assistant' }}{% endfor %}"
+    models = replace(one_objective, chat_template=template, pretraining=None)
+    worker = OneRank(ppo_config(ptx=None, temperature=100.0), EngineConfig(precision="fp32", trackers=()), models)
+    closing = worker.tokenizer.turn_end_id
+    assert closing not in Tokenizer.load(models.sft).end_ids
+    many = [prompt for prompt in prompts for _ in range(40)]
+    responses = worker.sample(many, range(len(many))).token_lists()[1]
+    places = [response.index(closing) - len(response) for response in responses if closing in response]
+    assert len(places) > 5
+    assert set(places) == {-1}
+    worker.close()
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])

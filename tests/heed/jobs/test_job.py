@@ -228,6 +228,24 @@ def test_a_mistake_is_named_with_its_place(override: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_table_in_a_list_is_set_by_its_number() -> None:
+    path = DEBUG.with_name("mixture.toml")
+    before, after = (load_job(path, given).ppo.prompt_sources for given in ([], ["ppo.prompts.1.weight=2"]))
+    assert [source.weight for source in before] == [1, 3]
+    assert [source.weight for source in after] == [1, 2]
+    assert after[0] == before[0]
+    scored_by = load_job(path, ["ppo.prompts.0.scored_by=none"]).ppo.prompt_sources[0].scored_by
+    assert scored_by == ()
+    for part, words in (
+        ("2.weight", "'2' is not a section: the tables have the numbers 0 to 1"),
+        ("0", "'prompts' is"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            load_job(path, [f"ppo.prompts.{part}=2"])
+    with pytest.raises(ValueError, match=r"`wieght`: unknown key in \[ppo\.prompts\.0\]; did you mean `weight`"):
+        load_job(path, ["ppo.prompts.0.wieght=2"])
+
+
 def test_the_reward_judges_only_alone_and_where_there_is_one() -> None:
     assert load_job(DEBUG, ["compare.judge_reward=true"]).compare.judge_reward
     with pytest.raises(

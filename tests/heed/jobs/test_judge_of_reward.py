@@ -105,3 +105,30 @@ def test_tests_of_the_compared_prompts_need_a_sandbox_too(
     assert job.compare is not None
     with pytest.raises(ValueError, match="no sandbox here"):
         preflight(run, job.compare)
+
+
+def test_policies_that_train_in_different_chat_templates_are_not_compared(tmp_path: Path, model_folder: Path) -> None:
+    """All would be sampled in the first one's."""
+    compared(tmp_path, model_folder, ALONE, 'judge_function = "FOLDER/judge.py:score"')
+    path = tmp_path / "job.toml"
+    path.write_text(
+        path.read_text()
+        + f"""
+        [dpo]
+        init_from = "{model_folder}"
+        chat_template = "plain"
+        rankings = {{ source = "{tmp_path}/rankings.jsonl" }}
+        batch = {{ batch_size = 2, micro_batch_size = 2 }}
+        optimizer = {{ learning_rate = 1e-3 }}
+        """
+    )
+    (tmp_path / "run").mkdir()
+    for template in ("", "plain"):
+        job = load_job(path, [f'ppo.chat_template="{template}"'])
+        run = Run(job, tmp_path / "run", None, None).of("compare")  # type: ignore[arg-type]
+        assert job.compare is not None
+        if template:
+            preflight(run, job.compare)
+            continue
+        with pytest.raises(ValueError, match=r"^compare: \[ppo\] is trained in another chat template than \[dpo\]"):
+            preflight(run, job.compare)

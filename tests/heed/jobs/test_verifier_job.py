@@ -18,6 +18,7 @@ from heed.jobs.run import Run
 from heed.jobs.submission import named_paths
 from heed.worlds.instructions import ListRequest, checks_of
 from lm.tokenizer import CHAT_TEMPLATES, Tokenizer
+from ppo.stage import preflight
 from reward.verifiers import sandbox, verifier
 from reward.verifiers.verifier import Verifier
 from tests.heed.jobs.test_external_reward import JOBS, SMALL, ppo_job
@@ -224,6 +225,29 @@ def test_a_model_without_a_template_for_tools_is_named_with_what_to_do(tmp_path:
     assert 'or set ppo.chat_template, such as to "chat"' in str(caught.value)
     with pytest.raises(ValueError, match=r"leaves out tools\[0\];.*\[ppo\] uses the template ppo\.chat_template$"):
         run_job(load_job(path, ["ppo.chat_template=plain"]), tmp_path / "runs")
+
+
+def test_a_conversation_is_not_scored_by_a_reward_model_of_another_template(tmp_path: Path, model_folder: Path) -> None:
+    """Such a model reads texts, and a conversation with an environment is not one."""
+    rows = [{"prompt": f"What is {n} plus 1?"} for n in range(16)]
+    own = {"reward": {"kind": "model"}, "environment": {"kind": "calculator"}, "max_new_tokens": 8}
+    path = job_with(tmp_path, model_folder, rows, chat_template="chat", **own)
+    path.write_text(
+        path.read_text()
+        + f"""
+        [reward]
+        init_from = "{model_folder}"
+        chat_template = "plain"
+        rankings = {{ source = "{tmp_path}/rankings.jsonl" }}
+        batch = {{ batch_size = 2, micro_batch_size = 2 }}
+        optimizer = {{ learning_rate = 1e-3 }}
+        """
+    )
+    job = load_job(path)
+    run = Run(job, tmp_path / "run", None, None).of("ppo")  # type: ignore[arg-type]  # no worker is asked
+    assert job.ppo is not None
+    with pytest.raises(ValueError, match=r"^ppo.environment: the tokenizer or chat template of \[reward\] differs"):
+        preflight(run, job.ppo)
 
 
 def test_the_template_of_the_job_goes_into_the_policy_and_the_comparison(tmp_path: Path, model_folder: Path) -> None:
