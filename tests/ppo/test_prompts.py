@@ -123,9 +123,9 @@ def test_sources_are_called_after_their_files(ppo_config: Callable[..., PPOConfi
     ("prompts", "words"),
     [
         ([], "prompts is an empty list"),
-        ([*TWO, {"source": "math.json", "weight": 1}], "prompts.2 is called 'math', as is prompts.0; a `name`"),
+        ([*TWO, {"source": "math.json", "weight": 1}], "prompts.0 and prompts.2 are both called 'math'; different"),
         ([TWO[0], {"source": "b"}], "prompts.1 has no `weight`, but others have"),
-        ([{**TWO[0], "scored_by": ["right"]}], "prompts.0.scored_by has 'right'; names of the sources of a reward"),
+        ([{**TWO[0], "scored_by": ["right"]}], "prompts.0.scored_by has 'right'; names in the `sources` of a reward"),
     ],
 )
 def test_what_sources_need(ppo_config: Callable[..., PPOConfig], prompts: list[dict[str, object]], words: str) -> None:
@@ -180,7 +180,8 @@ def test_rows_are_checked_by_the_sources_that_score_them(
     with pytest.raises(ValueError, match=r"^m.jsonl: line 2: field 'answer' is missing"):
         math_fields.of("m.jsonl: line 2", {"extra": 1})
     with pytest.raises(
-        ValueError, match=r"^c.jsonl: line 3: field 'scored_by' is .*sources of the reward was expected: right, long"
+        ValueError,
+        match=r"^c.jsonl: line 3: field 'scored_by' is .*the reward's `sources` was expected: right, long",
     ):
         chat_fields.of("c.jsonl: line 3", {"scored_by": ["wrong"]})
     unweighted = RewardSum.model_validate({**reward.model_dump(), "objective_weights": {"right": 2.0, "long": 0.0}})

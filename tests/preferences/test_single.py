@@ -5,8 +5,8 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from dpo.config import DPOConfig
 
+from dpo.objective import DPOConfig
 from dpo.unpaired import labels_of
 from files.rows import read_source
 from preferences import adjudication

@@ -85,7 +85,7 @@ def test_no_rankings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"rankings\.jsonl: no rankings; at least one was expected"):
         read_rankings(write(tmp_path))
     task = {name: GOOD[name] for name in ("task_id", "prompt", "responses")}
-    with pytest.raises(ValueError, match=r"rankings\.jsonl: 2 tasks, and none has a judgment; at least one ranking"):
+    with pytest.raises(ValueError, match=r"rankings\.jsonl: 2 tasks, but none has a judgment; at least one ranking"):
         read_rankings(write(tmp_path, task, {**task, "task_id": "t2"}))
 
 
