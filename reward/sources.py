@@ -126,8 +126,8 @@ class RewardSum(ExternalReward):
         """Returns the sources that a row names. Raises: ValueError unless they exist and one of them has a weight."""
         if not isinstance(named, list) or not named or not all(name in self.sources for name in named):
             raise ValueError(
-                f"{where}: field {SCORED_BY!r} is {shown(named)}; a list of names in the reward's `sources` was"
-                f" expected: {', '.join(self.sources)}"
+                f"{where}: field {SCORED_BY!r} is {shown(named)}; a list of sources of the reward was expected:"
+                f" {', '.join(self.sources)}"
             )
         if not any(self.objective_weights[name] for name in named):
             raise ValueError(

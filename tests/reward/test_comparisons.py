@@ -50,7 +50,7 @@ def test_ratings_and_an_objective_are_read_as_collecting_writes_them(tmp_path: P
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"responses": ["one"], "ranks": [1]}, "field 'responses' has 1 entries; a list of 2 to 9 was expected"),
+        ({"responses": [], "ranks": []}, "field 'responses' has 0 entries; a list of 1 to 9 was expected"),
         ({"responses": ["x"] * 10, "ranks": [1] * 10}, "field 'responses' has 10 entries"),
         ({"responses": "two"}, "field 'responses' has str; a list"),
         ({"responses": None}, "field 'responses' has null"),
