@@ -180,8 +180,7 @@ def test_rows_are_checked_by_the_sources_that_score_them(
     with pytest.raises(ValueError, match=r"^m.jsonl: line 2: field 'answer' is missing"):
         math_fields.of("m.jsonl: line 2", {"extra": 1})
     with pytest.raises(
-        ValueError,
-        match=r"^c.jsonl: line 3: field 'scored_by' is .*sources of the reward was expected: right, long",
+        ValueError, match=r"^c.jsonl: line 3: field 'scored_by' is .*sources of the reward was expected: right, long"
     ):
         chat_fields.of("c.jsonl: line 3", {"scored_by": ["wrong"]})
     unweighted = RewardSum.model_validate({**reward.model_dump(), "objective_weights": {"right": 2.0, "long": 0.0}})
