@@ -366,7 +366,7 @@ class LabelingConfig(LabelForm):
         asked = [name for name in alone if name in (self.batches or batches) and name not in in_studies]
         if asked and not (self.asks_ratings or self.criteria or self.flags or self.span_labels or self.asks_edits):
             said.append(
-                f"Tasks of {', '.join(map(repr, asked))} have a single response, which is not ranked, and the form asks"
+                f"Tasks of {', '.join(map(repr, asked))} have one response, which is not ranked, and the form asks"
                 " nothing else about it; set asks_ratings, criteria or flags."
             )
         return " ".join(said)
