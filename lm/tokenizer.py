@@ -212,13 +212,13 @@ class Tokenizer:
         return self._bpe is other._bpe or self._vocabulary_hash == other._vocabulary_hash
 
     def _own_part(self) -> tuple[str, ...]:
-        """What `==` compares, without the vocabulary."""
+        """What `==` compares in addition to the vocabulary."""
         target_start = () if self.target_start in ("", self.end) else (self.target_start,)
         return self.end, self.start, self.chat_template, *target_start
 
     @cached_property
     def _vocabulary_hash(self) -> bytes:
-        """A hash of the vocabulary, which writes several MB of text. A scorer compares tokenizers in each iteration."""
+        """A hash of the vocabulary; cached because it serializes several MB, and scorers compare every iteration."""
         return hashlib.sha256(self._bpe.to_str().encode()).digest()
 
     @property

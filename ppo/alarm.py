@@ -119,7 +119,7 @@ class SpotChecks:
         sizes: Sequence[int] = (),
         weights: Sequence[float] = (),
     ) -> None:
-        """`sizes` and `weights` are those of the sources of the prompts, if they have weights."""
+        """`sizes` and `weights` describe the sources of prompts, if these have weights."""
         self.config, self.prompts, self.tokenizer, self.scale, self.seed = config, prompts, tokenizer, scale, seed
         self.num_iterations, self._sizes, self._weights = num_iterations, sizes, weights
         self.rang: Rang | None = None  # the first alarm
@@ -131,7 +131,7 @@ class SpotChecks:
             self._listen(says=False)
 
     def initial_rows(self, rows_multiple: int) -> list[int]:
-        """Returns the rows of the prompts of the initial checks, from each source in the share that iterations have.
+        """Returns the prompt rows for the initial checks, with the same share of each source as in the iterations.
         Some may occur twice, so that their number is a multiple of `rows_multiple`.
         """
         number, seed = min(self.config.initial_checks, len(self.prompts)), derive_seed(self.seed, "ppo", "alarm")

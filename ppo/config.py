@@ -183,13 +183,14 @@ class PPOConfig(Config):
         description="Model directory, .gguf file or hub id of the initial policy; empty = the SFT stage's model.",
     )
     prompts: Prompts = Field(
-        description="Prompts to sample responses to: one table, or a list of tables, each with a `weight` and a `name`"
-        " if it needs one (docs/rewards.md)."
+        description="Prompts to sample responses to: one table, or a list of tables that are mixed by `weight`"
+        " (docs/rewards.md)."
     )
     on_overlong: OnOverlong = overlong_field()
     chat_template: str = Field(
         default="",
-        description="Chat template of a model without one: `chat`, `plain` or a Jinja template; empty = its own.",
+        description="Chat template to use, such as for a model without one: `chat`, `plain` or a Jinja template;"
+        " empty = the model's own.",
     )
     num_iterations: int = Field(ge=1, description="Iterations of sampling and learning.")
     rollout_batch_size: int = Field(
@@ -446,7 +447,7 @@ class PPOConfig(Config):
 
     @property
     def named_sources(self) -> tuple[PromptSource, ...]:
-        """The sources of the prompts if `prompts` is a list; () for one table, which needs no name."""
+        """The sources of prompts if `prompts` is a list; () if it is a single table, which needs no name."""
         return () if isinstance(self.prompts, DataConfig) else self.prompts
 
     @property
@@ -512,7 +513,7 @@ class PPOConfig(Config):
 
     @property
     def reward_sources(self) -> tuple[str, ...]:
-        """The names of the sources of a reward of kind "sum"."""
+        """The names of the rewards in a reward of kind "sum"; () for other kinds."""
         return tuple(self.reward.sources) if isinstance(self.reward, RewardSum) else ()
 
     @property
@@ -541,7 +542,7 @@ class PPOConfig(Config):
         return kept if self.alarm is None else kept.and_those(self.alarm.source.row_fields)
 
     def row_fields_of(self, source: DataConfig) -> RowFields:
-        """The fields that the rows of one of `prompt_sources` keep."""
+        """Returns the fields to keep from the rows of `source`, which is one of `prompt_sources`."""
         return with_scored_by(self.row_fields, source.scored_by if isinstance(source, PromptSource) else ())
 
     @property

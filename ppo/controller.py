@@ -81,8 +81,8 @@ class PPOController:
         `followed` are row numbers of prompts whose responses are logged at intervals; no update learns from those.
         `max_difference` is how far rounding may take the log-probs of sampler and learner apart, in nats per token
         (`lm.samplers.engine`). `enter` is called with the name of each phase when it begins. `gold` scores what a judge
-        scores, to log how far the two are apart. `sources` are those of the prompts if there are several, and
-        `scored_by` says which objectives score a rollout's responses, if not all.
+        scores, to log how far the two are apart. `sources` are the sources of prompts if there are several.
+        `scored_by` says which objectives score a rollout's responses; None means all of them.
         """
         self.config, self.roles, self.prompts, self.scale, self.seed = config, roles, prompts, scale, seed
         self.followed, self.max_difference, self.samples, self.rollouts = followed, max_difference, samples, rollouts
@@ -517,7 +517,7 @@ class PPOController:
 
 
 def prompt_order(config: PPOConfig, sizes: Sequence[int], seed: int) -> Sampler | Mixture:
-    """Returns which rows of the prompts each iteration samples responses to. `sizes` are the prompts of each source."""
+    """Returns which prompt rows each iteration samples responses to. `sizes` are the numbers of prompts per source."""
     num_prompts = config.sampled_batch_size // config.advantage.samples_per_prompt
     return order_of(sizes, config.prompt_weights, num_prompts, derive_seed(seed, "ppo", "prompts"))
 

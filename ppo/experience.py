@@ -29,7 +29,7 @@ class Experience:
 
     rollout: Rollout
     scores_BO: Tensor  # score per objective, higher is better; NaN where scoring failed (steps: see `Scorers`)
-    scored_by_BO: Tensor  # True = the objective scores this response; a row may choose (`scored_by`)
+    scored_by_BO: Tensor  # True = the objective scores this response; its prompt's row may choose (`scored_by`)
     scores_B: Tensor  # weighted sum over the objectives that score the response
     scored_B: Tensor  # True = has a score
     scaled_scores_B: Tensor  # scores in the rewards' unit, minus the penalty for a missing EOS; 0 where scoring failed
@@ -72,7 +72,7 @@ class Experience:
         may_be_left_out = reward is not None and reward.leaves_parts_out
         num_asked_O = self.scored_by_BO.sum(dim=0)
         means_O = scores_BO.nanmean(dim=0)
-        failed_O = (scores_BO.isnan() & self.scored_by_BO).sum(dim=0) / num_asked_O  # NaN if it was asked for none
+        failed_O = (scores_BO.isnan() & self.scored_by_BO).sum(dim=0) / num_asked_O  # NaN if it scores no response
         found = {f"failures/{kind}": float(number) for kind, number in self.failures.items()}
         for (name, weight), mean, failed in zip(weights.items(), means_O.tolist(), failed_O.tolist(), strict=False):
             if math.isfinite(mean):  # a mean of no scores is not

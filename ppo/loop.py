@@ -208,7 +208,7 @@ def controller_of(
 
 
 def _scored_by(config: PPOConfig, fitting: Fitting) -> ScoredBy | None:
-    """Returns what says which sources of a sum score the responses of a rollout; None for other rewards."""
+    """Returns a function that says which rewards of a sum score each response; None for other kinds of rewards."""
     if not isinstance(config.reward, RewardSum):
         return None
     reward = config.reward

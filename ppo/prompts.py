@@ -1,7 +1,7 @@
 """Prompts from several sources: the tables of `ppo.prompts`, which prompts each iteration draws, and metrics by source.
 
-Without weights, the sources are one list, of which each epoch visits every prompt once. With weights, every source has
-an order of its own, and an iteration takes as many prompts from each as its weight says.
+Without weights, the prompts of all sources form one list, and each epoch visits every prompt once. With weights, each
+source has its own order, and its weight sets how many prompts an iteration takes from it.
 
 Shape letters: B responses, S sources.
 """
@@ -37,18 +37,18 @@ class PromptSource(DataConfig):
     name: str = Field(
         default="",
         pattern=r"^[\w.-]*$",
-        description="What metrics, reports and the ids of prompts call the source; empty = its file or data set.",
+        description="Name of the source in metrics, reports and ids of prompts; empty = that of its file or data set.",
     )
     weight: FiniteFloat = Field(
         default=0.0,
         ge=0,
-        description="How many of an iteration's prompts come from this source, relative to the other weights. If no"
-        " source has a weight, each epoch visits every prompt of all sources once.",
+        description="Share of each iteration's prompts that come from this source, relative to the other weights. If no"
+        " source has a weight, all prompts form one list, and each epoch visits every prompt once.",
     )
     scored_by: tuple[str, ...] = Field(
         default=(),
-        description='Names of the sources of a reward of kind "sum" that score responses to these prompts; empty = all.'
-        " A row's own `scored_by` replaces it.",
+        description="Names in `ppo.reward.sources` of the rewards that score responses to these prompts; empty = all of"
+        " them. A row's own `scored_by` takes precedence.",
     )
 
     @property
@@ -73,29 +73,32 @@ Prompts = Annotated[
 
 
 def unmet_needs(sources: Sequence[PromptSource], rewards: Sequence[str]) -> Iterator[str]:
-    """Yields what is wrong with several sources. `rewards` are the names of the sources of a reward of kind "sum"."""
+    """Yields what is wrong with several sources of prompts. `rewards` are the names of the rewards in a sum."""
     titles = [source.title for source in sources]
     for number, source in enumerate(sources):
         if source.title in titles[:number]:
             yield (
-                f"prompts.{number} is called {source.title!r}, as is prompts.{titles.index(source.title)}; a `name` of"
-                " its own was expected"
+                f"prompts.{titles.index(source.title)} and prompts.{number} are both called {source.title!r};"
+                " different values of `name` were expected"
             )
         if not source.weight and any(other.weight for other in sources):
-            yield f"prompts.{number} has no `weight`, but others have; a weight for each source, or none, was expected"
+            yield (
+                f"prompts.{number} has no `weight`, but others have one; a weight for every source, or for none, was"
+                " expected"
+            )
         if problem := unmet_scorers(f"prompts.{number}.scored_by", source.scored_by, rewards):
             yield problem
 
 
 def unmet_scorers(field: str, scored_by: Sequence[str], rewards: Sequence[str]) -> str:
-    """Returns what is wrong with names of sources of a reward; "" if nothing is."""
+    """Returns what is wrong with the names of rewards in `scored_by`; "" if nothing is."""
     unknown = next((name for name in scored_by if name not in rewards), "")
-    wanted = f"some of {', '.join(rewards)}" if rewards else 'names of the sources of a reward of kind "sum"'
+    wanted = f"some of {', '.join(rewards)}" if rewards else 'names in the `sources` of a reward of kind "sum"'
     return f"{field} has {unknown!r}; {wanted} were expected" if unknown else ""
 
 
 def with_scored_by(fields: RowFields, scored_by: Sequence[str]) -> RowFields:
-    """Returns the fields that the rows of a source keep; a row without `scored_by` gets the source's."""
+    """Returns the fields that a source's rows keep. A row without a `scored_by` of its own gets the source's."""
     if not scored_by:
         return fields
     names = list(scored_by)
@@ -108,16 +111,16 @@ def with_scored_by(fields: RowFields, scored_by: Sequence[str]) -> RowFields:
 class Mixture:
     """The rows of each iteration's prompts, from several sources in fixed shares.
 
-    The shares are those of `weights`, as they are written in decimal. A source whose share of `batch_size` is a whole
-    number has exactly that many prompts in every iteration. For any source, the number of prompts drawn since the
-    beginning differs from its share by less than one (the chairman assignment problem, R. Tijdeman, Discrete
-    Mathematics 32 (1980) 323-330).
+    Shares are proportional to `weights`, taken exactly as their decimals are written. A source whose share of
+    `batch_size` is a whole number has exactly that many prompts in every iteration. For any source, the number of
+    prompts drawn since the beginning differs from its share by less than one (the chairman assignment problem,
+    R. Tijdeman, Discrete Mathematics 32 (1980) 323-330).
 
     A pure function of (seed, iteration), as `Sampler` is; each source has its own epochs.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], batch_size: int, seed: int) -> None:
-        """`sizes` are the prompts of each source; their rows are numbered source by source."""
+        """`sizes` are the numbers of prompts per source. Rows are numbered source by source."""
         exact = [Fraction(str(weight)) for weight in weights]
         shares = [batch_size * weight / sum(exact) for weight in exact]
         self.seed, self._whole = seed, [int(share) for share in shares]
@@ -153,21 +156,23 @@ class Mixture:
 
 
 def order_of(sizes: Sequence[int], weights: Sequence[float], batch_size: int, seed: int) -> Sampler | Mixture:
-    """Returns the order of the prompts of sources of these sizes; no weights = all are one list."""
+    """Returns the order of the prompts. `sizes` are the numbers of prompts per source; without weights, all form one
+    list.
+    """
     if weights:
         return Mixture(sizes, weights, batch_size, seed)
     return Sampler(sum(sizes), batch_size, seed)
 
 
 def first_distinct(order: Sampler | Mixture, number: int) -> list[int]:
-    """Returns the first `number` different rows of an order; fewer if `number` iterations have not as many."""
+    """Returns the first `number` different rows of an order; fewer if `number` iterations do not have that many."""
     drawn = (int(row) for step in range(number) for row in order.batch(step))
     return list(islice(dict.fromkeys(drawn), number))
 
 
 def before_repeat(order: Sampler | Mixture, number: int) -> list[int]:
-    """Returns the first `number` rows of an order, or fewer: those before one that comes for the second time. So the
-    shares of the sources hold, and no row occurs twice.
+    """Returns the first `number` rows of an order, or fewer: it stops before the first repeated row. So no row occurs
+    twice, and the shares of the sources hold.
     """
     rows: dict[int, None] = {}
     for row in (int(row) for step in range(number) for row in order.batch(step)):
@@ -187,7 +192,7 @@ class NamedSources:
     def metrics(
         self, rollout: Rollout, scores_B: Tensor, scaled_B: Tensor, samples_per_prompt: int, *, has_score: bool
     ) -> dict[str, float]:
-        """Returns the metrics of each source's responses, without those of a source that has none in this rollout.
+        """Returns the metrics of each source's responses. A source without responses in this rollout has no metrics.
 
         `scores_B` are NaN where scoring failed; the K adjacent responses to a prompt form a group. Groups are compared
         by `scaled_B`, which is in the unit of the rewards.

@@ -113,7 +113,7 @@ def _config_of(stage: StageFolder) -> PPOConfig | None:
 
 def names_in(stage: StageFolder) -> Names:
     """Returns the names of the stage's job; those of the whole loop if its section is another version's."""
-    first = stage.name == SECTION  # later rounds start from the policy of the round before
+    first = stage.name == SECTION  # later rounds start from the previous round's policy
     config = _config_of(stage)
     if config is None:
         return DEFAULT_NAMES
@@ -190,7 +190,7 @@ DIAGNOSTICS = (
 )
 
 
-# Of each source of prompts, if there are several: metric, title, unit, and whether it is a share.
+# Charts for each source of prompts, if there are several: metric, title, unit, and whether it is a share.
 SOURCE_DIAGNOSTICS = (
     ("eos_rate", "Responses that end", "before the length limit", True),
     ("tokens", "Response length", "tokens", False),
@@ -294,8 +294,8 @@ def _sources_part(stage: StageFolder, names: Sequence[str], num_prompts: Mapping
         for name in names
     )
     caption = (
-        f"Means over {count_of(fifth, 'iteration')} at the beginning → at the end. Scores of two sources are comparable"
-        " only if the same reward gives both."
+        f"Means over the first → the last {count_of(fifth, 'iteration')}. Scores of two sources are comparable only if"
+        " the same reward gave both."
     )
     columns = ("Source", "Prompts", "Share of responses", "Score", "Tokens", "End")
     return (Table(caption, columns, rows, "by-policy", "Sources of prompts"),)

@@ -63,8 +63,8 @@ class ScoredRollout:
 
 
 def followed_rows(sizes: Sequence[int], weights: Sequence[float], rows_multiple: int, seed: int) -> list[int]:
-    """Draw the rows of the prompts to follow, from sources of these sizes as the iterations draw theirs. Their number
-    divides evenly among the ranks, so some occur twice if the job has few prompts.
+    """Draw the prompt rows to follow, with the same share of each source as in the iterations. Their number divides
+    evenly among the ranks, so some occur twice if the job has few prompts.
     """
     num_followed, own_seed = min(NUM_FOLLOWED, sum(sizes)), derive_seed(seed, "ppo", "followed")
     number = -(-num_followed // rows_multiple) * rows_multiple

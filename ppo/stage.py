@@ -148,8 +148,8 @@ def _measured_scale(
 
 
 def _scale_prompts(config: PPOConfig, fitting: Fitting, seed: int) -> Sequence[Prompt]:
-    """Returns the prompts whose first ones the scale is measured on. With several sources, these are the prompts that
-    the first iterations draw.
+    """Returns prompts to measure the score scale on, from the first on. With several sources, they are those that the
+    first iterations draw.
     """
     if not fitting.sizes:
         return fitting.prompts
@@ -346,7 +346,7 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
 
 @contextmanager
 def _saying_whose_template(stage: StageRun, config: PPOConfig) -> Iterator[None]:
-    """Add to an error about the chat template where the template comes from, and how to set another."""
+    """Extend an error about the chat template: say where the template comes from and how to set another."""
     try:
         yield
     except ValueError as error:

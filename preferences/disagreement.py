@@ -10,10 +10,10 @@ from itertools import combinations
 from preferences.annotations import Annotations
 from preferences.records import Flags
 
-# A question is ("rating", "") or ("criterion", name), ("turn 3", name) or ("mark", name). A mark that was set is 1.
+# A question is ("rating", ""), ("criterion", name), ("turn 3", name) or ("mark", name). A mark that was set is 1.
 Said = Mapping[tuple[str, str], float]
 MARK = "mark"
-FAR_APART = 6  # points of a scale, such as 1 and 7; between yes and no it is 1
+FAR_APART = 6  # points between 1 and 7, at which the distance is 1; for yes and no, one point is enough
 
 
 def disagreement(rankings: Sequence[Sequence[int]]) -> float:
@@ -47,8 +47,9 @@ def said_alone(ratings: Sequence[float], flags: Flags | Sequence[Sequence[str]],
 def disagreement_alone(answers: Sequence[Said]) -> float:
     """Returns how far answers about a single response disagree, 0 to 1, on the question on which they disagree most.
 
-    Of one question it is the mean over pairs of labelers of the distance between their answers: 1 between yes and no,
-    if only one of them set the mark, and for ratings that are six points apart; in proportion if they are closer.
+    For one question, it is the mean distance between two labelers' answers over all pairs of labelers. The distance is
+    1 between yes and no, between a mark that is set and one that is not, and between ratings six points apart; it is
+    proportionally smaller for closer ratings.
     """
     questions = dict.fromkeys(question for said in answers for question in said)
     return max((_distance(question, answers) for question in questions), default=0.0)
@@ -63,7 +64,7 @@ def _distance(question: tuple[str, str], answers: Sequence[Said]) -> float:
 
 
 def compare_alone(one: Said, other: Said) -> tuple[int, int]:
-    """Returns how many questions two answers about a single response answer alike, and how many both answer.
+    """Returns to how many questions two labelers gave the same answer, and how many questions both answered.
 
     A mark counts if at least one of them set it.
     """

@@ -131,8 +131,8 @@ class PaceLog:
     def read_or_begin(self, store: LabelStore) -> bool:
         """Reads the events that were stored since the last call, and returns True.
 
-        If there are more than MAX_READ_AT_ONCE, as after the server's start, a thread begins to read them instead.
-        Until it has ended, this returns False at once, and what the log says lacks these events.
+        If there are more than MAX_READ_AT_ONCE, as after the server starts, a thread reads them instead. Until it has
+        ended, this returns False at once, and the log's figures lack these events.
         """
         with self._beginning:
             if self._reading is not None and self._reading.is_alive():

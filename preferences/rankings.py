@@ -120,8 +120,8 @@ def judgment_by(judgment: Judgment, criterion: str) -> Judgment:
 def is_heldout(prompt: Sequence[Message], share: float, seed: int) -> bool:
     """Returns whether the prompt is held out. Over many conversations, a fraction `share` (0 to 1) is.
 
-    The turns up to the user's first one decide, so all prompts of a conversation fall on the same side, and so do
-    conversations that begin alike. Letter case and spacing make no difference.
+    The split depends only on the turns up to the user's first one, so all prompts of a conversation are on the same
+    side, and so are conversations with the same beginning. Letter case and spacing make no difference.
 
     Raises: ValueError for a share outside 0 to 1.
     """

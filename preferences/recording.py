@@ -58,9 +58,9 @@ def add_tasks(connection: Connection, wanted: Sequence[Values], files: Locations
 
 
 def _refuse_mixed(connection: Connection, rows: Sequence[Values], files: Locations) -> None:
-    """Raises: ValueError, naming the task, for a batch with single responses and with responses to rank.
+    """Raises: ValueError, naming the task, if a batch mixes single responses with responses to rank.
 
-    Its labelers would need two instructions, and its statistics would describe neither.
+    Labelers would need two sets of instructions, and the statistics would describe neither kind.
     """
     known = {batch: _num_responses(connection, batch) for batch in sorted({row["batch"] for row in rows})}
     is_single = {row["batch"]: (known[row["batch"]] or len(row["responses"])) == 1 for row in reversed(rows)}
@@ -200,7 +200,7 @@ def _record(
                 )
             elif row["kind"] not in RELEASING and not external:
                 raise LeaseLostError(f"{where}: the lease ran out and other labelers took the task's assignments")
-        if row["kind"] in TAKING_BACK and not external:  # of the form that the labeler judged with
+        if row["kind"] in TAKING_BACK and not external:  # the version of the form that the labeler judged with
             row = row | {"instructions_version": before[-1]["instructions_version"]}
         columns = {name: value for name, value in row.items() if name != "task_id"}
         new.append(columns | {"task": position, "labeler": who})

@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol, Self, get_args
 from files.conversations import spoken
 from preferences.annotations import NO_ANNOTATIONS, Annotations
 
-MIN_RESPONSES = 2  # that a labeler ranks; a single one is rated by itself
-GOLD = "gold"  # the key in a task's details: what is right to say about a single response
+MIN_RESPONSES = 2  # to rank; a single response is rated alone
+GOLD = "gold"  # the key in a task's details that holds the right answer about a single response
 MAX_RESPONSES = 9
 MAX_LABELERS = 1_000  # per task; adding a task creates a row for each
 MAX_REVISION = 10_000  # events of one labeler on one task
@@ -70,7 +70,7 @@ class Task:
     response is not ranked (its rank is 1), but rated and marked.
 
     `objective` is what labelers judge by ("helpful", ...). `gold_ranks` is the correct ranking of a gold task. A gold
-    task with a single response has the rank 1 and says in `details["gold"]` what is right (`GoldAnswer`).
+    task with a single response has the rank 1, and `details["gold"]` holds the right answer (`GoldAnswer`).
     `repeat_of` names the task that this one repeats for labelers who judged that task. Both are hidden from labelers,
     and so is `details`: where the task comes from and how it was chosen, in JSON's types. If there is a `warning`
     ("describes violence"), labelers see it first and decide whether to see the task.
@@ -114,9 +114,9 @@ class Task:
 
 @dataclass(frozen=True)
 class GoldAnswer:
-    """What is right to say about a single response: the lowest and the highest right rating by name, and its marks.
+    """The right answer about a single response: the lowest and the highest right rating by name, and its marks.
 
-    The name of the rating that belongs to no criterion is "". Without `flags` any marks are right.
+    The name of the overall rating, which belongs to no criterion, is "". Without `flags`, any marks are right.
     """
 
     ratings: Mapping[str, tuple[float, float]]
@@ -124,15 +124,15 @@ class GoldAnswer:
 
     @classmethod
     def of(cls, where: str, details: Mapping[str, Any]) -> Self:
-        """Reads {"gold": {"rating": 6, "criteria": {"correct": 1, "helpful": [5, 7]}, "flags": []}} or a part of it.
+        """Reads {"gold": {"rating": 6, "criteria": {"correct": 1, "helpful": [5, 7]}, "flags": []}} or some keys.
 
         Raises: ValueError, beginning with `where`, for something else.
         """
         found = details.get(GOLD)
         if not isinstance(found, Mapping) or not found or found.keys() - {"rating", "criteria", "flags"}:
             raise ValueError(
-                f"{where}: details.{GOLD} is {found!r}; what is right to say about the response was expected, such as"
-                ' {"rating": [5, 7], "criteria": {"correct": 1}, "flags": []} or a part of it'
+                f"{where}: details.{GOLD} is {found!r}; the right ratings and marks were expected, such as"
+                ' {"rating": [5, 7], "criteria": {"correct": 1}, "flags": []}, with at least one of these keys'
             )
         criteria, flags = found.get("criteria", {}), found.get("flags")
         if not isinstance(criteria, Mapping):

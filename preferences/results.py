@@ -16,7 +16,7 @@ from preferences.records import Judgment, Message, Ranking, ShownTask, StoredTas
 from preferences.rows import Values, as_judgment, as_task, messages, parts
 from preferences.schema import assignments, judgments, labelers, tasks
 
-NUM_RECENT = 2_000  # of the store's events, among which a page of the newest ones of a batch usually is
+NUM_RECENT = 2_000  # the store's newest events, which usually include a page of a batch's newest ones
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def batches(connection: Connection) -> list[str]:
 
 
 def batches_of_single_responses(connection: Connection, names: Iterable[str]) -> list[str]:
-    """Returns those of these batches whose tasks have one response each; a batch has no other tasks besides."""
+    """Returns the batches among `names` whose tasks have a single response. A batch never mixes both kinds."""
     first = select(tasks.c.responses).limit(1)
     found = {name: connection.scalar(first.where(tasks.c.batch == name)) for name in names}
     return [name for name, responses in found.items() if responses is not None and len(responses) == 1]
@@ -144,7 +144,7 @@ def events(connection: Connection, batch: str, who: str, kind: str, start: int, 
     if kind:
         statement = statement.where(judgments.c.kind == kind)
     newest = connection.scalar(select(func.max(judgments.c.judgment_id))) or 0
-    # coalesce: by the index on batches, the database would begin with all of the batch's tasks
+    # coalesce keeps the database from using the index on batches, by which it would read all of the batch's tasks
     recent = statement.where(judgments.c.judgment_id > newest - NUM_RECENT, func.coalesce(tasks.c.batch, "") == batch)
     found = as_judgments(connection.execute(recent).mappings())
     if len(found) == limit or newest <= NUM_RECENT:

@@ -123,7 +123,7 @@ class Stage:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the labeler has seen the form, and so can rate it, even if they skipped every task."""
+        """Whether the labeler has seen the form, and so can rate it, even after skipping every task."""
         return self.num_answered + self.num_skipped > 0
 
 
@@ -347,7 +347,7 @@ def stage_of(connection: Connection, name: str) -> Stage | None:
 
 
 def _judged(connection: Connection, who: str, study: Study, condition: Condition) -> Counter[str]:
-    """Counts the tasks that the labeler has judged with the condition's form, by the kind of their last event on it."""
+    """Counts the tasks that the labeler has judged with the condition's form, by the kind of their last event."""
     events = select(judgments.c.task, judgments.c.kind, judgments.c.instructions_version, judgments.c.created_at)
     own = events.join(tasks).where(judgments.c.labeler == who, tasks.c.batch == condition.batch)
     rows = list(connection.execute(own.order_by(judgments.c.revision)))

@@ -91,7 +91,7 @@ def read_judgments(
         unusual = SourceRows.of(invalid, judgments.report.outcomes())
         if judgments.found_tasks and not unusual:
             tasks = f"{len(judgments.found_tasks):,} tasks"
-            raise ValueError(f"{data.source}: {tasks}, and none has a judgment; at least one ranking was expected")
+            raise ValueError(f"{data.source}: {tasks}, but none has a judgment; at least one ranking was expected")
         reasons = f" ({unusual})" if judgments.report.num_rows else ""
         raise ValueError(f"{data.source}: no rankings{reasons}; at least one was expected")
     for found in judgments.found_tasks:

@@ -26,7 +26,8 @@ class ComparisonsConfig(FineTuningConfig):
 
     chat_template: str = Field(
         default="",
-        description="Chat template of a model without one: `chat`, `plain` or a Jinja template; empty = its own.",
+        description="Chat template to use, such as for a model without one: `chat`, `plain` or a Jinja template;"
+        " empty = the model's own.",
     )
     rankings: RankingsConfig = Field(description="Rankings to learn from.")
     on_overlong: OnOverlong = overlong_field()
@@ -34,8 +35,8 @@ class ComparisonsConfig(FineTuningConfig):
         default=0.1,
         gt=0,
         lt=1,
-        description="Fraction of the conversations whose rankings are held out. What comes up to the user's first"
-        " turn decides, so all turns of a conversation are on the same side.",
+        description="Fraction of the conversations whose rankings are held out. The split depends only on the"
+        " messages up to the user's first one, so all turns of a conversation are on the same side.",
     )
     num_epochs: float = Field(default=1.0, gt=0, description="Passes over the comparisons.")
     ties: Ties = Field(

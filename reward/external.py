@@ -114,8 +114,8 @@ class ExternalReward(Config, ABC):
         """The sources that score one by one, by the name of their objective; itself, under "", if it is only one."""
         return {"": self}
 
-    def parts_for(self, row: Row) -> Sequence[str]:  # noqa: ARG002  # for the kinds whose prompts choose
-        """Returns the names of the parts that score responses to the prompt of this row."""
+    def parts_for(self, row: Row) -> Sequence[str]:  # noqa: ARG002  # a sum lets each row choose
+        """Returns the names of the parts that score responses to this row's prompt."""
         return list(self.parts)
 
     def columns(

@@ -138,7 +138,7 @@ class JudgeReward(ExternalReward):
             return self if self.cache else self.model_copy(update={"cache": str(folder / CACHE)})
         return self.model_copy(update={"model": str(model_directory(self.model))})  # all ranks use the same commit
 
-    def check(self, rows: Iterable[Row]) -> None:  # noqa: ARG002  # the rubric asks all rows the same
+    def check(self, rows: Iterable[Row]) -> None:  # noqa: ARG002  # the rubric is the same for all rows
         """Raises: ValueError for a local judge that is no language model, or whose vocabulary lacks grades."""
         if not self.is_remote:
             folder = model_directory(self.model)

@@ -321,8 +321,8 @@ def objectives_of(counts: Counter[tuple[str, bool]], config: ComparisonsConfig) 
             raise ValueError(
                 f"{config.section}.heldout_share {config.heldout_share} splits the rankings{of} of {source} into"
                 f" {train} for training and {heldout} held out; both need at least one: give more rankings or a"
-                f" {'larger' if train else 'smaller'} share (prompts that begin with the same turn of a user are never"
-                " split; text that all prompts share belongs in a system turn)"
+                f" {'larger' if train else 'smaller'} share (prompts with the same first user turn are always on the"
+                " same side, so put text that all prompts share in a system turn)"
             )
     return objectives
 

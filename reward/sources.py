@@ -32,13 +32,13 @@ Source = Annotated[
 ]
 
 
-SCORED_BY = "scored_by"  # the field of a prompt's row that names the sources of a sum that score its responses
+SCORED_BY = "scored_by"  # the field in which a prompt's row names the rewards of a sum that score its responses
 
 
 class RewardSum(ExternalReward):
-    """The weighted sum of several sources that score texts, or of those that the prompt's row names in `scored_by`. A
-    response has a score if every such source with a weight other than 0 scores it; a source with weight 0 is only
-    logged.
+    """The weighted sum of several rewards that score texts. All of them score a response, or only those that its
+    prompt's row names in `scored_by`. A response has a score if each of these with a weight other than 0 scores it; a
+    reward with weight 0 is only logged.
     """
 
     model_config = ConfigDict(title="Reward sum")
@@ -47,9 +47,9 @@ class RewardSum(ExternalReward):
 
     kind: Literal["sum"] = Field(default="sum", description="The kind of this table.")
     sources: dict[str, Source] = Field(
-        min_length=1, description="The sources by name: tables of kind `verifier`, `function`, `url` or `judge`."
+        min_length=1, description="The rewards by name: tables of kind `verifier`, `function`, `url` or `judge`."
     )
-    objective_weights: dict[str, FiniteFloat] = Field(description="Weight of each source's score in the reward.")
+    objective_weights: dict[str, FiniteFloat] = Field(description="Weight of each named reward in the sum.")
 
     @model_validator(mode="after")
     def _check_weights(self) -> Self:
@@ -135,7 +135,7 @@ class RewardSum(ExternalReward):
             )
         if not any(self.objective_weights[name] for name in named):
             raise ValueError(
-                f"{where}: field {SCORED_BY!r} is {shown(named)}, whose objective_weights are all 0; a source with a"
+                f"{where}: field {SCORED_BY!r} is {shown(named)}, whose objective_weights are all 0; a name with a"
                 " weight other than 0 was expected"
             )
         return named

@@ -122,8 +122,8 @@ class Fitting:
     tokens: Sequence[list[int]]
     overlong: Overlong = NONE_OVERLONG
     sources: tuple[SourceRows, ...] = ()  # of the prompts, if rows are unusual
-    sizes: tuple[int, ...] = ()  # prompts of each source, whose rows follow each other; () = there is one source
-    overlong_by_source: Mapping[str, Overlong] = field(default_factory=dict)  # by its name, if there are several
+    sizes: tuple[int, ...] = ()  # number of prompts per source, in the order of their rows; () = one source
+    overlong_by_source: Mapping[str, Overlong] = field(default_factory=dict)  # by source, if there are several
 
     @classmethod
     def read(cls, folder: Path) -> Self:

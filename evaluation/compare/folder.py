@@ -50,8 +50,8 @@ class CompareConfig(Config):
     )
     scored_by: tuple[str, ...] = Field(
         default=(),
-        description='Names of the sources of a `reward` of kind "sum" that score responses to these prompts, as in'
-        " ppo.prompts; empty = all. A row's own `scored_by` replaces it.",
+        description="Names in `ppo.reward.sources` of the rewards that score responses to these prompts, as in"
+        " ppo.prompts; empty = all of them. A row's own `scored_by` takes precedence.",
     )
     judge_from: str = Field(
         default="", description="Model directory or hub id of a reward model that judges; empty = the world's judge."

@@ -305,8 +305,8 @@ def _require_one_template(run: StageRun, tokenizer: Tokenizer) -> None:
 
 
 def _trained_on(job: JobView) -> dict[str, tuple[DataConfig, ...]]:
-    """Returns the prompts that policies of the job are trained on, by stage. The prompts of rankings are not among
-    them, so nothing is said of [dpo].
+    """Returns the sources of prompts that the job's policies are trained on, by stage. Rankings' prompts are not
+    included, so [dpo] is not checked.
     """
     ppo, rejection = job.section(PPO), job.section(REJECTION)
     of_ppo = {} if ppo is None else {PPO.name: ppo.prompt_sources}
@@ -314,7 +314,7 @@ def _trained_on(job: JobView) -> dict[str, tuple[DataConfig, ...]]:
 
 
 def _num_seen(run: StageRun, prompts: Sequence[Prompt], trained_on: Sequence[DataConfig]) -> int:
-    """Returns how many prompts have the messages of a prompt in these sources, whatever their ids are."""
+    """Returns how many prompts have the same messages as a prompt in `trained_on`, whatever their ids."""
     compared = Counter(json.dumps(prompt.messages) for prompt in prompts)
     streamed = chain.from_iterable(stream_prompts(run.resolve(source)) for source in trained_on)  # may be many more
     trained = (json.dumps(prompt.messages) for _, prompt in streamed)

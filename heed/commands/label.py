@@ -156,7 +156,7 @@ def sample_for_labelers(
     prompts: Annotated[str, typer.Option(help="Prompts: JSONL, CSV, Parquet or a hub id (docs/data.md).")],
     store: Store,
     batch: Annotated[str, typer.Option(help="The batch that the tasks go to.")],
-    responses: Annotated[int, typer.Option(help="Responses per task, 2 to 9; 1: each is rated alone.")] = 4,
+    responses: Annotated[int, typer.Option(help="Responses per task: 2 to 9 to rank, or 1 to rate alone.")] = 4,
     samples: Annotated[int, typer.Option(min=1, help="Samples per policy and prompt.")] = 4,
     tasks_per_prompt: Annotated[
         int, typer.Option(min=1, help="Tasks made of each prompt; with --tasks, the most of one prompt.")
@@ -240,8 +240,8 @@ def _rule_for(choose: str, judges: Sequence[Path], num_responses: int, *, has_we
         raise ValueError(f"--responses {num_responses}: 1 to {MAX_RESPONSES} were expected")
     if num_responses < MIN_RESPONSES and rule.num_models:
         raise ValueError(
-            f"--responses {num_responses} is drawn uniformly, but --choose {choose} compares responses; no --judge was"
-            " expected"
+            f"--responses {num_responses}: single responses are drawn uniformly, but --choose {choose} compares"
+            " responses; no --judge was expected"
         )
     return rule
 
@@ -251,8 +251,8 @@ def label_outputs(
     outputs: Annotated[
         list[str],
         typer.Argument(
-            help="NAME=FILE per model, with --prompts; or one file whose rows hold a prompt and its responses. Labelers"
-            " rank the responses of several models, and rate those of one model alone."
+            help="NAME=FILE per model, with --prompts; or one file whose rows hold a prompt and its responses. With"
+            " several models, labelers rank the responses; with one, they rate each response."
         ),
     ],
     store: Store,
@@ -262,7 +262,7 @@ def label_outputs(
     ] = "",
     labelers: Annotated[int, typer.Option(min=1, help="How many labelers judge each task.")] = 1,
 ) -> None:
-    """Make labeling tasks of outputs that models have left in files, one per prompt.
+    """Make one labeling task per prompt from files of model outputs.
 
     Repeating the command adds nothing. A changed prompt or response makes a new task, and the old one stays.
     """

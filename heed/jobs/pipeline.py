@@ -181,7 +181,7 @@ def _run_stages(run: Run, workers: Workers, status: StatusFile, first: str, only
 
 
 def _say_skipped(stages: list[str]) -> None:
-    """Name the stages in one line, since a loop's late round skips dozens, and empty the list."""
+    """Print the skipped stages on one line, since a late round of a loop skips dozens, and empty the list."""
     if stages:
         console.print(f"[dim]{', '.join(stages)}: unchanged, skipped", soft_wrap=True)
         stages.clear()

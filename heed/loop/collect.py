@@ -327,7 +327,7 @@ def require_labels(run: StageRun, store: LabelStore, config: RoundConfig, rounds
     """Raises: LabelsWaitError while people have not given enough labels."""
     if _missing(store, config, rounds):
         most = max(one.num_labelers for one in _covered(store, config, rounds))
-        people = f", and some tasks need answers of {most} people" if most > 1 else ""
+        people = f", and some tasks need answers from {most} people" if most > 1 else ""
         raise LabelsWaitError(
             f"{run.name} waits for labels of batch {rounds[-1].batch!r} in {config.store}; people give them where `heed"
             f" label serve --store {config.store}` says{people}",

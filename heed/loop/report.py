@@ -115,11 +115,11 @@ def answer_of(rounds: Sequence[RoundFiles], state: LoopState | None, config: Loo
         return Answer("unclear", "The loop has not compared a policy yet.", (used, now) if now else (used,))
     last = compared[-1]
     text = (
-        f"Round {last.round}'s policy {_verb(last.gain)} that of the round before:"
+        f"Round {last.round}'s policy {_verb(last.gain)} the previous round's:"
         f" {_signed(last.gain)} {last.unit} with {count_of(last.num_new_labels, 'new label')}."
     )
     if len(compared) == 1:
-        text = text.replace("that of the round before", "the model that it starts from")
+        text = text.replace("the previous round's", "the model that it starts from")
     return Answer(_tone(last.gain), text, (used, now) if now else (used,))
 
 
@@ -167,7 +167,7 @@ def loop_section(
     parts: list[Part] = [
         Note(
             "Each round asks for labels, trains the reward model on all labels so far and then the policy, and compares"
-            " it with the policy of the round before on the same prompts. The loop stops when the interval of"
+            " it with the previous round's policy on the same prompts. The loop stops when the interval of"
             f" a round's gain lies below {config.least_gain:g} per hundred labels, or the labels are used."
         ),
         facts,
@@ -303,5 +303,5 @@ COLLECT_REPORTER = StageReporter(
     "Labels of a round", "Samples of the newest policy, of which a rule chooses what labelers rank.", _report_collected
 )
 GAIN_REPORTER = StageReporter(
-    "Gain of a round", "The round's policy against the one before, on the same prompts.", _report_gain
+    "Gain of a round", "The round's policy compared with the previous round's, on the same prompts.", _report_gain
 )

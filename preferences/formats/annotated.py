@@ -33,7 +33,7 @@ OWN_FIELDS = ("task_id", "prompt", "response", "source", "labeler")
 
 
 class CriterionNeededError(ValueError):
-    """There are ratings by several criteria, and rows of this format hold those by one."""
+    """There are ratings by several criteria, but a row of this format holds those by one."""
 
     def __init__(self, criteria: Sequence[str]) -> None:
         super().__init__(f"there are ratings by {', '.join(criteria)}; one of them was expected (--criterion)")
@@ -101,7 +101,7 @@ def write_grouped(
 ) -> Iterator[dict[str, Any]]:
     """Writes rows of `rankings`: the single responses to one prompt that a labeler rated, ranked by their ratings.
 
-    Equal ratings tie. Of equal responses the first counts.
+    Equal ratings tie. If two responses are the same text, the first one counts.
     """
     groups: dict[tuple[Any, ...], dict[str, Ranking]] = {}
     for task, ranking in final_rankings([one.task for one in stored], judgments, report):

@@ -325,7 +325,7 @@ class _Layout:
         meta = {"labeler": judgment.labeler}
         if judgment.created_at:
             found["created_at"] = meta["created_at"] = datetime.fromtimestamp(judgment.created_at, UTC).isoformat()
-        if found["result"]:  # somebody who marks nothing of a single response may say nothing at all
+        if found["result"]:  # empty if a labeler did not mark the single response
             found["result"][0]["meta"] = meta
         return found
 

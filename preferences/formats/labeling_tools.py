@@ -20,7 +20,7 @@ from preferences.records import MAX_MILLISECONDS, MAX_RESPONSES, Judgment, Kind,
 
 PROMPTS = ("prompt", "instruction", "question", "conversation", "messages", "dialogue", "input", "query")
 LISTS = ("responses", "answers", "completions", "outputs", "candidates", "items")
-ALONE = ("response", "answer", "completion", "output", "generation", "reply")  # the field of a single response
+ALONE = ("response", "answer", "completion", "output", "generation", "reply")  # fields that may hold a single response
 TEXTS = ("body", "text", "content", "response", "html")  # of a response in a list of objects
 NOTES = ("note", "notes", "comment", "comments", "reason", "explanation", "feedback")
 FLAGS = ("flags", "flag", "marks")  # of a question about what applies to a response
@@ -153,7 +153,7 @@ def chosen_place(option: str, asked: Shown) -> int | None:
 
 def rated_place(question: str, about: str, asked: Shown) -> tuple[str, int] | None:
     """Returns what a question asks and of which response, from its name and the field that it is about."""
-    if len(asked.names) == 1:  # everything that is not about the prompt is about the only response
+    if len(asked.names) == 1:  # every question that is not about the prompt is about the only response
         name = asked.names[0]
         without = question if name.isdigit() or name not in question else question.replace(name, "").strip(" _-")
         return None if about == asked.fields[0] else (_without(without, "1"), 0)

@@ -115,9 +115,9 @@ def read_heed(where: str, row: Row, _report: Report, objective: str) -> Iterator
 
 
 def _given(where: str, row: Row) -> dict[str, Any]:
-    """Returns a row's fields that are not null, a prompt that is a text as the user's turn.
+    """Returns a row's fields that are not null. A prompt that is a text becomes the user's turn.
 
-    Other fields are ignored, but not one that looks like a field of the format: the task would silently lack that.
+    Unknown fields are ignored, except that a likely misspelling is refused: the task would silently lack the field.
     """
     given = {name: value for name, value in row.items() if value is not None}
     absent = [name for name in FIELDS if name not in given]
@@ -387,7 +387,7 @@ def write_demonstrations(
         where = f"task {task.task_id!r}, labeler {judgment.labeler!r}"
         edits = judgment.annotations.edits or ("",) * len(task.responses)
         said = zip(task.responses, edits, judgment.ranks, strict=True)
-        # A single response has no rank that would say whether it is good; a labeler's version of it is.
+        # The rank of a single response does not say whether it is good, but a better version by a labeler is.
         best = [edit if task.is_single else edit or response for response, edit, rank in said if rank == 1]
         others = sum(1 for edit, rank in zip(edits, judgment.ranks, strict=True) if edit and rank > 1)
         if others:

@@ -38,7 +38,7 @@ SKIP_REASONS = (
 ROW_FIELDS = ("prompt", "response", "source", "task_id", "labeler")  # of an export with a field per criterion
 DECLINES = "I do not want to judge this"  # always among the reasons; with a content warning it takes one click
 INSTRUCTIONS = """\
-You will see what somebody wrote to an assistant, and one response or several in random order.
+You will see what somebody wrote to an assistant, and one or more responses, in random order.
 
 1. **Read** the prompt and all responses to the end.
 2. **Rate** each response from 1 (very bad) to 7 (very good), and mark what applies to it.
@@ -347,9 +347,9 @@ class LabelingConfig(LabelForm):
         return tuple(dict.fromkeys((*self.skip_reasons, DECLINES)))
 
     def warning(self, batches: Sequence[str], in_studies: Collection[str], alone: Collection[str]) -> str:
-        """Returns a warning about configured batches that are not among the store's `batches`, about a screening batch
-        that is among those of running usability studies, and about batches of single responses (`alone`) of which the
-        form asks nothing; "" if there is nothing to warn about.
+        """Returns warnings for leads; "" if there are none. They are about configured batches that are not among the
+        store's `batches`, a screening batch that a running usability study uses (`in_studies`), and batches of single
+        responses (`alone`) about which the form asks nothing.
         """
         screening = "" if self.screening is None else self.screening.batch
         named, said = (*self.batches, *((screening,) if screening else ())), []

@@ -71,8 +71,8 @@ class QualityReports:
     def latest(self, batch: str) -> tuple[Quality | None, bool]:
         """Returns a batch's last statistics, and whether they are up to date. If not, newer ones are being computed.
 
-        It waits for a small batch only. Those of a large one may be older, or None if there are none since the server's
-        start or since somebody was erased, so they never name anybody who was erased.
+        It waits only for a small batch. A large batch's statistics may be older. They are None if none have been
+        computed since the server started or since a person was erased, so they never name an erased person.
 
         Raises: ValueError for an unknown batch.
         """

@@ -337,7 +337,7 @@ def stage_in_study(store: LabelStore, config: LabelingConfig, account: Account) 
 
 
 def warning_of(config: LabelingConfig, connection: Connection) -> str:
-    """Returns what does not fit between a configuration and the store, for leads; "" if all does."""
+    """Returns warnings for leads about a configuration that does not fit the store; "" if there are none."""
     batches = results.batches(connection)
     alone = results.batches_of_single_responses(connection, batches)
     return config.warning(batches, usability.batches_in_studies(connection), alone)
@@ -432,7 +432,7 @@ class LeadView:
     def pace(self, batches: Sequence[BatchCounts], *, may_be_late: bool = False) -> dict[str, Any]:
         """Returns what the progress page shows besides counts: settings and estimates by batch, and people's hours.
 
-        With `may_be_late`, `pace` is None, and there are no estimates, while very many events are being read.
+        With `may_be_late`, `pace` is None and there are no estimates while the server still reads many events.
         """
         now = self.store.now()
         is_ready = not may_be_late or self._pace.read_or_begin(self.store)

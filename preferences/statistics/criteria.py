@@ -22,7 +22,7 @@ class CriterionReport:
     name: str
     num_answers: int
     mean_rating: float
-    agreement: Share  # of labelers on pairs that both rated differently; on the rating of a single response
+    agreement: Share  # between labelers: on pairs that both rated differently, or on the ratings of single responses
     alpha: Alpha  # of the ratings, ordinal
 
 

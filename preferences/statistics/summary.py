@@ -88,7 +88,7 @@ class Warned:
 class LabelReport:
     """Statistics of all labels. Labelers are sorted by name."""
 
-    is_single: bool  # tasks have one response: agreement is of its ratings and marks, and nothing is ranked
+    is_single: bool  # tasks have one response: agreement is on ratings and marks, and nothing is ranked
     num_tasks: int
     num_answers: int
     num_skips: int

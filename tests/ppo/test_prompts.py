@@ -123,9 +123,9 @@ def test_sources_are_called_after_their_files(ppo_config: Callable[..., PPOConfi
     ("prompts", "words"),
     [
         ([], "prompts is an empty list"),
-        ([*TWO, {"source": "math.json", "weight": 1}], "prompts.2 is called 'math', as is prompts.0; a `name`"),
+        ([*TWO, {"source": "math.json", "weight": 1}], "prompts.0 and prompts.2 are both called 'math'; different"),
         ([TWO[0], {"source": "b"}], "prompts.1 has no `weight`, but others have"),
-        ([{**TWO[0], "scored_by": ["right"]}], "prompts.0.scored_by has 'right'; names of the sources of a reward"),
+        ([{**TWO[0], "scored_by": ["right"]}], "prompts.0.scored_by has 'right'; names in the `sources` of a reward"),
     ],
 )
 def test_what_sources_need(ppo_config: Callable[..., PPOConfig], prompts: list[dict[str, object]], words: str) -> None:

@@ -50,7 +50,7 @@ def test_ratings_and_an_objective_are_read_as_collecting_writes_them(tmp_path: P
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"responses": ["one"], "ranks": [1]}, "field 'responses' has 1 entries; a list of 2 to 9 was expected"),
+        ({"responses": [], "ranks": []}, "field 'responses' has 0 entries; a list of 1 to 9 was expected"),
         ({"responses": ["x"] * 10, "ranks": [1] * 10}, "field 'responses' has 10 entries"),
         ({"responses": "two"}, "field 'responses' has str; a list"),
         ({"responses": None}, "field 'responses' has null"),
@@ -85,7 +85,7 @@ def test_no_rankings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"rankings\.jsonl: no rankings; at least one was expected"):
         read_rankings(write(tmp_path))
     task = {name: GOOD[name] for name in ("task_id", "prompt", "responses")}
-    with pytest.raises(ValueError, match=r"rankings\.jsonl: 2 tasks, and none has a judgment; at least one ranking"):
+    with pytest.raises(ValueError, match=r"rankings\.jsonl: 2 tasks, but none has a judgment; at least one ranking"):
         read_rankings(write(tmp_path, task, {**task, "task_id": "t2"}))
 
 

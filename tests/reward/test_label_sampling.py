@@ -109,7 +109,7 @@ def test_refusals(folder: Path, heed_label: Call) -> None:
     for more, words in (
         (("--responses", "9", "--samples", "1"), "no prompt has 9 different responses"),
         (("--responses", "0"), "--responses 0: 1 to 9 were expected"),
-        (("--responses", "1", "--judge", str(folder / "judge")), "--responses 1 is drawn uniformly"),
+        (("--responses", "1", "--judge", str(folder / "judge")), "--responses 1: single responses are drawn uniformly"),
         (("--evaluation-share", "2"), "evaluation_share"),
         (("--judge", str(folder / "one")), "one"),
     ):

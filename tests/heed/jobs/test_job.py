@@ -161,7 +161,7 @@ def test_none_removes_a_key() -> None:
             r"`sorce`: unknown key in \[ppo\.prompts\.1\]; did you mean `source`",
         ),
         ('ppo.prompts=[{source="a.jsonl",max_rows=-1}]', r"ppo\.prompts\.0\.max_rows: .*greater than or equal to 0"),
-        ('ppo.prompts=[{source="a.jsonl"},{source="a.csv"}]', r"ppo: prompts\.1 is called 'a', as is prompts\.0"),
+        ('ppo.prompts=[{source="a.jsonl"},{source="a.csv"}]', r"ppo: prompts\.0 and prompts\.1 are both called 'a'"),
         ("ppo.prompts=a.jsonl", r"ppo\.prompts: a table \{ source = \"a\.jsonl\" \} was expected, found 'a\.jsonl'"),
         (
             'ppo.prompts={source="a.jsonl",weight=2}',

@@ -585,7 +585,7 @@ def test_a_round_that_waits_says_how_many_people_a_task_needs(tmp_path: Path) ->
         with opened.writing() as connection:
             places = organizing.positions_of(connection, ["t0"])
             organizing.set_num_labelers(connection, places, 2, by="eve", now=1.0)
-        with pytest.raises(LabelsWaitError, match=r"says, and some tasks need answers of 2 people$"):
+        with pytest.raises(LabelsWaitError, match=r"says, and some tasks need answers from 2 people$"):
             require_labels(run, opened, config, [added_by(tmp_path, 1)])
 
 
