@@ -155,12 +155,17 @@ def test_no_statement_changes_or_replaces_what_is_stored(empty_database):
         assert contents(open_engines(url)[0]) == before
 
 
+def open_at(url, revision, monkeypatch):
+    """Makes a store as the version of Heed whose newest migration was `revision` made it."""
+    with monkeypatch.context() as old:
+        old.setattr("alembic.script.ScriptDirectory.get_current_head", lambda _: revision)
+        old.setattr("alembic.command.upgrade", functools.partial(upgrade_to, alembic.command.upgrade, revision))
+        return open_engines(url)
+
+
 def test_a_store_of_the_first_release_gets_the_new_triggers(empty_database, monkeypatch):
     url = empty_database()
-    with monkeypatch.context() as old:
-        old.setattr("alembic.script.ScriptDirectory.get_current_head", lambda _: "0009")
-        old.setattr("alembic.command.upgrade", functools.partial(upgrade_to, alembic.command.upgrade, "0009"))
-        reader, writer = open_engines(url)
+    reader, writer = open_at(url, "0009", monkeypatch)
     with writer.begin() as connection:
         assert MigrationContext.configure(connection).get_current_revision() == "0009"
         connection.execute(
@@ -180,10 +185,7 @@ def test_a_store_of_the_first_release_gets_the_new_triggers(empty_database, monk
 
 def test_an_older_stores_studies_keep_their_batches(empty_database, monkeypatch):
     url = empty_database()
-    with monkeypatch.context() as old:
-        old.setattr("alembic.script.ScriptDirectory.get_current_head", lambda _: "0015")
-        old.setattr("alembic.command.upgrade", functools.partial(upgrade_to, alembic.command.upgrade, "0015"))
-        reader, writer = open_engines(url)
+    reader, writer = open_at(url, "0015", monkeypatch)
     forms = [{"name": name, "batch": name[0], "version": name, "form": {}} for name in ("b1", "b2", "c1")]
     settings = {"conditions": forms, "tasks_per_condition": 1, "practice_tasks": 0, "seed": 0, "started_at": 1.0}
     with writer.begin() as connection:
