@@ -80,7 +80,7 @@ def test_a_gold_task_with_a_single_response(call):
     assert (row["gold_ranks"], json.loads(row["details"])) == ([1], {"gold": gold})
     for wrong, status, expected in (
         ({"responses": ["a", "b"], "sources": ["x", "y"]}, 409, "'g2': gold is for a single response"),
-        ({"gold": {"criteria": {}}}, 409, "what is right to say about the response was expected"),
+        ({"gold": {"criteria": {}}}, 409, "the right ratings and marks were expected"),
         ({"gold": {"rating": [7, 5]}}, 409, "the lowest and the highest that are right"),
         ({"gold": {"rating": "good"}}, 422, "rating"),
     ):
