@@ -18,7 +18,7 @@ SIZES = {
 
 def test_it_translates_its_heldout_sentences(heed: Callable[..., HeedCommand], tmp_path: Path) -> None:
     overrides = [word for key, value in SIZES.items() for word in ("--set", f"{key}={value}")]
-    job = str(ROOT / "configs" / "jobs" / "translation.toml")
+    job = str(ROOT / "research" / "jobs" / "translation.toml")
     command = heed("run", job, *overrides, "--runs", str(tmp_path))
     assert command.wait() == 0, command.output
     folder = tmp_path / "translation"
