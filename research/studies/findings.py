@@ -7,8 +7,8 @@ body with four roles with four models. `JUDGED` trains against a language model 
 lies between 0 and 1, as gold does. The findings on distillation and on the choice of labels are in the modules that run
 their arms (`research.studies.distillation`, `.label_choice`).
 
-The claims and the smallest effects that matter were fixed before any run; docs/findings.md says what the sources claim.
-Gold scores lie between 0 and 1; PPO's gain over SFT in the demo is about .24.
+The claims and the smallest effects that matter were fixed before any run; research/findings says what the sources
+claim. Gold scores lie between 0 and 1; PPO's gain over SFT in the demo is about .24.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""`python -m research.study`: tests published findings in the playground world, over several seeds (docs/findings.md).
+"""`python -m research.study`: tests published findings in the playground world, over several seeds (research/findings).
 
 Every arm is an ordinary job, run by `heed.jobs.pipeline`. Finished work is reused, so an interrupted study continues,
 and a later finding reuses the arms that it shares with others.

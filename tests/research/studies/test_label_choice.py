@@ -155,8 +155,8 @@ def test_a_fitted_head_solves_its_equation() -> None:
 
 @pytest.mark.long
 def test_the_documented_results_come_from_the_stored_measures(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
-    stored = ROOT / "docs" / "findings" / "measures-choice"
+    page = (ROOT / "research" / "findings" / "label-choice.md").read_text(encoding="utf-8")
+    stored = ROOT / "research" / "findings" / "measures-choice"
     num_seeds = len(list(stored.glob("seed-*.npz")))
     for found in run_study("label-choice", JOBS / "study-choice.toml", tmp_path, num_seeds=num_seeds, stored=stored):
         for claim in found.claims:

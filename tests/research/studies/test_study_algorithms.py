@@ -272,9 +272,10 @@ STORED = [("measures", 5, name) for name in ("dpo-frontier", "ppo-over-dpo", "dr
 
 @pytest.mark.long
 def test_the_documented_results_come_from_the_stored_measures(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    findings = ROOT / "research" / "findings"
+    page = "".join((findings / f"{name}.md").read_text(encoding="utf-8") for name in ("algorithms", "adapters"))
     for folder, num_seeds, name in STORED:
-        stored = ROOT / "docs" / "findings" / folder
+        stored = findings / folder
         (found,) = run_study(name, JOBS / "study.toml", tmp_path, num_seeds=num_seeds, stored=stored)
         for claim in found.claims:
             digits = 1 if "tokens" in claim.text else 3

@@ -20,7 +20,7 @@ from research.studies.verdicts import Claim
 from tests.research.studies.test_study import DEBUG, JOBS
 
 NUM_PROMPTS = 200
-KEPT = Path(__file__).parents[3] / "docs" / "findings" / "measures-distillation"
+KEPT = Path(__file__).parents[3] / "research" / "findings" / "measures-distillation"
 EQUAL = dict.fromkeys(TITLES, 0.3)
 
 
@@ -162,14 +162,14 @@ def test_the_documented_results_follow_from_the_kept_measures(tmp_path: Path) ->
     num_seeds = len(list(KEPT.glob("seed-*.npz")))
     job = JOBS / "study-distillation.toml"
     (found,) = run_study("distillation", job, tmp_path, num_seeds=num_seeds, stored=KEPT)
-    documented = (KEPT.parents[1] / "findings.md").read_text(encoding="utf-8")
+    documented = (KEPT.parent / "distillation.md").read_text(encoding="utf-8")
     assert [claim.text for claim in found.claims if documented_row(claim) not in documented] == []
     assert found.table in documented
     assert not list(tmp_path.glob("seed-*"))  # nothing ran
 
 
 def documented_row(claim: Claim) -> str:
-    """A claim's row in docs/findings.md, such as "| claim | .011, .008 | .010 (.005 to .015) | **replicates** |"."""
+    """A claim's row in distillation.md, such as "| claim | .011, .008 | .010 (.005 to .015) | **replicates** |"."""
     mean, low, high = (plain(value) for value in (claim.over_seeds.mean, claim.over_seeds.low, claim.over_seeds.high))
     seeds = ", ".join(plain(value.mean) for value in claim.by_seed)
     verdict = claim.verdict if claim.verdict == "undecided" else f"**{claim.verdict}**"
