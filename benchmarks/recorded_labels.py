@@ -1,8 +1,8 @@
 """Which recorded human labels are worth revealing? The rules of `heed label sample`, replayed on published comparisons.
 
 `python -m benchmarks.recorded_labels NAME=FILE... --model MODEL --measures FOLDER` measures five random splits of each
-file and prints the tables of research/findings/label-choice.md. Without files, it prints those of the measures in FOLDER. A
-file has rankings in any format of docs/labels.md.
+file and prints the tables of research/findings/label-choice.md. Without files, it prints those of the measures in
+FOLDER. A file has rankings in any format of docs/labels.md.
 
 People have judged some pairs of each prompt's responses. A replay reveals pairs of the training prompts: random ones
 first, and then three times as many again as there are, chosen by a rule. Scores are linear in features of a frozen

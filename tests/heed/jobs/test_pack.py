@@ -59,7 +59,7 @@ def pack_debug(*overrides: str) -> set[str]:
 
 
 def test_every_package_that_a_run_needs_is_sent() -> None:
-    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == {*PACKAGES, "benchmarks"}
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == {*PACKAGES, "benchmarks", "research"}
 
 
 @pytest.mark.usefixtures("here")
