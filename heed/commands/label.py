@@ -16,7 +16,6 @@ import typer
 
 from files.fields import any_text
 from files.fields import names as field_names
-from heed.commands.label_usability import usability_app
 from heed.commands.options import Host, Port, TrustedHost, TrustedProxy, Weights, length_that_fits, read_weights
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Message, Task
 from stages.progress import console
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from preferences.task_selection import Rule
 
 label_app = typer.Typer(no_args_is_help=True, help="Collect labels; import and export published and own ones.")
-label_app.add_typer(usability_app, name="usability")
 
 SHOWN_PER_KIND = 10  # warnings of each kind that are printed; a report file has them all
 STATUS_ROWS = 500

@@ -82,9 +82,9 @@ class ArenaPages:
         yield "event: over\ndata:\n\n"
 
     def _unread(self, account: Account) -> Response | None:
-        """Sends labelers to the instructions until they have read them. In a study, they have others to read."""
+        """Sends labelers to the instructions until they have read them."""
         has_read = account.role == "lead" or account.read_version == self.arena.config.version
-        return None if has_read or self.arena.is_in_study(account) else redirect("/instructions")
+        return None if has_read else redirect("/instructions")
 
     def _home_page(self, account: Account, token: str, fields: Fields = EMPTY, wrong: str = "") -> Response:
         latest = self.arena.conversations.latest(account.name, NUM_CONVERSATIONS)

@@ -175,7 +175,7 @@ class TaskPages:
     def home(self, request: Request) -> Response:
         account, _ = self.site.signed_in(request)
         is_screened = account.role == "labeler" and account.state == "new" and self.service.config.screening is not None
-        if self.site.has_arena and not is_screened and self.service.stage(account) is None:
+        if self.site.has_arena and not is_screened:
             return redirect("/arena")
         return redirect("/lead" if account.role == "lead" else "/task")
 
@@ -192,8 +192,6 @@ class TaskPages:
         presented = own or self.service.next_task(account, token)
         if presented == "instructions":
             return redirect("/instructions")
-        if presented == "questionnaire":
-            return redirect("/usability")
         if not isinstance(presented, PresentedTask):
             heading, text = WAITING[presented]
             return self.site.page("message", account, token, heading=heading, text=text, typed="")
@@ -231,7 +229,7 @@ class TaskPages:
             return self._warning_page(account, token, presented)
         unsaved = self.unsaved.put(token, account, presented)
         earlier = self.service.earlier_answer(lease) if lease.revision else None
-        fields = unsaved or (forms.answer_fields(earlier, lease, presented.config) if earlier is not None else EMPTY)
+        fields = unsaved or (forms.answer_fields(earlier, lease, self.service.config) if earlier is not None else EMPTY)
         if queue:
             fields = replace(fields, values={**fields.values, QUEUE: queue})
         is_earlier = unsaved is None and earlier is not None
@@ -260,7 +258,7 @@ class TaskPages:
             token,
             422 if wrong else status,
             presented=presented,
-            config=presented.config,
+            config=self.service.config,
             fields=fields,
             wrong=wrong,
             is_unsaved=is_unsaved,
@@ -272,7 +270,7 @@ class TaskPages:
             num_span_rows=num_span_rows,
             is_same_text=is_same_text,
             max_edit=max_edit(presented.lease.shown.responses),
-            num_folded=_num_folded(presented.lease.shown, presented.config),
+            num_folded=_num_folded(presented.lease.shown, self.service.config),
             long_result=LONG_RESULT,
             threads=[] if is_away else self._threads(account, presented),
             max_question=MAX_QUESTION_CHARACTERS,
@@ -310,7 +308,7 @@ class TaskPages:
         presented = self.service.shown_again(account, token, form)
         if account.role == "labeler" and presented.lease.is_hidden:
             return self._warning_page(account, token, presented, 422)
-        answer, wrong = forms.read_answer(fields, presented.lease.shown, presented.config)
+        answer, wrong = forms.read_answer(fields, presented.lease.shown, self.service.config)
         if answer is None:
             return self._task_page(account, token, presented, fields, wrong)
         self.service.answer(account, token, form, answer, CLIENT)
