@@ -10,8 +10,7 @@ from preferences.formats.own import write_heed, write_rankings
 from preferences.formats.parts import Report
 from preferences.formats.registry import format_to_read
 from preferences.leases import LeaseLostError
-from preferences.records import Answer, Message, Task
-from preferences.results import Progress
+from preferences.records import Answer, Message, Progress, Task
 from preferences.statistics.summary import summary
 from preferences.store import UNDO_SECONDS, LabelStore
 
