@@ -36,7 +36,7 @@ from preferences.page.api_bodies import (
 )
 from preferences.page.config import LabelingConfig
 from preferences.page.instruction_pages import take_quiz
-from preferences.page.question_pages import Questions
+from preferences.page.labeler_pages import Questions
 from preferences.page.security import (
     MAX_SIGN_IN_BYTES,
     MAX_TASKS_BYTES,

@@ -27,10 +27,9 @@ from preferences.page.arena import Arena
 from preferences.page.arena_pages import ArenaPages
 from preferences.page.config import LabelingConfig
 from preferences.page.instruction_pages import InstructionPages
-from preferences.page.labeler_pages import TOO_LATE, SignInPages, TaskPages
+from preferences.page.labeler_pages import TOO_LATE, QuestionPages, Questions, SignInPages, TaskPages
 from preferences.page.lead_api import LeadApi
 from preferences.page.lead_pages import LeadPages, PeoplePages
-from preferences.page.question_pages import QuestionPages, Questions
 from preferences.page.search_pages import SearchPages
 from preferences.page.security import MAX_BODY_BYTES, Attempts, Harden, TooManyTriesError
 from preferences.page.service import LabelingService, LeadView, RefusedError

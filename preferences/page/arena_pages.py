@@ -19,7 +19,7 @@ from preferences.arena_records import OWN, Conversation
 from preferences.database import STORE_AWAY, reason_of
 from preferences.keys import BusyError
 from preferences.page.arena import CHOICES, MAX_QUESTION_CHARACTERS, WHY_CLOSED, Arena, Given
-from preferences.page.fields import Fields
+from preferences.page.forms import Fields
 from preferences.page.security import HEADERS
 from preferences.page.service import RefusedError
 from preferences.page.site import Posted, SignInNeededError, Site, fields_of, redirect

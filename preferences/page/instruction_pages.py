@@ -13,7 +13,7 @@ from fastapi.responses import HTMLResponse
 
 from preferences.accounts import Account, Accounts
 from preferences.page.config import LabelingConfig, QuizQuestion
-from preferences.page.fields import Fields
+from preferences.page.forms import Fields
 from preferences.page.service import LabelingService
 from preferences.page.site import Posted, Site, redirect
 

@@ -71,7 +71,7 @@ def test_commands_of_training_work(tmp_path: Path) -> None:
         (("label", "serve", "--store", "labels.sqlite", "--new"), "uvicorn"),
         (("label", "invite", "ann", "--store", "labels.sqlite"), "argon2"),
         (("watch", "run"), "uvicorn"),
-        (("label", "links", "--store", "postgresql://127.0.0.1:9/labels"), "psycopg"),
+        (("label", "export", "--store", "postgresql://127.0.0.1:9/labels", "--out", "x.jsonl"), "psycopg"),
     ],
 )
 def test_a_command_that_needs_the_extra_says_so_in_one_line(
