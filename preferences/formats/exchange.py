@@ -53,7 +53,6 @@ def export(
     *,
     batch: str = "",
     criterion: str = "",
-    strict: bool = False,
     with_names: bool = False,
 ) -> tuple[Report, int]:
     """Writes a batch ("" = all batches) to `path`. Returns the report and the number of rows.
@@ -68,7 +67,7 @@ def export(
     stored = [one for name in batches for one in store.tasks(name)]
     if not stored:
         raise ValueError(f"batch {batch!r} has no tasks in the store" if batch else "the store has no tasks")
-    report = Report(strict=strict)
+    report = Report()
     judgments = [judgment for name in batches for judgment in store.judgments(name, with_names=with_names)]
     if criterion:
         stored, judgments = by_criterion(form, stored, judgments, criterion, report)

@@ -136,7 +136,6 @@ class ArenaPages:
             failure=glance.failure if glance is not None else "",
             choices=CHOICES,
             flags=arena.config.flags,
-            view=arena.config.text_view,
             continues=_continues(given[-1]),
             fields=fields,
             wrong=wrong,

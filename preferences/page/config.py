@@ -115,7 +115,7 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 class ServerConfig(BaseModel):
-    """The server's addresses, timeouts and limits."""
+    """The server's addresses."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -125,13 +125,6 @@ class ServerConfig(BaseModel):
     )
     trusted_hosts: tuple[str, ...] = Field(
         default=(), description="Host headers that are accepted, in addition to those of public_url and loopback."
-    )
-    header_seconds: float = Field(default=10.0, gt=0, description="Time limit for receiving a request's headers.")
-    body_seconds: float = Field(default=60.0, gt=0, description="Time limit for receiving a request's body.")
-    reading_seconds: float = Field(default=60.0, gt=0, description="How long a client may leave a response unread.")
-    keep_alive_seconds: int = Field(default=15, gt=0, description="How long a connection may idle between requests.")
-    max_connections: int = Field(
-        default=1_000, ge=1, description="Open connections. Above it, the one idle for longest is closed."
     )
 
     @field_validator("public_url")
@@ -268,10 +261,6 @@ class LabelingConfig(BaseModel):
         default=SKIP_REASONS,
         description="Reasons for a skip to choose from. Labelers may also decline without one, or write their own.",
     )
-    text_view: Literal["formatted", "raw"] = Field(
-        default="formatted",
-        description="How texts are first shown: formatted as Markdown or as written. Labelers can switch.",
-    )
     lease_seconds: float = Field(
         default=1_800.0, gt=0, description="How long a task stays with a labeler before others may get it."
     )
@@ -286,7 +275,7 @@ class LabelingConfig(BaseModel):
     oidc: OidcConfig | None = Field(
         default=None, description="Signing in with a company's accounts, in addition to keys; absent = keys only."
     )
-    server: ServerConfig = Field(default=ServerConfig(), description="Addresses, timeouts and limits of the server.")
+    server: ServerConfig = Field(default=ServerConfig(), description="Addresses of the server.")
 
     @classmethod
     def load(cls, path: Path) -> Self:
