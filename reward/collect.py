@@ -13,7 +13,7 @@ from pydantic import Field
 
 from files.hashes import derive_seed
 from preferences.database import require_locks
-from preferences.formats.own import ranking_row
+from preferences.formats.native import ranking_row
 from preferences.records import MAX_RESPONSES, Message, Progress, Ranking, Task
 from preferences.statistics.agreement import accuracy_against, pairwise_agreement
 from preferences.statistics.estimates import Share

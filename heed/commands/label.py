@@ -22,7 +22,7 @@ from stages.progress import console
 if TYPE_CHECKING:
     from files.rows import Rows
     from preferences.accounts import Accounts
-    from preferences.formats.merging import Found
+    from preferences.formats.merging import ImportedLabels
     from preferences.formats.parts import Report, RowWarning
     from preferences.page.config import LabelingConfig
     from preferences.store import LabelStore
@@ -90,7 +90,7 @@ def import_labels(
     typer.echo(_summary(found, "checked" if check else f"stored in {store}"))
 
 
-def _store(file: str, found: "Found", batch: str, store: str, *, only_check: bool) -> None:
+def _store(file: str, found: "ImportedLabels", batch: str, store: str, *, only_check: bool) -> None:
     """Stores what was found. A check without a store uses an empty temporary one. A store that would be new is made
     only for an import that such a check has passed.
     """
@@ -436,7 +436,7 @@ def print_warnings(report: "Report", path: Path | None) -> None:
         console.print(f"{len(report.warnings):,} warnings in {path}", markup=False)
 
 
-def _summary(found: "Found", done: str) -> str:
+def _summary(found: "ImportedLabels", done: str) -> str:
     judgments = found.judgments
     labelers = {judgment.labeler for judgment in judgments}
     lines = [

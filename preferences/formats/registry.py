@@ -12,9 +12,9 @@ from preferences.formats import (
     helpsteer,
     judges,
     label_studio,
+    native,
     oasst,
     openai,
-    own,
     pairs,
     ultrafeedback,
 )  # fmt: skip
@@ -31,7 +31,7 @@ def _never(_row: Row) -> str:
 def _heed(row: Row) -> str:
     # One labeler's ranking or annotation; a task holds them in `judgments`.
     is_judgment = "ranks" in row or "labeler" in row or "annotation_id" in row
-    return "task_id, prompt and responses" if row.keys() >= {*own.REQUIRED} and not is_judgment else ""
+    return "task_id, prompt and responses" if row.keys() >= {*native.REQUIRED} and not is_judgment else ""
 
 
 def _argilla(row: Row) -> str:
@@ -79,9 +79,9 @@ _arena = has_fields(
 
 # The first format that recognises the rows wins, so formats with more specific fields come first.
 _ALL = (
-    Format("heed", "everything in a label store", _heed, own.read_heed, own.write_heed),
-    Format("rankings", "what the reward stage reads", _rankings, own.read_rankings, own.write_rankings),
-    Format("consensus", "one ranking per task, of all its labelers", _never, None, own.write_consensus),
+    Format("heed", "everything in a label store", _heed, native.read_heed, native.write_heed),
+    Format("rankings", "what the reward stage reads", _rankings, native.read_rankings, native.write_rankings),
+    Format("consensus", "one ranking per task, of all its labelers", _never, None, native.write_consensus),
     Format("argilla", "Argilla 2's records", _argilla, argilla.read, argilla.write, argilla.PROJECT),
     Format(
         "label-studio",
@@ -113,8 +113,8 @@ _ALL = (
     Format(annotated.TURNS, "labels of each turn, for a reward model of steps", _never, None, annotated.write_turns),
     Format("grouped", "rankings of responses that were rated alone", _never, None, annotated.write_grouped),
     Format("edits", "labelers' versions, preferred over the originals", _never, None, annotated.write_edits),
-    Format("demonstrations", "the best responses, for SFT", _never, None, own.write_demonstrations),
-    Format("prompts", "the prompts, for PPO", _never, None, own.write_prompts),
+    Format("demonstrations", "the best responses, for SFT", _never, None, native.write_demonstrations),
+    Format("prompts", "the prompts, for PPO", _never, None, native.write_prompts),
 )
 FORMATS = {form.name: form for form in _ALL}
 
