@@ -13,16 +13,14 @@ from pydantic import Field
 
 from files.hashes import derive_seed
 from preferences.database import require_locks
-from preferences.formats.own import ranking_row
-from preferences.records import MAX_RESPONSES, Message, Ranking, Task
-from preferences.results import Progress
-from preferences.scripted import answer_all
+from preferences.formats.native import ranking_row
+from preferences.records import MAX_RESPONSES, Message, Progress, Ranking, Task
 from preferences.statistics.agreement import accuracy_against, pairwise_agreement
 from preferences.statistics.estimates import Share
-from preferences.store import LabelStore
 from reward.sampling import Sample, SamplingSpec, sample_everywhere
 from stages.contract import Parent, Source, Stage
 from stages.data import fitting_prompts
+from stages.labels import Labels
 from stages.planner import Planner, StagePlan
 from stages.reports.parts import StageReport, StageReporter
 from stages.reports.plots import Measured, interval_figure
@@ -110,7 +108,7 @@ def _digest(*content: object) -> str:
 
 
 def label_tasks(
-    store: LabelStore,
+    store: Labels,
     world: World,
     tasks: Sequence[Task],
     config: CollectConfig,
@@ -126,8 +124,7 @@ def label_tasks(
     num_overlapping = round(config.overlap_share * len(tasks))
     quotas = [config.overlap_labelers if index < num_overlapping else 1 for index in range(len(tasks))]
     store.add_tasks(tasks, batch=batch, num_labelers=quotas)
-    progress = answer_all(
-        store,
+    progress = store.answer_all(
         world.labelers(seed),
         batch=batch,
         client="scripted",
@@ -188,7 +185,7 @@ def run_collect(run: StageRun, config: CollectConfig) -> None:
     )
     samples = sample_everywhere(run, "sft", spec, prompts)
     batch = json.loads((run.folder / "inputs.json").read_text(encoding="utf-8"))["fingerprint"][:12]
-    with LabelStore(run.run_folder / "labels.sqlite") as store:
+    with run.open_labels(run.run_folder / "labels.sqlite") as store:
         others = [other for other in store.batches() if other != batch]
         taken = {stored.task.task_id for other in others for stored in store.tasks(other)}
         tasks = make_tasks(batch, prompts, samples, run.own("sft"), taken=taken)

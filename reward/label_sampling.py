@@ -9,11 +9,13 @@ import torch
 from files.hashes import derive_seed
 from lm.source import inference_dtype
 from preferences.records import Message, Task
-from preferences.task_selection import Candidate, PromptCandidates, Rule, choose_tasks
+from preferences.task_selection import UNIFORM_SHARE, Candidate, PromptCandidates, Rule, choose_tasks
 from reward.comparisons import encode_response
 from reward.sampling import SamplingSpec, sample_policy
 from reward.scoring import RewardModel, labels_of, weights_by_label
 from training.data import Prompt
+
+EVALUATION_SHARE = 0.1  # of the prompts, whose tasks are always selected uniformly, for evaluation
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,8 @@ class TaskSelection:
     rule: Rule
     responses_per_task: int
     tasks_per_prompt: int
-    evaluation_share: float
     seed: int
     num_tasks: int
-    uniform_share: float
 
 
 def sample_tasks(
@@ -80,10 +80,10 @@ def sample_tasks(
         rule=selection.rule,
         responses_per_task=selection.responses_per_task,
         tasks_per_prompt=selection.tasks_per_prompt,
-        evaluation_share=selection.evaluation_share,
+        evaluation_share=EVALUATION_SHARE,
         seed=selection.seed,
         num_tasks=selection.num_tasks,
-        uniform_share=selection.uniform_share,
+        uniform_share=UNIFORM_SHARE,
     )
 
 

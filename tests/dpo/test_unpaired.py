@@ -23,10 +23,10 @@ from lm.config import ModelConfig
 from lm.lora import adapted
 from lm.model import LanguageModel, init_weights
 from lm.weights import ModelFolder
-from preferences.formats.own import ranking_row
+from preferences.formats.native import ranking_row
+from preferences.formats.pairs import read_unpaired
 from preferences.formats.parts import Report
 from preferences.formats.registry import sniff
-from preferences.formats.trl import read_unpaired
 from preferences.records import Message, Ranking
 from reward.comparisons import Comparison, RankingsConfig, Verdict, read_rankings
 from reward.config import RewardConfig
