@@ -29,8 +29,7 @@ from preferences.statistics.agreement import accuracy_against, pairwise_agreemen
 from preferences.statistics.estimates import Share
 from preferences.store import LabelStore
 from preferences.task_selection import RULES, Candidate, PromptCandidates, choose_tasks
-from reward.collect import write_rankings
-from reward.label_sampling import scores_of
+from reward.collect import scores_of, write_rankings
 from reward.sampling import SamplingSpec, sample_everywhere
 from stages.contract import StageWaitsError
 from stages.data import fitting_prompts

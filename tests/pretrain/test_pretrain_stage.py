@@ -43,7 +43,6 @@ def write_config(folder: Path) -> PretrainConfig:
     return PretrainConfig(
         texts=(TextConfig(source=str(folder / "train.jsonl")),),
         heldout=(TextConfig(source=str(folder / "heldout.jsonl")),),
-        tokenizer_texts=20,
         seq_len=16,
         num_steps=30,
         batch=BatchConfig(batch_size=8, micro_batch_size=4),
