@@ -232,7 +232,9 @@ def test_responses_to_one_prompt_have_no_baseline() -> None:
 def test_flags_that_no_response_has_are_reported() -> None:
     flags = KTOConfig(undesirable_flags=("rude", "harmfull"))
     config = DPOConfig.model_validate({"rankings": {"source": "x"}, "loss": "kto", "kto": flags})
-    assert LOSSES["kto"].check_data(split_of("Q", "P"), config) == ["no response of x has a flag 'harmfull'"]
+    split = split_of("Q", "P")
+    split = replace(split, train=[replace(ranking, flags=()) for ranking in split.train])
+    assert LOSSES["kto"].check_data(split, config) == ["no response of x has a flag 'harmfull'"]
 
 
 def test_single_responses_are_refused_where_they_teach_nothing(tmp_path: Path, model_folder: Path) -> None:
