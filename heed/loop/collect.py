@@ -313,7 +313,7 @@ def _let_world_label(run: StageRun, store: LabelStore, config: RoundConfig, adde
         run.world.labelers(run.job.seed),  # the same labelers in each round
         batch=added.batch,
         client="scripted",
-        instructions_version=config.instructions_version,
+        instructions_version="1",
         on_progress=lambda state: run.show(state.num_tasks - state.num_open, state.num_tasks, "labeled"),
     )
     if progress.num_open:
