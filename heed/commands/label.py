@@ -180,7 +180,7 @@ def sample_for_labelers(
     seed: Annotated[int, typer.Option(help="Seed for sampling and selecting.")] = 0,
 ) -> None:
     """Sample policies and make labeling tasks; with --judge, those that a rule selects by the reward models' scores."""
-    from reward.label_sampling import TaskSelection, sample_tasks
+    from reward.collect import TaskSelection, sample_tasks
     from stages.reports.text import count_of
     from training.data import DataConfig, read_prompts
 

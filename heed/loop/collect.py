@@ -26,8 +26,7 @@ from preferences.records import Coverage, Message, Ranking, Task
 from preferences.statistics.agreement import accuracy_against, pairwise_agreement
 from preferences.statistics.estimates import Share
 from preferences.task_selection import RULES, Candidate, PromptCandidates, choose_tasks
-from reward.collect import write_rankings
-from reward.label_sampling import scores_of
+from reward.collect import scores_of, write_rankings
 from reward.sampling import SamplingSpec, sample_everywhere
 from stages.contract import StageWaitsError
 from stages.data import fitting_prompts
@@ -311,7 +310,7 @@ def _let_world_label(run: StageRun, store: Labels, config: RoundConfig, added: A
         run.world.labelers(run.job.seed),  # the same labelers in each round
         batch=added.batch,
         client="scripted",
-        instructions_version=config.instructions_version,
+        instructions_version="1",
         on_progress=lambda state: run.show(state.num_tasks - state.num_open, state.num_tasks, "labeled"),
     )
     if progress.num_open:

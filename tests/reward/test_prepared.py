@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import training.data
-from dpo.objective import DPOConfig
+from dpo.config import DPOConfig
 from lm.tokenizer import Tokenizer
 from preferences.formats import merging
 from preferences.formats.merging import RECENT_TASKS, ImportedLabels
