@@ -23,7 +23,7 @@ from preferences.store import LabelStore
 from reward.sampling import Sample, SamplingSpec, sample_everywhere
 from stages.contract import Parent, Source, Stage
 from stages.data import fitting_prompts
-from stages.planner import Planner, StagePlan
+from stages.plan import Planner, Sampling
 from stages.reports.parts import StageReport, StageReporter
 from stages.reports.plots import Measured, interval_figure
 from stages.reports.run_folder import StageFolder
@@ -246,12 +246,12 @@ def preflight(run: StageRun, config: CollectConfig) -> None:
     fitting_prompts(run, run.tokenizer_of("sft"), config.prompts, config.max_new_tokens, config.on_overlong, run.tell)
 
 
-def plan(planner: Planner, config: CollectConfig) -> StagePlan:
+def plan(planner: Planner, config: CollectConfig) -> Sampling:
     num_prompts, num_responses = planner.sizes.num_rows(config.prompts), config.responses_per_prompt
     lengths = planner.answered(
         config.prompts, config.max_new_tokens, config.on_overlong, lambda run: run.tokenizer_of("sft")
     )
-    return planner.sampling(num_prompts, num_responses, config.max_new_tokens, lengths, at_once=num_responses)
+    return Sampling(planner.model, num_prompts, num_responses, config.max_new_tokens, lengths, num_responses)
 
 
 STAGE = Stage(

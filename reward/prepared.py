@@ -32,7 +32,7 @@ from reward.comparisons import (
 )
 from reward.config import ComparisonsConfig
 from stages.data import token_folder
-from stages.planner import Planner
+from stages.plan import Planner
 from stages.progress import console
 from stages.run import StageRun
 from stages.sizes import Lengths, RowSample

@@ -15,16 +15,25 @@ from rich.markup import escape
 from rich.table import Table
 
 from cluster.group import WorkerGroup
+from heed.jobs.estimate import (
+    BANDWIDTH_SHARE,
+    GIB,
+    GPUS,
+    LINK_SHARE,
+    Estimator,
+    Hardware,
+    StagePlan,
+    Times,
+    hardware,
+)
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import load_job
+from heed.jobs.memory import Layout, Memory
 from heed.jobs.models import known_shape
 from heed.jobs.registry import WORLD
 from lm.config import ModelConfig
 from lm.hub import is_on_this_machine, shape_and_tokenizer
-from stages.planner import Planner, StagePlan
-from stages.planning.hardware import GIB, GPUS, Hardware, hardware
-from stages.planning.memory import Layout, Memory
-from stages.planning.times import BANDWIDTH_SHARE, LINK_SHARE, Times
+from stages.plan import Planner
 from stages.run import StageRun
 from stages.sizes import Measures, Sizes, SourceSize
 from training.config import BatchConfig
@@ -115,8 +124,13 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
         run = _PlannedRun(stage.name, job, RUNS / job.name, _NoWorkers(), None) if has_models else None
         shape = job.shape_before(stage) or model
         times = Times(shape, layout, setting.hardware, setting.share_of_peak)
-        planner = Planner(stage.name, job, shape, layout, sizes, times, known_shape, run)
-        plans.append(stage.plan(planner, job.section_of(stage)))
+        planner, work = Planner(stage.name, job, shape, sizes, known_shape, run), None
+        if stage.plan is None:
+            sizes.assume("this stage gives no estimate; its memory and time are not counted")
+        else:
+            work = stage.plan(planner, job.section_of(stage))
+        estimate = Estimator(stage.name, layout, times).estimate(work)
+        plans.append(replace(estimate, assumptions=sizes.taken()))
     return Plan(job, setting, layout, tuple(plans))
 
 

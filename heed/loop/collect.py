@@ -34,7 +34,7 @@ from reward.label_sampling import scores_of
 from reward.sampling import SamplingSpec, sample_everywhere
 from stages.contract import StageWaitsError
 from stages.data import fitting_prompts
-from stages.planner import Planner, StagePlan
+from stages.plan import Planner, Sampling
 from stages.run import StageRun
 from stages.world import World, label_truth
 from training.data import Overlong, Prompt, SourceRows, untold
@@ -407,7 +407,7 @@ def preflight(run: StageRun, config: RoundConfig) -> None:
         )
 
 
-def plan(planner: Planner, config: RoundConfig) -> StagePlan:
+def plan(planner: Planner, config: RoundConfig) -> Sampling:
     num_policies = 2 if config.include_sft else 1
     num_prompts = min(
         planner.sizes.num_rows(config.prompts), config.num_prompts(config.num_tasks(config.asked - config.asked_before))
@@ -416,4 +416,4 @@ def plan(planner: Planner, config: RoundConfig) -> StagePlan:
         config.prompts, config.max_new_tokens, config.on_overlong, lambda run: run.tokenizer_of("sft")
     )
     num_samples = config.num_samples * num_policies
-    return planner.sampling(num_prompts, num_samples, config.max_new_tokens, lengths, at_once=config.num_samples)
+    return Sampling(planner.model, num_prompts, num_samples, config.max_new_tokens, lengths, config.num_samples)

@@ -16,16 +16,27 @@ from typer.testing import CliRunner
 from cluster.connection import connect, disconnect
 from heed.cli import app
 from heed.commands.inspect import read_shape
+from heed.jobs.estimate import GIB, GPUS, hardware
 from heed.jobs.job_file import load_job
+from heed.jobs.memory import (
+    Layout,
+    Memory,
+    Mode,
+    PPOModels,
+    PPOWork,
+    activation_bytes,
+    count,
+    forward_pass,
+    ppo_memory,
+    states,
+    training_memory,
+)
 from heed.jobs.pipeline import run_job
 from heed.jobs.plan import Plan, Setting, make_plan, places
 from lm import layers
 from lm.config import ModelConfig
 from lm.inspection import block_bytes, forward_bytes
 from lm.lora import LoRAConfig
-from stages.planning.hardware import GIB, GPUS, hardware
-from stages.planning.memory import Layout, Memory, activation_bytes, count, forward_pass, states, training_memory
-from stages.planning.ppo import Mode, PPOModels, PPOWork, ppo_memory
 from training.config import OptimizerConfig
 
 ROOT = Path(__file__).parents[3]
@@ -488,8 +499,8 @@ def test_a_cpus_rate_is_that_of_the_layers_products(monkeypatch: pytest.MonkeyPa
         dtypes.update((x.dtype, weight.dtype))
         next(now)  # takes a second, as a look at the clock does
 
-    monkeypatch.setattr("stages.planning.hardware.linear", slow_linear)
-    monkeypatch.setattr("stages.planning.hardware.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr("heed.jobs.estimate.linear", slow_linear)
+    monkeypatch.setattr("heed.jobs.estimate.time", SimpleNamespace(perf_counter=lambda: next(now)))
     assert hardware("cpu", 2, "bf16").flops == 2 * 1024**3 / 2 / 2
     assert dtypes == {torch.bfloat16}
 
