@@ -39,7 +39,9 @@ from preferences.records import Message, Ranking
 from preferences.statistics.estimates import Floats, Interval
 from preferences.statistics.intervals import bootstrap_ratio
 from preferences.task_selection import RULES, UNIFORM_SHARE, inclusion_probabilities, mixed, systematic_sample
-from reward.comparisons import RankingsConfig, encode_answered, read_rankings
+from reward.comparisons import encode_answered
+from reward.config import RankingsConfig
+from reward.prepared import read_rankings
 
 NUM_SPLITS, NUM_REPLAYS = 5, 10
 NUM_ROUNDS, FIRST_LABELS = 4, 32

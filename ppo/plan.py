@@ -1,17 +1,37 @@
 """What `heed plan` estimates an iteration of PPO from: the shapes of all models, and the lengths of the responses."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from lm.config import ModelConfig
 from lm.lora import LoRAConfig
 from lm.tokenizer import Tokenizer
 from ppo.config import PPOConfig
-from reward.config import RewardConfig
 from reward.external import ModelReward
+from reward.step_labels import StepLabelsConfig
 from stages.plan import Planner, Work
-from stages.run import StageRun
+from stages.run import JobView, StageRun
 from stages.sizes import Lengths, mixed
 from training.data import DataConfig
+
+
+class RewardSection(Protocol):
+    """What PPO reads of [reward]. The whole section can name any format of labels, which PPO does not need."""
+
+    @property
+    def labels(self) -> Sequence[str]: ...
+
+    @property
+    def step_labels(self) -> StepLabelsConfig | None: ...
+
+    @property
+    def init_from(self) -> str: ...
+
+    @property
+    def lora(self) -> LoRAConfig | None: ...
+
+    def reshaped(self, shape: ModelConfig) -> ModelConfig: ...
 
 
 @dataclass(frozen=True)
@@ -74,13 +94,14 @@ def _lengths(planner: Planner, config: PPOConfig) -> Lengths:
     return parts[0] if len(parts) == 1 else mixed(parts, shares)
 
 
-def _reward_section(planner: Planner) -> RewardConfig | None:
-    reward: RewardConfig | None = planner.job.section(planner.job.stage("reward"))
-    return reward
+def reward_section(job: JobView) -> RewardSection | None:
+    """Returns [reward]; None if the job does not have it."""
+    section: RewardSection | None = job.section(job.stage("reward"))
+    return section
 
 
 def _shared_adapter(planner: Planner, config: PPOConfig) -> LoRAConfig | None:
-    reward = _reward_section(planner)
+    reward = reward_section(planner.job)
     if not config.shared_body:
         return None
     if reward is None or _named_reward(config) or reward.lora is None:
@@ -93,7 +114,7 @@ def _critic(planner: Planner, config: PPOConfig) -> ModelConfig:
     """Returns the reward model's shape: that of `reward.model`, or of the model that the reward stage starts from."""
     if config.external_reward:
         return planner.model
-    reward, named = _reward_section(planner), _named_reward(config)
+    reward, named = reward_section(planner.job), _named_reward(config)
     return planner.shape(named) if named or reward is None else reward.reshaped(planner.shape(reward.init_from))
 
 

@@ -32,8 +32,8 @@ from preferences.records import Ranking
 from preferences.statistics.agreement import accuracy_against
 from preferences.statistics.estimates import Floats, Share
 from preferences.statistics.intervals import share_interval
-from reward.comparisons import Comparison, RankingsConfig, encode_scored, read_judgments
-from reward.config import RewardConfig
+from reward.comparisons import Comparison, encode_scored
+from reward.config import RankingsConfig, RewardConfig
 from reward.metrics import (
     FinalScores,
     calibration_sequences,
@@ -58,6 +58,7 @@ from reward.prepared import (
     check_objectives,
     comparison_lengths,
     comparison_steps,
+    read_judgments,
     report_rankings,
     split_of,
     tokenize,

@@ -19,9 +19,9 @@ from lm.hub import model_directory
 from lm.tokenizer import Messages
 from ppo.config import PPOConfig
 from ppo.replay import Replayed, replay_iterations
-from reward.comparisons import RankingsConfig, read_rankings
-from reward.config import RewardConfig
+from reward.config import RankingsConfig, RewardConfig
 from reward.external import NoReward
+from reward.prepared import read_rankings
 from reward.stage import STAGE as REWARD
 from stages.lineage import LINEAGE, path_hash, started_with
 from stages.progress import print_notice

@@ -52,7 +52,7 @@ def run(prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> Callable[.
     """Runs iterations; with `repeated_every=1`, none keeps passes."""
 
     def build(worker: OneRank, repeated_every: int = 16) -> Result:
-        monkeypatch.setattr(ppo.controller, "REPEATED_EVERY", repeated_every)
+        monkeypatch.setattr(ppo.controller, "CHECK_RATIO_EVERY", repeated_every)
         stream = worker.models.pretraining
         assert stream is not None
         num_rows = len(stream_rows(stream.path, stream.seq_len))

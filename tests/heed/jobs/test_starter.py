@@ -16,7 +16,8 @@ from heed.jobs.run import Run
 from heed.jobs.starter import ALGORITHMS, POLICY_GRADIENTS, Starter, batch_for, batch_toml
 from lm.tokenizer import Tokenizer
 from preferences.rankings import is_heldout
-from reward.comparisons import RankingsConfig, read_rankings
+from reward.config import RankingsConfig
+from reward.prepared import read_rankings
 from training.data import DataConfig, read_prompts
 from training.notices import speaking_through
 

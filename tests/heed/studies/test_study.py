@@ -14,7 +14,8 @@ from heed.studies.arms import arm_job, basic_arms, cut_rankings, with_those_befo
 from heed.studies.measures import pairs_right
 from heed.studies.study import QUICK, run_study
 from preferences.records import Message, Ranking
-from reward.comparisons import RankingsConfig, read_rankings
+from reward.config import RankingsConfig
+from reward.prepared import read_rankings
 
 # The debug job, smaller still.
 TINY = (
