@@ -1,16 +1,8 @@
 """Work and memory of a row, as `heed plan` counts them (docs/plan.md)."""
 
 from benchmarks.gpu.rows import Generation, Iteration, Pretraining
-from heed.jobs.memory import (
-    Layout,
-    PPOModels,
-    PPOWork,
-    count,
-    forward_pass,
-    ppo_memory,
-    sampling_phase,
-    training_memory,
-)
+from heed.jobs.memory import Layout, count, forward_pass, sampling_phase, training_memory
+from heed.jobs.ppo_memory import PPOModels, PPOWork, ppo_memory
 from lm.config import ModelConfig
 from lm.inspection import cache_bytes_per_token, flops_per_token
 from training.config import OptimizerConfig

@@ -22,40 +22,45 @@ import torch
 import lm.native.install  # noqa: F401  # matrix products as a model's layers compute them
 from heed.jobs.memory import (
     GENERATION_ROWS,
+    RESERVED_BYTES,
     Counts,
     Layout,
     Memory,
-    PPOModels,
-    PPOWork,
     count,
     forward_pass,
-    generator,
-    learner,
     measuring_phase,
     node_copies,
-    ppo_memory,
+    rows_and_passes,
     rows_at_once,
     sampling_phase,
-    scorer,
     scoring_phase,
+    scoring_rows,
     training_memory,
+)
+from heed.jobs.ppo_memory import (
+    FROZEN,
+    PPOModels,
+    PPOWork,
+    generator,
+    learner,
+    models_of,
+    ppo_memory,
+    rank_work,
+    scorer,
 )
 from lm.config import ModelConfig
 from lm.inspection import cache_bytes_per_token, flops_per_source_token, flops_per_token
 from lm.layers import linear
-from lm.samplers.vllm_engine import GPU_MEMORY_SHARE, GPU_MEMORY_SHARE_OF_GUEST
 from lm.sequence_parallel import check_sequence_split
 from lm.transfer import MAX_TOKENS
 from ppo.plan import PPOIteration
 from stages.data import PROMPTS_AT_ONCE
 from stages.plan import Sampling, Training, Work
-from training.config import BatchConfig, FineTuningConfig, OptimizerConfig
-from training.packing import bucket
+from training.config import FineTuningConfig
 
 GIB = 2**30
 RANK = "rank"  # the kind of every rank, if all are alike
 RESERVED = "CUDA, NCCL, cuBLAS"
-FROZEN = OptimizerConfig(learning_rate=1.0)  # for counting parameters that no optimizer trains
 
 # Assumed, like the share of the memory's bandwidth, until they are measured on a GPU. Kernels are counted without
 # `lm.native.gpu_layers`, which launches about half as many.
@@ -112,8 +117,6 @@ GPUS = {
         Hardware("l40s", 44 * GIB, 362e12, 0.864e12, 1.2, 32e9, 12.5e9),
     )
 }
-# What CUDA's context, NCCL's buffers and cuBLAS's workspaces take of a GPU: 1.5 to 2.5 GiB.
-RESERVED_BYTES = 5 * GIB // 2
 
 
 def hardware(name: str, ranks: int, precision: str) -> Hardware:
@@ -374,15 +377,11 @@ class Estimator:
         """Bytes of a GPU that tensors may take; 0 without one."""
         return self.times.hardware.memory_bytes - RESERVED_BYTES if self.layout.is_gpu else 0
 
-    def _packed_width(self, num_tokens: int) -> int:
-        """Returns the row width, with padding, into which `training.packing` packs a sequence of `num_tokens`."""
-        return bucket(num_tokens) if self.layout.is_gpu else num_tokens
-
     def _training(self, work: Training) -> StagePlan:
         """Plan the training of one model, with what is sampled before it and translated after it."""
         config, layout, model, lengths = work.config, self.layout, work.model, work.lengths
         batch, times, per_unit = config.batch, replace(self.times, model=model), work.rows_per_unit
-        width = self._packed_width(lengths.longest) if config.packs_sequences else lengths.longest
+        width = layout.packed_width(lengths.longest) if config.packs_sequences else lengths.longest
         check_sequence_split(model, layout.sequence_ranks)
         rows, micro_batches = rows_and_passes(batch, layout.shares, width, per_unit)
         # Only responses have logits. A pass may be full of rows with the largest share of response tokens.
@@ -480,10 +479,13 @@ class Estimator:
     def _ppo(self, work: PPOIteration) -> StagePlan:
         """Plan an iteration: sampling, the passes before the updates, and the updates."""
         config, layout, times, batch = work.config, self.layout, self.times, work.config.minibatch
-        models, mean = _models_of(work), round(work.lengths.mean)
+        models, mean = models_of(work), round(work.lengths.mean)
         for trained in (work.policy, work.critic if models.value_counts else work.policy):
             check_sequence_split(trained, layout.sequence_ranks)
-        rank, iterations = self._rank_work(work), config.num_iterations
+        rank, iterations = (
+            rank_work(work, layout, times.hardware.memory_bytes if layout.is_gpu else 0),
+            config.num_iterations,
+        )
         numbers = {
             "rollout_batch_size": config.rollout_batch_size,
             "samples per prompt": config.advantage.samples_per_prompt,
@@ -512,40 +514,6 @@ class Estimator:
             roles = {"learner": learner, "generator": generator, "scorer": scorer}
             memory = {name: role(models, layout, rank) for name, role in roles.items()}
         return self._plan("responses", numbers, memory, iterations, seconds)
-
-    def _rank_work(self, work: PPOIteration) -> PPOWork:
-        """Returns the work of each rank. Every micro-batch of responses also has its share of the pretraining rows.
-
-        A pass has as many tokens as `micro_batch_size` of the longest prompts with responses. If prompts are shorter,
-        it holds more responses, and so more logits.
-        """
-        config, layout, lengths, seq_len = work.config, self.layout, work.lengths, work.lengths.longest
-        # A reward model reads a truncated response with an end token added.
-        width, scored_width = (self._packed_width(tokens) for tokens in (seq_len, seq_len + 1))
-        batch = config.minibatch
-        rows, micro_batches = rows_and_passes(batch, layout.shares, width)
-        responses = min(batch.batch_size // layout.shares, rows * seq_len // lengths.shortest)
-        ptx = math.ceil(config.ptx_rows / layout.shares / micro_batches)
-        engine_bytes = 0
-        if layout.is_gpu and config.sampler.has_own_process:
-            share = GPU_MEMORY_SHARE_OF_GUEST if config.placement.roles_share_ranks else GPU_MEMORY_SHARE
-            engine_bytes = round(share * self.times.hardware.memory_bytes)
-        return PPOWork(
-            forward_pass(layout, rows + ptx, max(width, work.ptx_tokens), is_trained=True),
-            forward_pass(layout, rows, width, is_trained=True),
-            forward_pass(layout, scoring_rows(batch, scored_width), scored_width, is_trained=True),
-            (max(rows, responses) * config.max_new_tokens + ptx * work.ptx_tokens) * work.policy.vocab_size,
-            config.sampled_batch_size // (config.placement.num_generators or layout.ranks),
-            seq_len - config.max_new_tokens,
-            config.max_new_tokens,
-            micro_batches,
-            config.memory,
-            team_size=config.sampler.tensor_parallel_size,
-            has_average=config.ema.decay > 0,
-            shares_body=config.shared_body,
-            gpu_bytes=self._gpu_bytes,
-            engine_bytes=engine_bytes,
-        )
 
     def _learning_seconds(self, work: PPOIteration, models: PPOModels, rank: PPOWork, seq_len: int) -> float:
         """Returns the seconds of an iteration without sampling.
@@ -591,36 +559,3 @@ class Estimator:
         num_gathers = 0 if rank.shares_body else {"fast": 0, "balanced": 1, "small": num_passes}[rank.mode]
         gather = self.times.gather_seconds(self.layout.compute_bytes * counts.total)
         return num_passes * one_pass + num_gathers * gather
-
-
-def _models_of(work: PPOIteration) -> PPOModels:
-    """Returns the models' parameter counts."""
-    config, value = work.config, work.config.value_optimizer
-    num_objectives = max(1, len(config.reward.objective_weights))
-    lora = work.shared_adapter or config.lora
-    return PPOModels(
-        work.policy,
-        work.critic,
-        count(work.policy, config.policy_optimizer, lora=config.lora),
-        None if value is None else count(work.critic, value, num_scores=1, lora=lora),
-        None
-        if config.external_reward
-        else count(work.critic, FROZEN, num_scores=num_objectives, lora=work.shared_adapter),
-        tuple((shape, count(shape, FROZEN)) for shape in work.teachers),
-        tuple((shape, count(shape, FROZEN)) for shape in work.judges),
-    )
-
-
-def rows_and_passes(batch: BatchConfig, num_ranks: int, width: int, rows_per_unit: int = 1) -> tuple[int, int]:
-    """Return the rows per pass of one rank, and the passes per rank and step, if all rows are this wide."""
-    if batch.micro_batch_size:
-        return batch.micro_batch_size * rows_per_unit, batch.num_micro_batches(num_ranks)
-    units = max(1, batch.micro_batch_tokens // (rows_per_unit * width))
-    return units * rows_per_unit, math.ceil(batch.num_micro_batches(num_ranks) / units)
-
-
-def scoring_rows(batch: BatchConfig, width: int, rows_per_unit: int = 1) -> int:
-    """Return the rows per pass without gradients, for log-probabilities that no update compares with its own."""
-    tokens = batch.forward_tokens or batch.micro_batch_tokens
-    units = max(1, tokens // (rows_per_unit * width)) if tokens else batch.micro_batch_size
-    return units * rows_per_unit

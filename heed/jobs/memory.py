@@ -1,5 +1,4 @@
-"""Memory of a rank, part by part: a model's parameter counts, the layout of the work, and what each phase adds, for
-ranks that train, sample or score, and for PPO's, which may do all three.
+"""Memory of a rank, part by part: a model's parameter counts, the layout of the work, and what each phase adds.
 
 P parameters, p of them trained; N ranks; c bytes per number in the compute dtype, w bytes per weight (4, or 2 with ZeRO
 in bf16; without ZeRO, autocast keeps fp32 weights). What each ZeRO stage shards is from Rajbhandari et al. (arXiv
@@ -8,9 +7,9 @@ key-value cache, one step's logits, and the prefill of prompts.
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
 from torch import nn
@@ -33,38 +32,22 @@ from lm.lora import LoRAConfig, adapted_maps, add_adapters
 from lm.model import ScalarModel, freeze_all_but_last
 from lm.native.decoder import what_a_decoder_misses
 from lm.native.kernels import library
-from lm.samplers.draws import AT_ONCE
 from lm.sampling import LOGITS_AT_ONCE, PART_NUMBERS
 from lm.source import on_meta
-from lm.tensor_parallel import config_of_part, parameters_of_part
 from lm.transfer import MAX_ROWS, MAX_TOKENS
 from lm.weights import MAX_FILE_BYTES, PRETRAINED
-from training.config import OptimizerConfig, ranks_sharing_weights
+from training.config import BatchConfig, OptimizerConfig, ranks_sharing_weights
+from training.packing import bucket
 
-# DeepSpeed's defaults for ZeRO-3 (deepspeed/runtime/zero/config.py), in numbers: the largest tensor that is gathered
-# once and stays whole, and the most that is gathered at a time.
-KEPT_WHOLE = 100_000
-MAX_LIVE = 1_000_000_000
-# In elements: the largest bucket of `training.distributed` (not imported here: that takes seconds), and DeepSpeed's
-# default (deepspeed/runtime/zero/config.py), which Heed does not change.
-REDUCE_BUCKET = 500_000_000
-PREFETCH_BUCKET = 50_000_000
-
+# In numbers. Those of ZeRO-3 are DeepSpeed's defaults (deepspeed/runtime/zero/config.py).
+KEPT_WHOLE = 100_000  # the largest tensor that ZeRO-3 gathers once and keeps whole
+MAX_LIVE, PREFETCH_BUCKET = 1_000_000_000, 50_000_000  # the most that it gathers at a time, and fetches ahead
+REDUCE_BUCKET = 500_000_000  # the largest of `training.distributed` (not imported here: that takes seconds)
 GENERATION_ROWS = 128  # lm.generation.generate's max_rows
+RESERVED_BYTES = 5 * (1 << 30) // 2  # of a GPU: CUDA's context, NCCL's buffers, cuBLAS's workspaces (1.5 to 2.5 GiB)
 NODE_COPY = "copy of the weights on each node"
 CPU_COPY = "weights as the CPU reads them"  # while it samples
 LOGIT_BYTES = 12  # per logit: fp32, divided by the temperature, and exponentiated for the normaliser
-
-# Of PPO.
-CHUNK_BYTES = 1 << 28  # lm.samplers.engine: a chunk ends once it has this many
-DIGESTED_AT_ONCE = 1 << 21  # likewise: elements hashed at once, 16 bytes each
-GENERATE, SYNC = "generate", "sync"  # phases in which a generator holds weights
-ARRIVING = "weights on their way"
-VALUES = "values"  # the phase in which the value function scores samples
-MEASURE = "measure"  # the phase in which policy, reference and value function measure samples on their shared body
-REFERENCE, REWARD = "score by the reference", "score by the reward model"
-Parts = Mapping[str, int]
-Mode = Literal["fast", "balanced", "small"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +79,10 @@ class Layout:
     def numbers(self) -> dict[str, int]:
         """What a plan shows next to the number of ranks."""
         return {"ranks that split a row": self.sequence_ranks} if self.sequence_ranks > 1 else {}
+
+    def packed_width(self, num_tokens: int) -> int:
+        """Returns the row width, with padding, into which `training.packing` packs a sequence of `num_tokens`."""
+        return bucket(num_tokens) if self.is_gpu else num_tokens
 
     def is_offloaded(self, part: str) -> bool:
         """Returns whether a part is in CPU memory. Without a GPU there is nowhere to offload to."""
@@ -211,11 +198,9 @@ def casts_of(counts: Counts, layout: Layout) -> int:
 
 
 def forward_pass(layout: Layout, rows: int, seq_len: int, *, dropout: float = 0.0, is_trained: bool = False) -> Pass:
-    """Returns the pass of one micro-batch. Without ZeRO, autocast leaves the residual stream in fp32.
+    """Returns the pass of one micro-batch. Only models in training (`is_trained`) split rows among ranks.
 
-    Only models in training (`is_trained`) split rows among ranks.
-
-    On a GPU, attention is fused for every layout of rows (`lm.attention`).
+    Without ZeRO, autocast leaves the residual stream in fp32. On a GPU, attention is fused (`lm.attention`).
     """
     is_tiled = not layout.is_gpu and library() is not None  # assumes that the ranks have a compiler if this machine has
     split_among = layout.sequence_ranks if is_trained else 1
@@ -224,19 +209,14 @@ def forward_pass(layout: Layout, rows: int, seq_len: int, *, dropout: float = 0.
     )
 
 
-def own_logits(config: ModelConfig, of: Pass, num_logits: int) -> int:
-    """Returns the most of a micro-batch's logits that one rank has. If rows are split, all counted positions may be in
-    one rank's slice.
-    """
-    return num_logits if of.split_among == 1 else min(num_logits, of.num_tokens * config.vocab_size)
+def held_logits(config: ModelConfig, layout: Layout, of: Pass, num_logits: int) -> int:
+    """Returns how many of a micro-batch's logits one rank holds at a time to compute log-probs.
 
-
-def logits_at_once(config: ModelConfig, num_logits: int, layout: Layout) -> int:
-    """Returns how many of a pass's logits a rank holds at a time to compute log-probs: a decoder's head makes chunks on
-    a GPU (`lm.layers.Head`).
+    If rows are split, all counted positions may be in one rank's slice. On a GPU, a decoder's head makes chunks
+    (`lm.layers.Head`).
     """
-    makes_chunks = layout.is_gpu and config.kind == "decoder"
-    return min(num_logits, layers.CHUNK_LOGITS) if makes_chunks else num_logits
+    own = num_logits if of.split_among == 1 else min(num_logits, of.num_tokens * config.vocab_size)
+    return min(own, layers.CHUNK_LOGITS) if layout.is_gpu and config.kind == "decoder" else own
 
 
 def activation_bytes(config: ModelConfig, of: Pass, counts: Counts, layout: Layout) -> int:
@@ -342,7 +322,7 @@ def training_phases(
     earlier micro-batches add to each of these.
     """
     p, N, w, stage = counts.trained, layout.ranks, layout.weight_bytes, layout.zero_stage
-    num_logits = logits_at_once(config, own_logits(config, of, num_logits), layout)
+    num_logits = held_logits(config, layout, of, num_logits)
     # Gradients that accumulate in the backward pass. ZeRO-3's are among the states; DDP's buckets get only those of the
     # last micro-batch.
     share = {0: p, 1: p, 2: p // N, 3: 0}[stage]
@@ -414,11 +394,6 @@ def scoring_phase(config: ModelConfig, counts: Counts, layout: Layout, of: Pass)
     return parts
 
 
-def rows_of_a_pass(seq_len: int) -> int:
-    """Returns the rows of a pass without gradients, batched as in `lm.transfer`."""
-    return max(1, min(MAX_ROWS, MAX_TOKENS // seq_len))
-
-
 def sampling_phase(
     config: ModelConfig, layout: Layout, num_parameters: int, rows: int, prompt_tokens: int, response_tokens: int
 ) -> dict[str, int]:
@@ -448,228 +423,23 @@ def measuring_phase(config: ModelConfig, layout: Layout, seq_len: int, response_
     A pass has as many rows as `lm.transfer` allows, logits are computed for some positions at a time, and on a GPU the
     head's weights are in fp32.
     """
-    rows = rows_of_a_pass(seq_len)
+    rows = max(1, min(MAX_ROWS, MAX_TOKENS // seq_len))
     logits = min(rows * response_tokens * config.vocab_size, LOGITS_AT_ONCE["cuda" if layout.is_gpu else "cpu"])
     head = 4 * config.vocab_size * config.hidden_size if layout.is_gpu else 0
     a_pass = forward_bytes(config, forward_pass(layout, rows, seq_len))
     return {"a pass, or logits": max(a_pass, LOGIT_BYTES * logits), "head in fp32": head}
 
 
-@dataclass(frozen=True)
-class PPOModels:
-    """Shapes and parameter counts. The reference has the policy's shape, the value function the reward model's.
-
-    `value_counts` is None without a value function, `reward_counts` if the reward does not come from a model.
-    """
-
-    policy: ModelConfig
-    critic: ModelConfig
-    policy_counts: Counts
-    value_counts: Counts | None
-    reward_counts: Counts | None
-    teachers: tuple[tuple[ModelConfig, Counts], ...] = ()
-    judges: tuple[tuple[ModelConfig, Counts], ...] = ()
+def rows_and_passes(batch: BatchConfig, num_ranks: int, width: int, rows_per_unit: int = 1) -> tuple[int, int]:
+    """Return the rows per pass of one rank, and the passes per rank and step, if all rows are this wide."""
+    if batch.micro_batch_size:
+        return batch.micro_batch_size * rows_per_unit, batch.num_micro_batches(num_ranks)
+    units = max(1, batch.micro_batch_tokens // (rows_per_unit * width))
+    return units * rows_per_unit, math.ceil(batch.num_micro_batches(num_ranks) / units)
 
 
-@dataclass(frozen=True)
-class PPOWork:
-    """A rank's work in one iteration."""
-
-    policy_pass: Pass  # one micro-batch of prompts with responses, through the policy
-    critic_pass: Pass  # the same micro-batch through the critic
-    scoring_pass: Pass  # through the critic without gradients, for values and scores
-    num_logits: int  # per micro-batch
-    rollout_rows: int  # responses that a rank samples
-    prompt_tokens: int  # of each
-    response_tokens: int  # of each
-    num_micro_batches: int
-    mode: Mode = "fast"  # ppo.memory
-    team_size: int = 1  # ranks that sample together: ppo.sampler.tensor_parallel_size
-    has_average: bool = True
-    shares_body: bool = False  # ppo.lora.shared_body
-    gpu_bytes: int = 0  # memory of a GPU, which limits the rows sampled at once; 0 = no limit
-    engine_bytes: int = 0  # that vLLM takes of a GPU, whatever it needs; 0 = Heed's sampler
-
-
-def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
-    """Returns the memory of a learner: policy and value function in training, and its shard of the moving average.
-
-    The average is in CPU memory unless the mode is `fast`. Weights are sent to generators one whole tensor at a time.
-    """
-    policy, c = models.policy_counts, layout.compute_bytes
-    held, host, phases = dict[str, int](), dict[str, int](), dict[str, Parts]()
-    trained = [("policy", models.policy, policy, work.policy_pass, work.num_logits)]
-    value = models.value_counts
-    if value is not None:
-        trained.append(("value", models.critic, on_body(value) if work.shares_body else value, work.critic_pass, 0))
-    for name, config, counts, of, logits in trained:
-        held |= {f"{name}: {part}": size for part, size in states(counts, layout).items()}
-        host |= {f"{name}: {part}": size for part, size in host_states(counts, layout).items()}
-        training = training_phases(config, counts, layout, of, logits, work.num_micro_batches)
-        phases |= {f"{name} {phase}": parts for phase, parts in training.items()}
-    if work.shares_body:
-        phases |= _shared_phases(models, layout, work)
-    else:
-        if value is not None:
-            phases[VALUES] = scoring_phase(models.critic, value, layout, work.scoring_pass)
-        if policy.ranks:  # the reference is then the policy without its adapters
-            num_logits = own_logits(models.policy, work.policy_pass, work.num_logits)
-            num_logits = logits_at_once(models.policy, num_logits, layout)
-            logits = logit_bytes(num_logits, layout, with_gradient=False)
-            head = casts_of(policy, layout) + logits  # of the frozen body, only the head's table is rounded in passes
-            phases[REFERENCE] = {"a pass, or logits": max(forward_bytes(models.policy, work.policy_pass), head)}
-    average = 4 * policy.trained // layout.ranks if work.has_average else 0
-    (held if work.mode == "fast" or not layout.is_gpu else host)["moving average"] = average
-    (host if layout.is_gpu else held)["copy of the average for checkpoints"] = average
-    # Tensors are copied if they have to be gathered or rounded for the generator; otherwise they are sent in place.
-    is_copied = layout.zero_stage == 3 or (layout.is_bf16 and (layout.is_autocast or policy.ranks > 0))
-    chunk = min(CHUNK_BYTES + 2 * c * policy.largest, c * (policy.total if is_copied else policy.adapted))
-    merging = 3 * 4 * policy.largest_adapted  # a map, its addition and their sum, in fp32
-    digest = 16 * min(DIGESTED_AT_ONCE, policy.largest)
-    phases[SYNC] = {ARRIVING: chunk + max(merging, digest)}
-    return Memory(held, phases, host, weights_to_save(policy, layout))
-
-
-def on_body(counts: Counts) -> Counts:
-    """Returns the counts of a model whose frozen weights belong to another model."""
-    return replace(counts, total=counts.trained, linear=counts.linear - counts.rounded, rounded=0)
-
-
-def _shared_phases(models: PPOModels, layout: Layout, work: PPOWork) -> dict[str, Parts]:
-    """Returns the phases without gradients on a shared body: policy, reference and value function read one batch
-    together, and the reward model reads another.
-    """
-    num_readers = 2 if models.value_counts is None else 3
-    rows = replace(work.policy_pass, rows=num_readers * work.policy_pass.rows)
-    hidden = rows.num_tokens * models.policy.hidden_size * rows.compute_bytes
-    logits = hidden + logit_bytes(work.num_logits, layout, with_gradient=False)
-    # The test of draws copies some of the logits, and holds their log-probabilities and probabilities in fp32. On a
-    # CPU it takes at most 90 MB, which are not counted.
-    draws = (layout.compute_bytes + 8) * min(work.num_logits, AT_ONCE) if layout.is_gpu else 0
-    head = casts_of(models.policy_counts, layout) + logits + draws
-    together = {"a pass of all readers, or logits": max(forward_bytes(models.policy, rows), head)}
-    return {MEASURE: together, REWARD: {"a pass": forward_bytes(models.critic, work.scoring_pass)}}
-
-
-def generator(models: PPOModels, layout: Layout, work: PPOWork, other_bytes: int = 0) -> Memory:
-    """Returns the memory of a generator: weights in the compute dtype, and sampling. Other roles hold `other_bytes`.
-
-    In a team, a rank has the cache and the activations of its own heads, but whole logits. Whole tensors arrive in
-    chunks, and are then cut. vLLM fills all that it may take with its cache as it starts, and sleeps when Heed's
-    generator would leave the GPU.
-    """
-    policy, size, config, phases = models.policy_counts, work.team_size, models.policy, dict[str, Parts]()
-    P = policy.total - (policy.trained if policy.ranks else 0)  # it receives merged weights
-    if size > 1:
-        arriving = min(CHUNK_BYTES + 2 * layout.compute_bytes * policy.largest, layout.compute_bytes * P)
-        phases[SYNC] = {ARRIVING: arriving, "a rank's parts of them": arriving // size}
-        P, config = parameters_of_part(config, size), config_of_part(config, size)
-    weights = layout.compute_bytes * P
-    if work.engine_bytes:
-        held = {"generator": weights, "vLLM's cache and work space": max(0, work.engine_bytes - weights)}
-        if weights > work.engine_bytes:  # the weights need a GPU of which they are vLLM's part
-            held["part of the GPU that vLLM leaves to others"] = weights * work.gpu_bytes // work.engine_bytes - weights
-        return Memory(held, {GENERATE: {}, **phases})
-    rows, seq_len = min(GENERATION_ROWS, work.rollout_rows * size), work.prompt_tokens + work.response_tokens
-    rows = rows_at_once(config, layout, work.gpu_bytes - other_bytes - weights if work.gpu_bytes else 0, rows, seq_len)
-    phases[GENERATE] = phase = sampling_phase(config, layout, P, rows, work.prompt_tokens, work.response_tokens)
-    if size > 1 and not layout.is_bf16:
-        phase.pop(CPU_COPY, None)  # Heed's decoding kernels are for a whole model
-    return Memory({"generator": weights}, phases)
-
-
-def scorer(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
-    """Returns the memory of a scorer: the reference, the teachers, the reward model and the judges, which run one after
-    the other.
-
-    `fast` holds all. The other modes shard them in CPU memory and gather the one that runs, whole or layer by layer.
-    """
-    if work.shares_body:
-        assert models.reward_counts is not None, "a body is shared with a reward model"
-        return Memory({"reward model's adapter": layout.weight_bytes * models.reward_counts.trained}, {})
-    readers = {f"teacher {number}": teacher for number, teacher in enumerate(models.teachers, 1)}
-    if not models.policy_counts.ranks:
-        readers["reference"] = (models.policy, models.policy_counts)
-    frozen = dict[str, tuple[ModelConfig, Counts, int, Pass, int]]()
-    for name, (config, counts) in readers.items():
-        shared = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
-        num_logits = work.num_logits * config.vocab_size // models.policy.vocab_size
-        num_logits = logits_at_once(config, num_logits, layout)
-        logits = logit_bytes(num_logits, layout, with_gradient=False)
-        frozen[name] = (config, counts, shared, work.policy_pass, logits)
-    if models.reward_counts is not None:
-        frozen["reward model"] = (models.critic, models.reward_counts, 0, work.scoring_pass, 0)
-    held, host, phases = dict[str, int](), dict[str, int](), dict[str, Parts]()
-    for name, (config, counts, in_fp32, split, more) in frozen.items():
-        of = replace(split, split_among=1)  # a frozen model reads whole rows
-        size = _frozen_bytes(counts.total, counts.linear - in_fp32, layout)
-        needed = max(forward_bytes(config, of), more)
-        passes = {"a pass": needed}
-        if work.mode == "fast":
-            held[name] = size
-        elif layout.is_gpu:
-            host[f"share of the {name}"] = size // layout.ranks
-        else:
-            held[f"share of the {name}"] = size // layout.ranks
-        if work.mode == "balanced":
-            # The ranks gather it before the passes, from shards on the device or through gloo into a copy.
-            gathering = 0 if layout.ranks == 1 else size // layout.ranks if layout.is_gpu else size
-            passes = {"a pass, or a share": max(needed, gathering), name: size}
-        elif work.mode == "small":
-            outside = counts.total - config.num_hidden_layers * counts.block
-            layer = _frozen_bytes(counts.layer, counts.layer, layout)
-            in_matrices = counts.linear - in_fp32 - config.num_hidden_layers * counts.block
-            passes |= {
-                f"{name} outside its layers": _frozen_bytes(outside, max(0, in_matrices), layout),
-                "one of its layers": layer,
-            }
-        phases[f"score by the {name}"] = passes
-    for number, (config, counts) in enumerate(models.judges, 1):
-        name = f"judge {number}" if len(models.judges) > 1 else "judge"
-        # It computes in the types of `lm.source`: bf16 on a GPU, otherwise fp32.
-        size = 2 if layout.is_gpu else 4
-        held[name] = size * counts.total
-        width = min(config.max_position_embeddings, MAX_TOKENS)
-        of = replace(work.scoring_pass, compute_bytes=size, stream_bytes=size, split_among=1)
-        of = replace(of, rows=min(MAX_ROWS, MAX_TOKENS // width), seq_len=width)
-        phases[f"score by the {name}"] = {"a pass": forward_bytes(config, of)}
-    return Memory(held, phases, host)
-
-
-def _frozen_bytes(total: int, in_products: int, layout: Layout) -> int:
-    """Returns the bytes of a frozen model. With autocast, weights of linear layers are bf16 and the rest is fp32,
-    including an embedding table that the head shares.
-    """
-    return 4 * total - 2 * in_products if layout.is_autocast else layout.compute_bytes * total
-
-
-def ppo_memory(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
-    """Returns the memory of a colocated rank, which has all roles."""
-    learning, scoring = learner(models, layout, work), scorer(models, layout, work)
-    other_roles = {**learning.held, **scoring.held}
-    is_away = work.mode == "small" and layout.is_gpu
-    sampling = generator(
-        models, layout, work, sum(size for part, size in other_roles.items() if not (is_away and _moves(part)))
-    )
-    phases = {**learning.phases, **sampling.phases, **scoring.phases}
-    phases[SYNC] = {**sampling.phases.get(SYNC, {}), **learning.phases[SYNC]}
-    held = {**learning.held, **sampling.held, **scoring.held}
-    host = {**learning.host, **scoring.host}
-    if work.mode != "fast":  # the generator holds weights only from the sync until it has sampled
-        phases = _only_in(phases, {part: held.pop(part) for part in sampling.held}, (GENERATE, SYNC))
-    if work.mode == "small":  # in CPU memory from before sampling until the next update
-        away = {part: held.pop(part) for part in list(held) if _moves(part)}
-        (host if layout.is_gpu else held).update({f"{part}, while others work": size for part, size in away.items()})
-        others = (GENERATE, VALUES, MEASURE, REFERENCE, REWARD, *scoring.phases)
-        phases = _only_in(phases, away, tuple(name for name in phases if name not in others))
-    return Memory(held, phases, host, learning.host_once)
-
-
-def _moves(part: str) -> bool:
-    """Returns whether the mode "small" moves a part to CPU memory."""
-    return part.endswith((": moments", ": fp32 masters"))
-
-
-def _only_in(phases: Mapping[str, Parts], parts: Parts, names: tuple[str, ...]) -> dict[str, Parts]:
-    """Adds `parts` to the phases with these names."""
-    return {name: {**before, **(parts if name in names else {})} for name, before in phases.items()}
+def scoring_rows(batch: BatchConfig, width: int, rows_per_unit: int = 1) -> int:
+    """Return the rows per pass without gradients, for log-probabilities that no update compares with its own."""
+    tokens = batch.forward_tokens or batch.micro_batch_tokens
+    units = max(1, tokens // (rows_per_unit * width)) if tokens else batch.micro_batch_size
+    return units * rows_per_unit

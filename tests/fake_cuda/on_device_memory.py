@@ -13,17 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from heed.jobs.memory import (
-    Layout,
-    Mode,
-    PPOModels,
-    PPOWork,
-    count,
-    forward_pass,
-    ppo_memory,
-    sampling_phase,
-    training_memory,
-)
+from heed.jobs.memory import Layout, count, forward_pass, sampling_phase, training_memory
+from heed.jobs.ppo_memory import Mode, PPOModels, PPOWork, ppo_memory
 from lm import layers
 from lm.adapters import save_trained
 from lm.config import ModelConfig, Precision

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from benchmarks.live_bytes import LiveBytes, environment
-from heed.jobs.memory import Layout, Memory, Mode, PPOModels, PPOWork, count, forward_pass, ppo_memory
+from heed.jobs.memory import Layout, Memory, count, forward_pass
+from heed.jobs.ppo_memory import Mode, PPOModels, PPOWork, ppo_memory
 from lm.adapters import save_trained
 from lm.config import ModelConfig, Precision
 from lm.lora import LoRAConfig, WithAdapters

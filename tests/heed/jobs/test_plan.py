@@ -18,21 +18,10 @@ from heed.cli import app
 from heed.commands.inspect import read_shape
 from heed.jobs.estimate import GIB, GPUS, hardware
 from heed.jobs.job_file import load_job
-from heed.jobs.memory import (
-    Layout,
-    Memory,
-    Mode,
-    PPOModels,
-    PPOWork,
-    activation_bytes,
-    count,
-    forward_pass,
-    ppo_memory,
-    states,
-    training_memory,
-)
+from heed.jobs.memory import Layout, Memory, activation_bytes, count, forward_pass, states, training_memory
 from heed.jobs.pipeline import run_job
 from heed.jobs.plan import Plan, Setting, make_plan, places
+from heed.jobs.ppo_memory import Mode, PPOModels, PPOWork, ppo_memory
 from lm import layers
 from lm.config import ModelConfig
 from lm.inspection import block_bytes, forward_bytes
