@@ -34,6 +34,7 @@ from heed.jobs.registry import WORLD
 from lm.config import ModelConfig
 from lm.hub import is_on_this_machine, shape_and_tokenizer
 from stages.plan import Planner
+from stages.reports.text import count_of
 from stages.run import StageRun
 from stages.sizes import Measures, Sizes, SourceSize
 from training.config import BatchConfig
@@ -222,9 +223,9 @@ def advice(path: Path | None, overrides: Sequence[str], plan: Plan) -> list[str]
     fitting_change = changes_that_fit(path, overrides, plan)
     if fitting_change is not None:
         options = " ".join(f"--set {escape(shlex.quote(change))}" for change in fitting_change[0])
-        lines.append(f"[bold]fits with[/] {options}: {_peaks(fitting_change[1])}")
-    larger = next((name for name in _larger(plan) if not _on(plan, name).excess), "")
-    if larger:
+        peaks = ", ".join(f"{stage.name} {stage.peak / GIB:.1f} GiB" for stage in fitting_change[1].stages)
+        lines.append(f"[bold]fits with[/] {options}: {peaks}")
+    if larger := _smallest_that_fits(plan):
         lines.append(f"[bold]fits as it is[/] on {larger} (--gpu {larger})")
     lines = lines or ["no setting makes it fit; use a smaller model or more workers"]
     if not plan.setting.hardware.is_gpu:
@@ -255,11 +256,6 @@ def _mode(job: JobConfig) -> str:
     return str(getattr(job.section_of(job.stage("ppo")), "memory", "")) if "ppo" in job.stage_names else ""
 
 
-def _team_size(job: JobConfig) -> int:
-    """`ppo.sampler.tensor_parallel_size`, of a job with PPO."""
-    return int(job.section_of(job.stage("ppo")).sampler.tensor_parallel_size)
-
-
 def changes_that_fit(path: Path | None, overrides: Sequence[str], plan: Plan) -> tuple[list[str], Plan] | None:
     """Returns the fewest of the cheapest changes that make the job fit, as `--set` takes them, and the plan with them;
     None if no changes do.
@@ -269,28 +265,21 @@ def changes_that_fit(path: Path | None, overrides: Sequence[str], plan: Plan) ->
     kept: list[str] = []
     best = plan
     while best.excess:
-        better = next(_improvements(path, overrides, kept, best), None)
-        if better is None:
+        for change in _changes(best):
+            key = change.partition("=")[0]
+            changed = [*(other for other in kept if other.partition("=")[0] != key), change]
+            tried = _replanned(path, [*overrides, *changed], best)
+            if tried is not None and tried.excess < best.excess:
+                kept, best = changed, tried
+                break
+        else:
             return None
-        kept, best = better
     for change in list(kept):
         fewer = [other for other in kept if other != change]
         tried = _replanned(path, [*overrides, *fewer], plan)
         if tried is not None and not tried.excess:
             kept, best = fewer, tried
     return kept, best
-
-
-def _improvements(
-    path: Path | None, overrides: Sequence[str], kept: list[str], best: Plan
-) -> Iterator[tuple[list[str], Plan]]:
-    """Yields the kept changes plus one more that reduces the excess of memory, for each such change, and the plan."""
-    for change in _changes(best):
-        key = change.partition("=")[0]
-        changed = [*(other for other in kept if other.partition("=")[0] != key), change]
-        tried = _replanned(path, [*overrides, *changed], best)
-        if tried is not None and tried.excess < best.excess:
-            yield changed, tried
 
 
 def _changes(plan: Plan) -> Iterator[str]:
@@ -306,7 +295,8 @@ def _changes(plan: Plan) -> Iterator[str]:
     if engine.zero_stage == 3 and engine.node_weights and plan.layout.ranks_per_node < job.workers:
         yield "engine.node_weights=false"
     if mode:
-        yield f"ppo.sampler.tensor_parallel_size={2 * _team_size(job)}"
+        sampler = job.section_of(job.stage("ppo")).sampler
+        yield f"ppo.sampler.tensor_parallel_size={2 * sampler.tensor_parallel_size}"
     if not engine.checkpoint_activations:
         yield "engine.checkpoint_activations=true"
     if job.workers > 1 and engine.zero_stage < 3:
@@ -340,20 +330,14 @@ def _replanned(path: Path | None, overrides: Sequence[str], plan: Plan) -> Plan 
         return None
 
 
-def _larger(plan: Plan) -> list[str]:
-    """Names GPUs with more memory, the smallest and cheapest first."""
+def _smallest_that_fits(plan: Plan) -> str:
+    """Names the GPU with the least memory, and then the lowest price, on which the job fits; "" if none has more."""
     chosen = plan.setting.hardware
     larger = [gpu for gpu in GPUS.values() if chosen.is_gpu and gpu.memory_bytes > chosen.memory_bytes]
-    return [gpu.name for gpu in sorted(larger, key=lambda gpu: (gpu.memory_bytes, gpu.dollars_per_hour))]
-
-
-def _on(plan: Plan, name: str) -> Plan:
-    return make_plan(plan.job, replace(plan.setting, hardware=GPUS[name]))
-
-
-def _peaks(plan: Plan) -> str:
-    """Formats the peak of each stage."""
-    return ", ".join(f"{stage.name} {stage.peak / GIB:.1f} GiB" for stage in plan.stages)
+    for gpu in sorted(larger, key=lambda gpu: (gpu.memory_bytes, gpu.dollars_per_hour)):
+        if make_plan(plan.job, replace(plan.setting, hardware=gpu)).fits:
+            return gpu.name
+    return ""
 
 
 @dataclass(frozen=True)
@@ -402,7 +386,10 @@ def show_plan(
     out.print(_summary(plan))
     for stage in plan.stages:
         out.print(f"\n[bold]{stage.name}[/]")
-        out.print(_batch_table(stage))
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for name, value in (("unit", stage.unit), *((name, f"{number:,}") for name, number in stage.batch.items())):
+            table.add_row(f"  {name}", value)
+        out.print(table)
         for kind, memory in stage.memory.items():
             out.print(_memory_table(kind, memory, chosen.memory_bytes))
         if host := _host_line(stage, plan):
@@ -434,22 +421,9 @@ def _verdict_line(plan: Plan) -> str:
 def _heading(plan: Plan, nodes: int, gpus_per_node: int) -> str:
     layout, chosen = plan.layout, plan.setting.hardware
     gpus = min(gpus_per_node, layout.ranks)
-    where = f"{_num(nodes, 'node')} x {gpus} {chosen.name}" if chosen.is_gpu else "this machine's CPU"
-    return (
-        f"{_num(layout.ranks, 'worker')} on {where}, ZeRO {layout.zero_stage}, {'bf16' if layout.is_bf16 else 'fp32'}"
-    )
-
-
-def _num(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
-
-
-def _batch_table(stage: StagePlan) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_row("  unit", stage.unit)
-    for name, number in stage.batch.items():
-        table.add_row(f"  {name}", f"{number:,}")
-    return table
+    where = f"{count_of(nodes, 'node')} x {gpus} {chosen.name}" if chosen.is_gpu else "this machine's CPU"
+    precision = "bf16" if layout.is_bf16 else "fp32"
+    return f"{count_of(layout.ranks, 'worker')} on {where}, ZeRO {layout.zero_stage}, {precision}"
 
 
 def _memory_table(kind: str, memory: Memory, available: int) -> Table:
