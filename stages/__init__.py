@@ -1,4 +1,4 @@
-"""What all stages share: run, lineage, progress, reports, what `heed plan` reads, and the world that they may learn from.
+"""What all stages share: run, lineage, progress, reports, what `heed plan` reads, and the world that they learn from.
 
 The modules, in the order in which to read them:
 
