@@ -27,7 +27,7 @@ from sft.demonstrations import Limit, Rows, demonstration_lengths, demonstration
 from sft.translation import TranslationResults, translate, write_and_score
 from stages.contract import Parent, Stage
 from stages.data import token_folder
-from stages.plan import Planner, Training, Translations
+from stages.plan import Planner, Training
 from stages.reports.parts import Cell, Row, StageReport, StageReporter, Table
 from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import (
@@ -240,19 +240,14 @@ def plan(planner: Planner, config: SFTConfig) -> Training:
         rows = sum(planner.sizes.num_rows(data) for data in config.demonstrations)
         if is_decoder:
             planner.sizes.assume("upper bound: one conversation per row; packing puts several in a row")
-    translations = None
     if config.translation_beams:
-        planner.sizes.assume("upper bound: every held-out translation is seq_len - 1 tokens long")
-        held_out = sum(planner.sizes.num_rows(data) for data in config.heldout or config.demonstrations)
-        num_pairs = held_out if config.heldout else round(config.heldout_share * held_out)
-        translations = Translations(num_pairs, config.seq_len - 1, config.translation_beams)
+        planner.sizes.assume("the translations of held-out sources after the training are not counted")
     return Training(
         "rows",
         config,
         config.reshaped(planner.model),
         max(1, round(config.num_epochs * rows / config.batch.batch_size)),
         Lengths.bound(config.seq_len - is_decoder),
-        translations=translations,
     )
 
 

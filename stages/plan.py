@@ -40,15 +40,6 @@ class Sampling(Work):
 
 
 @dataclass(frozen=True)
-class Translations:
-    """Held-out sources that the trained model translates after the last step: greedily, and with `num_beams`."""
-
-    num_pairs: int
-    tokens: int  # of a source, and of its translation
-    num_beams: int
-
-
-@dataclass(frozen=True)
 class Training(Work):
     """The training of one model. A unit of the batch has `rows_per_unit` rows.
 
@@ -68,7 +59,6 @@ class Training(Work):
     read_first: float = 0.0
     read_tokens: float = 0.0
     samples: Sampling | None = None  # sampled by the same workers before the training
-    translations: Translations | None = None
 
 
 @dataclass(frozen=True)

@@ -424,27 +424,7 @@ class Estimator:
         )
         plan = self._plan(work.unit, numbers, {RANK: memory}, work.num_steps, seconds + each)
         plan = replace(plan, once_seconds=once)
-        if work.translations:
-            plan = self._with_translations(plan, work, counts.total)
         return self._with_samples(plan, work.samples) if work.samples else plan
-
-    def _with_translations(self, plan: StagePlan, work: Training, num_parameters: int) -> StagePlan:
-        """Add the translations of held-out sources after the last step, by the saved model: all greedily, and one by
-        one with beams.
-        """
-        assert work.translations is not None
-        layout, new, times = self.layout, work.translations.tokens, replace(self.times, model=work.model)
-        of_rank = max(1, math.ceil(work.translations.num_pairs / layout.ranks))
-        greedy, beams = (
-            times.sampling_seconds(num_parameters, rows, 2 * new, new)
-            for rows in (of_rank, work.translations.num_beams)
-        )
-        memory, saved = plan.memory[RANK], (2 if layout.is_gpu else 4) * num_parameters
-        free = self._gpu_bytes - sum(memory.held.values()) - saved
-        rows = rows_at_once(work.model, layout, free, min(of_rank, GENERATION_ROWS), 2 * new)
-        phase = {"the saved model": saved, **sampling_phase(work.model, layout, num_parameters, rows, new, new)}
-        memory = replace(memory, phases={**memory.phases, "translate": phase})
-        return replace(plan, memory={RANK: memory}, once_seconds=greedy + of_rank * beams)
 
     def _with_samples(self, plan: StagePlan, work: Sampling) -> StagePlan:
         """Add the samples that a stage trains on, as the same number of seconds for each step."""

@@ -162,16 +162,6 @@ def test_the_references_pass_is_counted_once() -> None:
     assert sigmoid.seconds == sigmoid.num_steps * sigmoid.seconds_per_step + sigmoid.once_seconds
 
 
-def test_translations_are_counted_once() -> None:
-    path = JOBS / "translation.toml"
-    without, two, four = (
-        stage_of(plan_of(path, overrides=(f"sft.translation_beams={beams}",)), "sft") for beams in (0, 2, 4)
-    )
-    assert without.once_seconds == 0 < two.once_seconds < four.once_seconds
-    assert "translate" not in without.memory["rank"].phases
-    assert "key-value cache" in four.memory["rank"].phases["translate"]
-
-
 def test_an_adapter_is_sent_in_fp32() -> None:
     """Generators merge it before they round, so it takes 4 bytes per number, and merged weights take 2."""
     path = JOBS / "cluster" / "hh-8b-8gpus.toml"
