@@ -403,14 +403,13 @@ def show_plan(
 
 def _verdict_line(plan: Plan) -> str:
     """Returns whether the job fits, on what, and the stage that needs most memory."""
-    chosen, setting = plan.setting.hardware, plan.setting
+    chosen, node_bytes = plan.setting.hardware, plan.setting.node_bytes
     where = chosen.name if chosen.is_gpu else "this machine's CPU"
-    largest = max(plan.stages, key=lambda stage: stage.peak)
-    of_node = max(plan.stages, key=plan.node_bytes)
-    if largest.peak <= chosen.memory_bytes and setting.node_bytes and plan.node_bytes(of_node) > setting.node_bytes:
+    largest, of_node = max(plan.stages, key=lambda stage: stage.peak), max(plan.stages, key=plan.node_bytes)
+    if largest.peak <= chosen.memory_bytes and node_bytes and plan.node_bytes(of_node) > node_bytes:
         return (
             f"{plan.job.name}: [bold red]does not fit[/] on {where}: {of_node.name} needs"
-            f" {_size(plan.node_bytes(of_node))} of a node's CPU memory, which has {_size(setting.node_bytes)}"
+            f" {_size(plan.node_bytes(of_node))} of a node's CPU memory, which has {_size(node_bytes)}"
         )
     return (
         f"{plan.job.name}: {verdict(largest.peak, chosen.memory_bytes)} on {where}: {largest.name} needs most,"
@@ -478,21 +477,19 @@ def _summary(plan: Plan) -> Table:
 
 def _how(plan: Plan) -> str:
     chosen, share = plan.setting.hardware, plan.setting.share_of_peak
-    rate = "measured just now" if not chosen.is_gpu else "dense bf16 peak"
-    links = (
-        ""
-        if not chosen.is_gpu
-        else (
+    rate = "dense bf16 peak" if chosen.is_gpu else "measured just now"
+    read_share = BANDWIDTH_SHARE if chosen.is_gpu else share
+    links = ""
+    if chosen.is_gpu:
+        links = (
             f" A GPU sends {_rate(chosen.link_bytes_per_second / 1e9)} GB/s in its node and"
             f" {_rate(chosen.network_bytes_per_second * 8 / 1e9)} Gbit/s to others (--network), at {LINK_SHARE:.0%}."
         )
-    )
     return (
         f"Times and costs are estimates: products run at {share:.0%} of {_rate(chosen.flops / 1e12)} TFLOP/s ({rate},"
-        f" --share), and memory is read at {BANDWIDTH_SHARE if chosen.is_gpu else share:.0%} of"
-        f" {_rate(chosen.bytes_per_second / 1e9)} GB/s.{links} ${chosen.dollars_per_hour:.2f} per hour and rank"
-        " (--price). Loading, evaluation, checkpoints, moving what is offloaded and the overhead of each step, which"
-        " dominates in steps of less than a second, are not counted."
+        f" --share), and memory is read at {read_share:.0%} of {_rate(chosen.bytes_per_second / 1e9)} GB/s.{links}"
+        f" ${chosen.dollars_per_hour:.2f} per hour and rank (--price). Loading, evaluation, checkpoints, moving what is"
+        " offloaded and the overhead of each step, which dominates in steps of less than a second, are not counted."
     )
 
 

@@ -167,6 +167,34 @@ def generator(models: PPOModels, layout: Layout, work: PPOWork, other_bytes: int
     return Memory({"generator": weights}, phases)
 
 
+@dataclass(frozen=True)
+class _Frozen:
+    """A model of a scorer. `in_fp32` numbers of its linear layers stay in fp32 under autocast."""
+
+    config: ModelConfig
+    counts: Counts
+    in_fp32: int
+    pass_bytes: int
+
+
+def _frozen_models(models: PPOModels, layout: Layout, work: PPOWork) -> dict[str, _Frozen]:
+    """Returns the teachers, the reference and the reward model. They read whole rows."""
+    read, scored = replace(work.policy_pass, split_among=1), replace(work.scoring_pass, split_among=1)
+    readers = {f"teacher {number}": teacher for number, teacher in enumerate(models.teachers, 1)}
+    if not models.policy_counts.ranks:  # otherwise the reference is the policy without its adapters
+        readers["reference"] = (models.policy, models.policy_counts)
+    frozen = dict[str, _Frozen]()
+    for name, (config, counts) in readers.items():
+        shared = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
+        num_logits = work.num_logits * config.vocab_size // models.policy.vocab_size
+        logits = logit_bytes(held_logits(config, layout, read, num_logits), layout, with_gradient=False)
+        frozen[name] = _Frozen(config, counts, shared, max(forward_bytes(config, read), logits))
+    if models.reward_counts is not None:
+        pass_bytes = forward_bytes(models.critic, scored)
+        frozen["reward model"] = _Frozen(models.critic, models.reward_counts, 0, pass_bytes)
+    return frozen
+
+
 def scorer(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
     """Returns the memory of a scorer: the reference, the teachers, the reward model and the judges, which run one after
     the other.
@@ -176,52 +204,32 @@ def scorer(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
     if work.shares_body:
         assert models.reward_counts is not None, "a body is shared with a reward model"
         return Memory({"reward model's adapter": layout.weight_bytes * models.reward_counts.trained}, {})
-    readers = {f"teacher {number}": teacher for number, teacher in enumerate(models.teachers, 1)}
-    if not models.policy_counts.ranks:
-        readers["reference"] = (models.policy, models.policy_counts)
-    frozen = dict[str, tuple[ModelConfig, Counts, int, Pass, int]]()
-    for name, (config, counts) in readers.items():
-        shared = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
-        num_logits = work.num_logits * config.vocab_size // models.policy.vocab_size
-        num_logits = held_logits(config, layout, replace(work.policy_pass, split_among=1), num_logits)
-        logits = logit_bytes(num_logits, layout, with_gradient=False)
-        frozen[name] = (config, counts, shared, work.policy_pass, logits)
-    if models.reward_counts is not None:
-        frozen["reward model"] = (models.critic, models.reward_counts, 0, work.scoring_pass, 0)
     held, host, phases = dict[str, int](), dict[str, int](), dict[str, Parts]()
-    for name, (config, counts, in_fp32, split, more) in frozen.items():
-        of = replace(split, split_among=1)  # a frozen model reads whole rows
-        size = _frozen_bytes(counts.total, counts.linear - in_fp32, layout)
-        needed = max(forward_bytes(config, of), more)
-        passes = {"a pass": needed}
+    for name, of in _frozen_models(models, layout, work).items():
+        size = _frozen_bytes(of.counts.total, of.counts.linear - of.in_fp32, layout)
+        passes = {"a pass": of.pass_bytes}
         if work.mode == "fast":
             held[name] = size
-        elif layout.is_gpu:
-            host[f"share of the {name}"] = size // layout.ranks
         else:
-            held[f"share of the {name}"] = size // layout.ranks
+            (host if layout.is_gpu else held)[f"share of the {name}"] = size // layout.ranks
         if work.mode == "balanced":
             # The ranks gather it before the passes, from shards on the device or through gloo into a copy.
             gathering = 0 if layout.ranks == 1 else size // layout.ranks if layout.is_gpu else size
-            passes = {"a pass, or a share": max(needed, gathering), name: size}
+            passes = {"a pass, or a share": max(of.pass_bytes, gathering), name: size}
         elif work.mode == "small":
-            outside = counts.total - config.num_hidden_layers * counts.block
-            layer = _frozen_bytes(counts.layer, counts.layer, layout)
-            in_matrices = counts.linear - in_fp32 - config.num_hidden_layers * counts.block
-            passes |= {
-                f"{name} outside its layers": _frozen_bytes(outside, max(0, in_matrices), layout),
-                "one of its layers": layer,
-            }
+            in_blocks = of.config.num_hidden_layers * of.counts.block
+            outside, in_products = of.counts.total - in_blocks, of.counts.linear - of.in_fp32 - in_blocks
+            passes[f"{name} outside its layers"] = _frozen_bytes(outside, max(0, in_products), layout)
+            passes["one of its layers"] = _frozen_bytes(of.counts.layer, of.counts.layer, layout)
         phases[f"score by the {name}"] = passes
+    size = 2 if layout.is_gpu else 4  # a judge computes in the types of `lm.source`: bf16 on a GPU, otherwise fp32
     for number, (config, counts) in enumerate(models.judges, 1):
         name = f"judge {number}" if len(models.judges) > 1 else "judge"
-        # It computes in the types of `lm.source`: bf16 on a GPU, otherwise fp32.
-        size = 2 if layout.is_gpu else 4
-        held[name] = size * counts.total
         width = min(config.max_position_embeddings, MAX_TOKENS)
-        of = replace(work.scoring_pass, compute_bytes=size, stream_bytes=size, split_among=1)
-        of = replace(of, rows=min(MAX_ROWS, MAX_TOKENS // width), seq_len=width)
-        phases[f"score by the {name}"] = {"a pass": forward_bytes(config, of)}
+        read = replace(work.scoring_pass, rows=min(MAX_ROWS, MAX_TOKENS // width), seq_len=width)
+        read = replace(read, compute_bytes=size, stream_bytes=size, split_among=1)
+        held[name] = size * counts.total
+        phases[f"score by the {name}"] = {"a pass": forward_bytes(config, read)}
     return Memory(held, phases, host)
 
 
