@@ -112,9 +112,8 @@ class PPOController:
         checked_rollout = self._start_initial_checks(iteration)
         with self.phases.timed("sampling"):
             rollout = self._sample(iteration)
-        minibatches = self.minibatches(
-            iteration, self.config.rollout_batch_size
-        )  # passes are packed as updates will be
+        # The passes that score are packed as the updates will be.
+        minibatches = self.minibatches(iteration, self.config.rollout_batch_size)
         with self.phases.timed("scoring"):
             experience = self._score(iteration, rollout, minibatches)
         rewards_BR, kl_B = self._penalise(experience)
