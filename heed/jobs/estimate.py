@@ -378,7 +378,7 @@ class Estimator:
         return self.times.hardware.memory_bytes - RESERVED_BYTES if self.layout.is_gpu else 0
 
     def _training(self, work: Training) -> StagePlan:
-        """Plan the training of one model, with what is sampled before it and translated after it."""
+        """Plan the training of one model, with what is sampled before it."""
         config, layout, model, lengths = work.config, self.layout, work.model, work.lengths
         batch, times, per_unit = config.batch, replace(self.times, model=model), work.rows_per_unit
         width = layout.packed_width(lengths.longest) if config.packs_sequences else lengths.longest
@@ -387,21 +387,12 @@ class Estimator:
         # Only responses have logits. A pass may be full of rows with the largest share of response tokens.
         head_share = lengths.response_share if work.has_logits else 0.0
         num_logits = math.ceil(rows * width * head_share) * model.vocab_size
-        counts = count(
-            model,
-            config.optimizer,
-            num_scores=work.num_scores,
-            lora=config.lora if isinstance(config, FineTuningConfig) else None,
-        )
+        lora = config.lora if isinstance(config, FineTuningConfig) else None
+        counts = count(model, config.optimizer, num_scores=work.num_scores, lora=lora)
         of = forward_pass(layout, rows, width, dropout=config.dropout, is_trained=True)
         memory = training_memory(model, counts, layout, of, num_logits, micro_batches)
-        if work.num_scores:  # the trained model scores the held-out comparisons
-            passes = {
-                "evaluate": forward_pass(layout, scoring_rows(batch, width, per_unit), width, is_trained=True),
-                "score held-out": forward_pass(layout, max(1, MAX_TOKENS // width), width, is_trained=True),
-            }
-            scoring = {name: scoring_phase(model, counts, layout, of) for name, of in passes.items()}
-            memory = replace(memory, phases={**memory.phases, **scoring})
+        if work.num_scores:
+            memory = replace(memory, phases={**memory.phases, **self._held_out_phases(work, counts, width)})
         mean = round(lengths.mean) or lengths.longest
         tokens = batch.batch_size * per_unit * mean
         numbers = {
@@ -425,6 +416,17 @@ class Estimator:
         plan = self._plan(work.unit, numbers, {RANK: memory}, work.num_steps, seconds + each)
         plan = replace(plan, once_seconds=once)
         return self._with_samples(plan, work.samples) if work.samples else plan
+
+    def _held_out_phases(self, work: Training, counts: Counts, width: int) -> dict[str, dict[str, int]]:
+        """Returns the phases in which the trained model scores the held-out comparisons."""
+        rows = {
+            "evaluate": scoring_rows(work.config.batch, width, work.rows_per_unit),
+            "score held-out": max(1, MAX_TOKENS // width),
+        }
+        return {
+            name: scoring_phase(work.model, counts, self.layout, forward_pass(self.layout, n, width, is_trained=True))
+            for name, n in rows.items()
+        }
 
     def _with_samples(self, plan: StagePlan, work: Sampling) -> StagePlan:
         """Add the samples that a stage trains on, as the same number of seconds for each step."""
