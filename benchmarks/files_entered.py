@@ -29,8 +29,7 @@ from ppo.controller import PPOController
 from ppo.rank import InitialModels, ScoreScale
 from ppo.roles import Roles
 from reward import stage as reward
-from reward.comparisons import RankingsConfig
-from reward.config import RewardConfig
+from reward.config import RankingsConfig, RewardConfig
 from reward.prepared import ARRAYS, PreparedRankings, ranking_parts
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.engine import StageContext

@@ -33,8 +33,10 @@ from lm.tokenizer import Tokenizer
 from preferences.rankings import split_rankings
 from preferences.records import Ranking, dense_ranks
 from preferences.statistics.agreement import accuracy_against
-from reward.comparisons import Comparison, RankingsConfig, encode_rankings, read_rankings
+from reward.comparisons import Comparison, encode_rankings
+from reward.config import RankingsConfig
 from reward.objective import AuxiliaryParameters, LearnerSource, RankingObjective, RewardLearner
+from reward.prepared import read_rankings
 from reward.scoring import head_scores, read_by, sequences_of, task_scores
 from reward.stage import network_source
 from stages.world import World, label_truth

@@ -39,7 +39,9 @@ from preferences.task_selection import RULES, UNIFORM_SHARE, inclusion_probabili
 from research.studies.label_choice import NUM_HEADS, HeadPosterior
 from research.studies.study import spread
 from research.studies.verdicts import Claim, Contrast, Rule, decide
-from reward.comparisons import RankingsConfig, encode_answered, read_rankings
+from reward.comparisons import encode_answered
+from reward.config import RankingsConfig
+from reward.prepared import read_rankings
 
 NUM_SPLITS, NUM_REPLAYS = 5, 10
 NUM_ROUNDS, FIRST_LABELS = 4, 32

@@ -39,7 +39,7 @@ from lm.transfer import MAX_TOKENS, at_positions
 from preferences.statistics.estimates import Interval
 from stages.contract import Parent, Stage
 from stages.data import token_folder
-from stages.planner import Planner, StagePlan
+from stages.plan import Planner, Training
 from stages.reports.parts import Cell, Part, Row, StageReport, StageReporter, Table
 from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import (
@@ -203,7 +203,7 @@ def preflight(run: StageRun, config: ClassifyConfig) -> None:
             run.tell(f"classify, {name}: {overlong} (classify.seq_len is {config.seq_len})")
 
 
-def plan(planner: Planner, config: ClassifyConfig) -> StagePlan:
+def plan(planner: Planner, config: ClassifyConfig) -> Training:
     lengths = planner.measured(
         config.data,
         "examples",
@@ -216,14 +216,7 @@ def plan(planner: Planner, config: ClassifyConfig) -> StagePlan:
         planner.sizes.assume(f"assumes that every example fills seq_len{windows}")
         lengths = replace(Lengths.bound(config.seq_len), num_rows=rows)
     shape = config.reshaped(planner.shape(config.init_from))
-    return replace(planner, model=shape).training(
-        "examples",
-        config,
-        _num_steps(config, lengths.num_rows),
-        lengths.longest,
-        0,
-        mean_tokens=lengths.mean,
-    )
+    return Training("examples", config, shape, _num_steps(config, lengths.num_rows), lengths, has_logits=False)
 
 
 def _num_steps(config: ClassifyConfig, num_examples: int) -> int:

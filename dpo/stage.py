@@ -7,7 +7,7 @@ without a reference needs them only for the report, on held-out rankings.
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +47,7 @@ from reward.prepared import (
 )
 from reward.report import LabelerResults
 from stages.contract import Parent, Stage
-from stages.planner import Planner, StagePlan, rows_and_passes
+from stages.plan import Planner, Training
 from stages.run import JobView, StageRun
 from training.engine import Engine, StageContext, build_engine
 from training.loop import LoopConfig, TrainingLoop
@@ -264,39 +264,30 @@ def preflight(run: StageRun, config: DPOConfig) -> None:
     report_rankings(run, config, prepared, most_tokens)
 
 
-def plan(planner: Planner, config: DPOConfig) -> StagePlan:
+def plan(planner: Planner, config: DPOConfig) -> Training:
     steps, num_responses = comparison_steps(planner, config)
     context = planner.model.max_position_embeddings
     lengths = comparison_lengths(planner, config, lambda run: load_tokenizer(run, config), context)
-    width = planner.packed_width(lengths.longest)
-    rows, _ = rows_and_passes(config.batch, planner.layout.shares, width, num_responses)
     if lengths.response_share == 1:
         planner.sizes.assume("upper bound: counts every token of a conversation as a response token")
+    read_first, mean = 0.0, round(lengths.mean) or lengths.longest
     if config.preference_loss.has_reference:
         planner.sizes.assume(
             "its time includes one pass of the reference through all comparisons, before the first step"
         )
-    # Only responses have logits. A pass may be full of conversations with the largest share of response tokens.
-    num_logits = math.ceil(rows * width * lengths.response_share) * planner.model.vocab_size
-    planned = planner.training(
+        trained_on = steps * config.batch.batch_size / config.num_epochs
+        read_first = trained_on / (1 - config.heldout_share) * num_responses * mean
+    return Training(
         "comparisons",
         config,
+        planner.model,
         steps,
-        lengths.longest,
-        num_logits,
-        mean_tokens=lengths.mean,
+        lengths,
         rows_per_unit=num_responses,
+        read_first=read_first,
+        # Each prompt with a response to another one.
+        read_tokens=config.batch.batch_size * mean if config.preference_loss.is_unpaired else 0.0,
     )
-    mean, head_share = round(lengths.mean) or lengths.longest, lengths.response_share
-    if config.preference_loss.has_reference:
-        trained_on = steps * config.batch.batch_size / config.num_epochs
-        tokens = trained_on / (1 - config.heldout_share) * num_responses * mean / planner.layout.ranks
-        planned = replace(planned, once_seconds=planner.times.forward_seconds(tokens, mean, head_share))
-    if config.preference_loss.is_unpaired:
-        tokens = config.batch.batch_size * mean / planner.layout.ranks  # each prompt with a response to another one
-        baseline = planner.times.forward_seconds(tokens, mean, head_share)
-        planned = replace(planned, seconds_per_step=planned.seconds_per_step + baseline)
-    return planned
 
 
 STAGE = Stage(

@@ -9,6 +9,6 @@ The modules, in the order in which to read them:
     the roles             roles, rollout (what they exchange), generator, scorer, learner, rank (what they share)
     less memory and time  kept_passes, shared_body
     reward hacking        alarm, people
-    records of rollouts   rollout_log, replay
+    records of rollouts   rollout_log
     conversations         environments/
 """

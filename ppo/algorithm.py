@@ -104,9 +104,7 @@ class Estimate:
     """Advantages, what the value function learns, and metrics."""
 
     advantages_BR: Tensor  # 0 where not counted
-    counted_BR: (
-        Tensor  # True = counted: the response is scored and, with a group baseline, its group's advantages differ
-    )
+    counted_BR: Tensor  # True = counted: its response is scored and, with a group baseline, its group's differ
     returns_BR: Tensor  # 0 without a value function
     metrics: dict[str, float]
 

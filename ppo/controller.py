@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -43,12 +44,26 @@ from training.notices import RunError
 from training.packing import Sampler
 
 DEFAULT_MAX_DIFFERENCE = max_difference("bf16", 2)  # nats per token
-# The first update normally reuses the forward passes that computed the log-probs. In iterations 0, 16, 32, ... it
-# computes them again: only then can the ratio show that passes with and without gradients disagree.
-REPEATED_EVERY = 16
+# Iterations. The first update normally reuses the forward passes that computed the log-probs, so its ratio is 1. In
+# iterations 0, 16, 32, ... it computes them again, which shows whether passes with and without gradients agree.
+CHECK_RATIO_EVERY = 16
 GoldScores = Callable[[Rollout], Tensor]  # a world's scores [B] of the responses; higher is better
 ScoredBy = Callable[[Rollout], Tensor]  # which objectives score which responses [B, O]
 PHASES = ("sampling", "scoring", "spot_checks", "policy_updates", "value_updates", "sync")
+
+
+@dataclass(frozen=True)
+class Observers:
+    """What watches the iterations. No update depends on it, but spot checks may ring the alarm, which ends training."""
+
+    samples: SampleLog | None = None  # logs responses to be read
+    rollouts: RolloutLog | None = None  # logs which weights sampled each response
+    spot_checks: SpotChecks | PeopleChecks | None = None
+    enter: Callable[[str], None] = lambda _phase: None  # called with the name of each phase when it begins
+    gold: GoldScores | None = None  # scores what a judge scores, to log how far the two are apart
+
+
+UNOBSERVED = Observers()
 
 
 class PPOController:
@@ -67,27 +82,19 @@ class PPOController:
         seed: int,
         followed: Sequence[int] = (),
         max_difference: float = DEFAULT_MAX_DIFFERENCE,
-        samples: SampleLog | None = None,
-        rollouts: RolloutLog | None = None,
-        spot_checks: SpotChecks | PeopleChecks | None = None,
-        enter: Callable[[str], None] = lambda _phase: None,
-        gold: GoldScores | None = None,
         sources: NamedSources | None = None,
         scored_by: ScoredBy | None = None,
+        observers: Observers = UNOBSERVED,
     ) -> None:
-        """`samples` logs responses to be read; `rollouts` logs which weights sampled each response; `spot_checks` may
-        ring the alarm.
+        """`followed` are row numbers of prompts whose responses are logged at intervals; no update learns from those.
 
-        `followed` are row numbers of prompts whose responses are logged at intervals; no update learns from those.
         `max_difference` is how far rounding may take the log-probs of sampler and learner apart, in nats per token
-        (`lm.samplers.engine`). `enter` is called with the name of each phase when it begins. `gold` scores what a judge
-        scores, to log how far the two are apart. `sources` are the sources of prompts if there are several.
-        `scored_by` says which objectives score a rollout's responses; None means all of them.
+        (`lm.samplers.engine`). `sources` are the sources of prompts if there are several. `scored_by` says which
+        objectives score a rollout's responses; None means all of them.
         """
         self.config, self.roles, self.prompts, self.scale, self.seed = config, roles, prompts, scale, seed
-        self.followed, self.max_difference, self.samples, self.rollouts = followed, max_difference, samples, rollouts
-        self.spot_checks, self.gold = spot_checks, gold
-        self.phases = PhaseSeconds(enter)
+        self.followed, self.max_difference, self.observers = followed, max_difference, observers
+        self.phases = PhaseSeconds(observers.enter)
         self.weights_O = torch.tensor([*config.reward.objective_weights.values()] or [1.0])
         self.kl = KLController(config.kl.target, config.kl.coef)
         self.batch: PPOBatch | None = None  # of the last iteration
@@ -105,9 +112,8 @@ class PPOController:
         checked_rollout = self._start_initial_checks(iteration)
         with self.phases.timed("sampling"):
             rollout = self._sample(iteration)
-        minibatches = self.minibatches(
-            iteration, self.config.rollout_batch_size
-        )  # passes are packed as updates will be
+        # The passes that score are packed as the updates will be.
+        minibatches = self.minibatches(iteration, self.config.rollout_batch_size)
         with self.phases.timed("scoring"):
             experience = self._score(iteration, rollout, minibatches)
         rewards_BR, kl_B = self._penalise(experience)
@@ -187,7 +193,8 @@ class PPOController:
         scores, oversampling = self.roles.scorers.start_scores(rollout), dict[str, float]()
         if self.config.advantage.oversample > 1:  # groups that are not kept need no further passes
             rollout, scores, oversampling = self._keep_informative(rollout, scores())
-        first_epoch, keeps = minibatches[: self.config.num_minibatches], iteration % REPEATED_EVERY > 0
+        first_epoch = minibatches[: self.config.num_minibatches]
+        keeps = iteration % CHECK_RATIO_EVERY > 0  # passes for the first update
         staleness = self._staleness(iteration)
         # Tokens of selected groups, or sampled with older weights, are not draws from this policy.
         tests_draws = not staleness and not oversampling
@@ -200,13 +207,14 @@ class PPOController:
         if tests_draws:
             self._test_draws(iteration)
         failures = {} if self.config.external_reward is None else self.roles.scorers.failure_kinds()
-        scores_B = self._scores_of(rollout, scores_BO)
+        scored_by_BO = self._scored_by_BO(rollout)
+        scores_B = self._scores_of(rollout, scores_BO, scored_by_BO)
         # With oversampling, `max_failed_share` was checked over all sampled responses; the kept ones may exceed it.
         scored_B = torch.isfinite(scores_B) if oversampling else self._require_scores(scores_B)
         return Experience(
             rollout=rollout,
             scores_BO=scores_BO,
-            scored_by_BO=self._scored_by_BO(rollout),
+            scored_by_BO=scored_by_BO,
             scores_B=scores_B,
             scored_B=scored_B,
             scaled_scores_B=self._scaled(rollout, scores_B),
@@ -236,22 +244,21 @@ class PPOController:
         self, rollout: Rollout, scores_BO: Tensor
     ) -> tuple[Rollout, Pending[Tensor], dict[str, float]]:
         """Choose the groups to learn from among those sampled. Returns them, their scores, and a metric."""
-        config, scores_B = self.config, self._scores_of(rollout, scores_BO)
+        config, scores_B = self.config, self._scores_of(rollout, scores_BO, self._scored_by_BO(rollout))
         scored_B = self._require_scores(scores_B)
         rows, informative_share = informative_groups(
             self._scaled(rollout, scores_B), scored_B, config.advantage.samples_per_prompt, config.num_prompts
         )
         return rollout.rows(rows), lambda: scores_BO[rows], {"sampled_informative_share": informative_share}
 
-    def _scores_of(self, rollout: Rollout, scores_BO: Tensor) -> Tensor:
-        """Returns one score per response [B]: the weighted sum of its objectives' scores, plus what an environment
-        gave for its turns; NaN where either failed. Objectives with weight 0 may have failed, and those that do not
-        score the response have no part in it. The scores of steps are
-        [B, R], and are summed; a response without any has failed.
+    def _scores_of(self, rollout: Rollout, scores_BO: Tensor, scored_by_BO: Tensor) -> Tensor:
+        """Returns one score per response [B]: the weighted sum of the scores of the objectives that score it, plus what
+        an environment gave for its turns; NaN where either failed. Objectives with weight 0 may have failed. The scores
+        of steps are [B, R], and are summed; a response without any has failed.
         """
         if self.config.steps is not None:
             return torch.where(scores_BO.isnan().all(dim=1), math.nan, scores_BO.nansum(dim=1))
-        counted_BO = self._scored_by_BO(rollout) & (self.weights_O != 0)
+        counted_BO = scored_by_BO & (self.weights_O != 0)
         weighted_B = torch.where(counted_BO, scores_BO * self.weights_O, 0.0).sum(dim=1)
         return torch.where(rollout.failure_B == 0, weighted_B + rollout.turn_rewards_BR.sum(dim=1), math.nan)
 
@@ -367,10 +374,10 @@ class PPOController:
 
     def _gold_metrics(self, experience: Experience) -> dict[str, float]:
         """Returns the mean gold score of the responses that the judge scored, and how far the judge's is above it."""
-        if self.gold is None:
+        gold_scores, scored_B = self.observers.gold, experience.scored_B
+        if gold_scores is None:
             return {}
-        scored_B = experience.scored_B
-        gold = float(self.gold(experience.rollout)[scored_B].mean())
+        gold = float(gold_scores(experience.rollout)[scored_B].mean())
         return {"gold": gold, "judge_minus_gold": float(experience.scores_B[scored_B].mean()) - gold}
 
     def _source_metrics(self, experience: Experience) -> dict[str, float]:
@@ -458,12 +465,13 @@ class PPOController:
 
     def _log(self, iteration: int, batch: PPOBatch, followed_rollout: Pending[Rollout] | None) -> None:
         """Write the responses, and which weights sampled them, to the logs that were passed in."""
-        if self.samples is not None:
-            self.samples.log_drawn(iteration, ScoredRollout(batch.rollout, batch.scores_B, batch.kl_B))
-        if self.samples is not None and followed_rollout is not None:
-            self.samples.log_followed(iteration, self._score_followed(iteration, followed_rollout()))
-        if self.rollouts is not None:
-            self.rollouts.write(iteration, batch.rollout, batch.scores_B, self.sent_digests)
+        samples, rollouts = self.observers.samples, self.observers.rollouts
+        if samples is not None:
+            samples.log_drawn(iteration, ScoredRollout(batch.rollout, batch.scores_B, batch.kl_B))
+        if samples is not None and followed_rollout is not None:
+            samples.log_followed(iteration, self._score_followed(iteration, followed_rollout()))
+        if rollouts is not None:
+            rollouts.write(iteration, batch.rollout, batch.scores_B, self.sent_digests)
 
     def _start_followed(self, iteration: int) -> Pending[Rollout] | None:
         """Start sampling responses to the followed prompts, in the iterations that log them.
@@ -471,7 +479,8 @@ class PPOController:
         They do not affect training: they have their own seeds, and only the log reads them.
         """
         every, last = self.config.follow_every_iterations, self.config.num_iterations - 1
-        if self.samples is None or not self.followed or not (every and (iteration % every == 0 or iteration == last)):
+        is_due = every > 0 and (iteration % every == 0 or iteration == last)
+        if self.observers.samples is None or not self.followed or not is_due:
             return None
         seeds = [derive_seed(self.seed, "ppo", "followed", iteration, place) for place in range(len(self.followed))]
         prompts = [self.prompts[row] for row in self.followed]
@@ -486,15 +495,17 @@ class PPOController:
         require_one_policy(logprobs_BR, rollout, iteration, self.max_difference)
         self._test_draws(iteration)
         ref_logprobs_BR = self.roles.scorers.start_reference_logprobs(rollout, whole)()
-        return ScoredRollout(rollout, self._scores_of(rollout, scores_BO), (logprobs_BR - ref_logprobs_BR).sum(dim=1))
+        scores_B = self._scores_of(rollout, scores_BO, self._scored_by_BO(rollout))
+        return ScoredRollout(rollout, scores_B, (logprobs_BR - ref_logprobs_BR).sum(dim=1))
 
     # Raise the alarm.
 
     def _start_initial_checks(self, iteration: int) -> Pending[Rollout] | None:
         """Start sampling the initial policy's responses that are to be checked. No update learns from them."""
-        if self.spot_checks is None or iteration > 0:
+        checks = self.observers.spot_checks
+        if checks is None or iteration > 0:
             return None
-        rows = self.spot_checks.initial_rows(self.roles.rows_multiple)
+        rows = checks.initial_rows(self.roles.rows_multiple)
         seeds = [derive_seed(self.seed, "ppo", "alarm", "sample", place) for place in range(len(rows))]
         return self.roles.start_sampling(rows, [self.prompts[row] for row in rows], seeds, again=True)
 
@@ -502,18 +513,20 @@ class PPOController:
         """Have responses of the iteration's rollout checked, or in the first iteration the initial policy's. Returns
         the metrics.
         """
-        if self.spot_checks is None:
+        checks = self.observers.spot_checks
+        if checks is None:
             return {}
         policy = iteration - self._staleness(iteration)
         with self.phases.timed("spot_checks"):
             if initial is not None:
                 rollout = initial()
-                scores_B = self._scores_of(rollout, self.roles.scorers.start_scores(rollout)())
+                scores_BO = self.roles.scorers.start_scores(rollout)()
+                scores_B = self._scores_of(rollout, scores_BO, self._scored_by_BO(rollout))
             elif policy > 0:
                 rollout, scores_B = batch.rollout, batch.scores_B
             else:  # older weights sampled it: those of the initial policy, which has been checked
                 return {}
-            return self.spot_checks.add(rollout, scores_B.tolist(), iteration=iteration, policy=policy)
+            return checks.add(rollout, scores_B.tolist(), iteration=iteration, policy=policy)
 
 
 def prompt_order(config: PPOConfig, sizes: Sequence[int], seed: int) -> Sampler | Mixture:

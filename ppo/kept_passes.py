@@ -2,7 +2,7 @@
 
 The passes that compute log-probs and values read the same tokens as the first update, in the same rows, with the same
 weights. So the update reuses their outputs and activations, and the results are the same bits. A rank keeps as many
-passes as fit in `stages.planning.ppo.KEPT_BYTES`, and `heed plan` counts them.
+passes as fit in `KEPT_BYTES`.
 """
 
 from collections import deque
@@ -13,12 +13,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from lm.inspection import Pass, block_bytes, ends_bytes
+from lm.native.kernels import library
 from ppo.config import PPOConfig
 from ppo.rollout import Rollout, Share, pass_slices
-from stages.planning.memory import Counts, KeptPass, Layout, count, forward_pass, own_logits
-from stages.planning.ppo import KEPT_BYTES, keeps_passes
 from training.engine import Engine
 from training.packing import padded_tokens, row_width
+
+KEPT_BYTES = 4 << 30  # of a rank's memory, for passes of policy and value function together
 
 
 @dataclass(frozen=True)
@@ -49,60 +51,56 @@ class Repeated:
 NOT_REPEATED = Repeated()  # no update follows with the same weights
 
 
-@dataclass(frozen=True)
-class TrainedModel:
-    """What determines the size of a model's kept passes. Only a policy has logits."""
+def keeps_passes(config: PPOConfig, policy: Engine[Any]) -> bool:
+    """Returns whether learners keep passes: on CPUs, without ZeRO, if `ppo.memory` is "fast".
 
-    engine: Engine[Any]
-    counts: Counts
-    layout: Layout
-    has_logits: bool
-
-    def largest_of(self, repeated: Repeated) -> KeptPass:
-        config = self.engine.module.config
-        rows = -(-repeated.padded_tokens // repeated.row_width)
-        of = forward_pass(self.layout, rows, repeated.row_width, is_trained=True)
-        num_logits = repeated.response_tokens * config.vocab_size if self.has_logits else 0
-        return KeptPass(config, self.counts, self.layout, of, own_logits(config, of, num_logits))
+    A GPU has little memory for activations of more than one micro-batch. DeepSpeed pairs each forward with the next
+    backward, and recomputed blocks would keep little and save nothing. On a shared body, the passes that measure are
+    not those that learn. Without Heed's kernels, autocast adds up the gradients of the policy loss and of a pretraining
+    loss in bf16 if both passes use the same bf16 copy of a weight, so separate passes would give different bits.
+    """
+    adds_up_in_bf16 = policy.config.resolved_precision() == "bf16" and config.ptx_rows > 0 and library() is None
+    is_possible = policy.runs_ahead and policy.device.type == "cpu" and not adds_up_in_bf16
+    return is_possible and config.memory == "fast" and not config.shared_body
 
 
 class KeptPasses:
-    """A rank's kept passes by model, until an update takes them."""
+    """A rank's kept passes of each model, "policy" and "value", until an update takes them."""
 
-    def __init__(self, models: Mapping[str, TrainedModel]) -> None:
-        """`models` are the models that keep passes, by name."""
-        self._models, self._bytes = models, dict[str, int]()
+    def __init__(self, config: PPOConfig, engines: Mapping[str, Engine[Any]]) -> None:
+        """Keep passes of all `engines`, or of none if `keeps_passes` rules it out."""
+        self.engines = engines if keeps_passes(config, engines["policy"]) else {}
+        self._bytes = dict[str, int]()
         self._passes: dict[str, deque[tuple[Rollout, Tensor]]] = {}
 
-    @classmethod
-    def of(cls, config: PPOConfig, engines: Mapping[str, Engine[Any]]) -> Self:
-        """Keep passes of the engines "policy" and "value", or of neither if the config rules it out."""
-        policy = engines["policy"]
-        layout = Layout(
-            policy.world_size,
-            policy.config.zero_stage,
-            is_bf16=policy.config.resolved_precision() == "bf16",
-            is_gpu=policy.device.type == "cuda",
-            recomputes=policy.config.checkpoint_activations,
-            sequence_ranks=policy.config.sequence_parallel_size,
+    def pass_bytes(self, model: str, repeated: Repeated) -> int:
+        """Returns a bound on the bytes that one of the repeated passes keeps: the activations of all blocks, though
+        frozen ones keep less, and the policy's logits.
+        """
+        config, engine = self.engines[model].module.config, self.engines[model].config
+        size = 2 if engine.resolved_precision() == "bf16" else 4
+        rows = -(-repeated.padded_tokens // repeated.row_width)
+        of = Pass(
+            rows,
+            repeated.row_width,
+            compute_bytes=size,
+            stream_bytes=4,
+            is_fused=False,
+            has_dropout=False,
+            is_tiled=library() is not None,
+            split_among=engine.sequence_parallel_size,
         )
-        can_keep = keeps_passes(layout, config.memory, has_ptx=config.ptx_rows > 0, shares_body=config.shared_body)
-        models = dict[str, TrainedModel]()
-        for name, engine in engines.items():
-            shape, is_value = engine.module.config, name == "value"
-            if can_keep and engine.runs_ahead:
-                counts = count(shape, engine.optimizer_config, num_scores=int(is_value), lora=config.lora)
-                models[name] = TrainedModel(engine, counts, layout, has_logits=not is_value)
-        return cls(models)
+        logits = size * repeated.response_tokens * config.vocab_size if model == "policy" else 0
+        return config.num_hidden_layers * block_bytes(config, of) + ends_bytes(config, of) + logits
 
     def reserve(self, model: str, repeated: Repeated) -> int:
         """Reserve memory for repeated passes, in addition to what other models keep. Returns how many may be kept."""
-        if model not in self._models or not repeated.num_passes:
+        if model not in self.engines or not repeated.num_passes:
             return 0
-        others = sum(size for name, size in self._bytes.items() if name != model)
-        largest = self._models[model].largest_of(repeated)
-        num_kept = largest.num_kept(repeated.num_passes, KEPT_BYTES - others)
-        self._bytes[model] = num_kept * largest.num_bytes
+        free = KEPT_BYTES - sum(size for name, size in self._bytes.items() if name != model)
+        of_pass = self.pass_bytes(model, repeated)
+        num_kept = min(repeated.num_passes, free // of_pass)
+        self._bytes[model] = num_kept * of_pass
         return num_kept
 
     def put(self, model: str, parts: Sequence[Rollout], outputs: Sequence[Tensor]) -> None:

@@ -188,7 +188,7 @@ class Learner(Rank):
             )
         self.average = MovingAverage(self.policy, config.ema.decay, on_cpu=config.memory != "fast")
         self.writer = self.policy.checkpoint_writer()
-        self.kept = KeptPasses.of(config, self.engines)
+        self.kept = KeptPasses(config, self.engines)
         self._sent_digests = dict[str, int]()
         stream = models.pretraining
         self.stream = CausalLMObjective(stream_rows(stream.path, stream.seq_len)) if stream else None

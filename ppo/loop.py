@@ -22,7 +22,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import read_config
 from ppo.alarm import Rang, SpotChecks
 from ppo.config import PeopleSource, PPOConfig
-from ppo.controller import GoldScores, PPOController, ScoredBy, prompt_order
+from ppo.controller import UNOBSERVED, GoldScores, Observers, PPOController, ScoredBy, prompt_order
 from ppo.people import PeopleChecks
 from ppo.prompts import NamedSources
 from ppo.rank import InitialModels
@@ -58,8 +58,7 @@ def train(
 
     `samples.jsonl` gets some responses for people to read, and `rollouts.jsonl` records which weights sampled each
     response. With `keep_policies_every`, `policies/NNNNNN/` are model directories of the policy during training.
-    `enter` is called with the name of each phase when it begins. `gold` is as for `PPOController`. `open_labels` opens
-    the label store of an alarm whose source is people.
+    `enter` and `gold` are as for `Observers`. `open_labels` opens the label store of an alarm whose source is people.
 
     Raises:
         ValueError: a prompt leaves no room for a response, or too many scores fail.
@@ -73,23 +72,16 @@ def train(
         closing(RolloutLog(context.folder, resume_step=first)) as rollouts,
         _spot_checks(context, config, models, fitting, tokenizer, first, open_labels) as spot_checks,
     ):
-        controller = controller_of(
-            context,
-            config,
-            roles,
-            models,
-            fitting,
-            samples=samples,
-            rollouts=rollouts,
-            spot_checks=spot_checks,
-            enter=enter,
-            gold=gold,
-        )
+        observers = Observers(samples, rollouts, spot_checks, enter, gold)
+        controller = controller_of(context, config, roles, models, fitting, observers)
         if resumption.name:
             load_checkpoint(controller, checkpoints / resumption.name)
         done = _iterate(checkpoints, config, controller, first, log)
     roles.learners.finish_saving()
     roles.learners.export_policy(context.folder)
+    rang = _alarm_that_rang(config, spot_checks, done)
+    if rang is not None and rang.result < done:
+        _roll_back(context.folder, rang.result)
     context.write_results(
         PPOResults(
             done,
@@ -101,7 +93,7 @@ def train(
             sources=fitting.sources,
             num_prompts=dict(zip((source.title for source in config.named_sources), fitting.sizes, strict=True)),
             generator=config.sampler.kind,
-            alarm=_alarm_that_rang(context.folder, config, spot_checks, done),
+            alarm=rang,
         )
     )
 
@@ -153,20 +145,16 @@ def _sizes_of(fitting: Fitting) -> tuple[int, ...]:
     return fitting.sizes or (len(fitting.prompts),)
 
 
-def _alarm_that_rang(
-    folder: Path, config: PPOConfig, spot_checks: SpotChecks | PeopleChecks | None, done: int
-) -> Rang | None:
-    """Returns the alarm that rang, if any, with the iteration of the policy that the stage ends with; rolls back to
-    that policy first, if the job says so. `done` iterations have been run.
+def _alarm_that_rang(config: PPOConfig, spot_checks: SpotChecks | PeopleChecks | None, done: int) -> Rang | None:
+    """Returns the alarm that rang, if any, with the iteration of the policy that the stage is to end with: the last of
+    `done` iterations, or if the job rolls back, the last policy that was kept before the scores fell.
     """
     if spot_checks is None or spot_checks.rang is None:
         return None
     if config.alarm is None or config.alarm.action != "roll_back":
         return replace(spot_checks.rang, result=done)
     every = config.keep_policies_every
-    last_before_fall = (spot_checks.rang.fall - 1) // every * every  # 0 = the initial policy
-    _roll_back(folder, last_before_fall)
-    return replace(spot_checks.rang, result=last_before_fall)
+    return replace(spot_checks.rang, result=(spot_checks.rang.fall - 1) // every * every)  # 0 = the initial policy
 
 
 def _roll_back(folder: Path, iteration: int) -> None:
@@ -184,14 +172,9 @@ def controller_of(
     roles: Roles,
     models: InitialModels,
     fitting: Fitting,
-    *,
-    samples: SampleLog | None = None,
-    rollouts: RolloutLog | None = None,
-    spot_checks: SpotChecks | PeopleChecks | None = None,
-    enter: Callable[[str], None] = lambda _phase: None,
-    gold: GoldScores | None = None,
+    observers: Observers = UNOBSERVED,
 ) -> PPOController:
-    """Build the controller as it is before its first iteration. For the keywords, see `PPOController`."""
+    """Build the controller as it is before its first iteration."""
     stream = models.pretraining
     num_rows = len(stream_rows(stream.path, stream.seq_len)) if stream else 0
     followed: Sequence[int] = ()
@@ -208,13 +191,9 @@ def controller_of(
         seed=context.seed,
         followed=followed,
         max_difference=max_difference(context.engine.resolved_precision(), shape.num_hidden_layers),
-        samples=samples,
-        rollouts=rollouts,
-        spot_checks=spot_checks,
-        enter=enter,
-        gold=gold,
         sources=NamedSources(names, fitting.sizes) if names else None,
         scored_by=_scored_by(config, fitting),
+        observers=observers,
     )
 
 
@@ -268,7 +247,8 @@ def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, fi
 
 def _is_ended(config: PPOConfig, controller: PPOController) -> bool:
     """Returns whether the alarm has ended training."""
-    rang = None if controller.spot_checks is None else controller.spot_checks.rang
+    checks = controller.observers.spot_checks
+    rang = None if checks is None else checks.rang
     return rang is not None and config.alarm is not None and config.alarm.action != "warn"
 
 

@@ -26,7 +26,7 @@ from ppo.controller import GoldScores, prompt_order
 from ppo.environments.environment import Environment
 from ppo.loop import train
 from ppo.placement import VLLM
-from ppo.plan import plan, policy_tokenizer
+from ppo.plan import RewardSection, plan, policy_tokenizer, reward_section
 from ppo.prompts import PromptSource, first_distinct
 from ppo.rank import InitialModels, ScoreScale, TokenStream
 from ppo.report import REPORTER
@@ -35,14 +35,12 @@ from ppo.rollout import Rollout
 from ppo.shared_body import adapter_of, require_same_body, require_same_shape
 from pretrain.stage import STAGE as PRETRAIN
 from pretrain.stage import tokenize
-from reward.config import RewardConfig
 from reward.external import ExternalReward, ModelReward, NoReward
 from reward.judge import JudgeReward
 from reward.report import RewardResults
 from reward.sampling import SamplingSpec, sample_everywhere
 from reward.scoring import check_steps, labels_of, weights_by_label
 from reward.sources import REWARD_KEYS
-from reward.stage import STAGE as REWARD
 from reward.verifiers.verifier import Verifier
 from stages.contract import Parent, Stage
 from stages.data import SAMPLES, Fitting, OnAccess, fitting_prompts, joined
@@ -282,8 +280,8 @@ def check(config: PPOConfig, job: JobView) -> None:
     """
     if job.model is not None:
         require_divisible(job.model, config.sampler.tensor_parallel_size, "ppo.sampler.tensor_parallel_size")
-    reward = job.section(REWARD)
-    own_reward = reward is not None and REWARD.name in job.parents(STAGE.name)
+    reward = reward_section(job)
+    own_reward = reward is not None and "reward" in job.parents(STAGE.name)
     if reward is not None and own_reward:
         weights_by_label("[reward]", reward.labels, config.reward.objective_weights)
         _check_own_steps(config, reward)
@@ -310,7 +308,7 @@ def check(config: PPOConfig, job: JobView) -> None:
         )
 
 
-def _check_own_steps(config: PPOConfig, reward: RewardConfig) -> None:
+def _check_own_steps(config: PPOConfig, reward: RewardSection) -> None:
     """Check that `reward.steps` is set if and only if [reward] learns from step labels, with the same separator."""
     if (reward.step_labels is None) != (config.steps is None):
         learns = "rankings" if reward.step_labels is None else "step labels"
@@ -334,7 +332,7 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
     if config.environment is not None and isinstance(config.reward, ModelReward):
         _check_reads_conversations(stage, config.reward, tokenizer)
     if isinstance(config.reward, ModelReward) and config.reward.model:
-        judge = stage.start(REWARD.name)
+        judge = stage.start("reward")
         weights_by_label(str(judge), labels_of(judge), config.reward.objective_weights)
         check_steps(judge, config.steps)
         if config.shared_body and config.init_from:
@@ -377,10 +375,10 @@ def _saying_whose_template(stage: StageRun, config: PPOConfig) -> Iterator[None]
 
 def _check_reads_conversations(stage: StageRun, reward: ModelReward, tokenizer: Tokenizer) -> None:
     """Raises: ValueError if the reward model reads texts, since a conversation with an environment is not one."""
-    if stage.tokenizer_of(REWARD.name) == tokenizer:
+    if stage.tokenizer_of("reward") == tokenizer:
         return
     own = "ppo.environment: the tokenizer or chat template of [reward]"
-    whose = f"ppo.reward.model: the tokenizer of {stage.start(REWARD.name)}" if reward.model else own
+    whose = f"ppo.reward.model: the tokenizer of {stage.start('reward')}" if reward.model else own
     raise ValueError(
         f"{whose} differs from the policy's; a reward model that reads conversations with ppo.environment as the policy"
         " does was expected"

@@ -28,7 +28,7 @@ from lm.weights import PRETRAINED, ModelFolder, WithNewHead, save_model
 from pretrain.corruption import NUM_VIEWS, DenoisingObjective, HiddenWords, MaskedObjective, NextSentenceObjective
 from stages.contract import Preparation, Stage
 from stages.data import token_folder
-from stages.planner import Planner, StagePlan
+from stages.plan import Planner, Training
 from stages.reports.parts import StageReport, StageReporter
 from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import (
@@ -41,6 +41,7 @@ from stages.reports.stage_report import (
 )
 from stages.reports.text import count, number, percent
 from stages.run import JobView, StageRun
+from stages.sizes import Lengths
 from training.config import InitConfig, TrainingConfig
 from training.data import SourceRows, TextConfig, read_texts, untold
 from training.engine import StageContext, build_engine
@@ -260,11 +261,10 @@ def preflight(run: StageRun, config: PretrainConfig) -> None:
     tokenize(run, config)
 
 
-def plan(planner: Planner, config: PretrainConfig) -> StagePlan:
+def plan(planner: Planner, config: PretrainConfig) -> Training:
     # A decoder predicts all tokens of a row but the first. For other models the start token takes one place of the row.
     tokens = config.seq_len - (planner.model.kind == "decoder")
-    logits = config.batch.micro_batch_size * tokens * planner.model.vocab_size
-    return planner.training("rows", config, config.num_steps, tokens, logits)
+    return Training("rows", config, planner.model, config.num_steps, Lengths.bound(tokens))
 
 
 PANELS = (

@@ -26,7 +26,7 @@ from reward.scoring import RewardModel, labels_of, weights_by_label
 from stages.contract import Parent, Source, Stage
 from stages.data import fitting_prompts
 from stages.labels import Labels
-from stages.planner import Planner, StagePlan
+from stages.plan import Planner, Sampling
 from stages.reports.parts import StageReport, StageReporter
 from stages.reports.plots import Measured, interval_figure
 from stages.reports.run_folder import StageFolder
@@ -245,12 +245,12 @@ def preflight(run: StageRun, config: CollectConfig) -> None:
     fitting_prompts(run, run.tokenizer_of("sft"), config.prompts, config.max_new_tokens, config.on_overlong, run.tell)
 
 
-def plan(planner: Planner, config: CollectConfig) -> StagePlan:
+def plan(planner: Planner, config: CollectConfig) -> Sampling:
     num_prompts, num_responses = planner.sizes.num_rows(config.prompts), config.responses_per_prompt
     lengths = planner.answered(
         config.prompts, config.max_new_tokens, config.on_overlong, lambda run: run.tokenizer_of("sft")
     )
-    return planner.sampling(num_prompts, num_responses, config.max_new_tokens, lengths, at_once=num_responses)
+    return Sampling(planner.model, num_prompts, num_responses, config.max_new_tokens, lengths, num_responses)
 
 
 EVALUATION_SHARE = 0.1  # of the prompts, whose tasks are always selected uniformly, for evaluation

@@ -6,22 +6,13 @@ higher is better; and "objective", the criterion of the labeler (default: "overa
 (docs/labels.md).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import TYPE_CHECKING
 
-from pydantic import Field, field_validator
-
-from files.conversations import AUTO
-from files.rows import InvalidRows
 from lm.tokenizer import Messages, Tokenizer
-from preferences.records import MIN_RESPONSES, Flags, Message, Ranking
-from training.data import OnOverlong, SourceConfig, SourceRows, read_rows, report_rows, untold
+from preferences.records import Flags, Message, Ranking
+from training.data import OnOverlong
 from training.tokens import FITS, SKIPPED, TRUNCATED, chunks, encode_rows
-
-if TYPE_CHECKING:
-    from preferences.formats.merging import ImportedLabels
 
 
 @dataclass(frozen=True)
@@ -48,72 +39,6 @@ class Comparison:
     def weight(self) -> float:
         """The mean weight of its verdicts."""
         return sum(verdict.weight for verdict in self.verdicts) / len(self.verdicts)
-
-
-class RankingsConfig(SourceConfig):
-    """Where rankings come from, and their format."""
-
-    format: str = Field(
-        default=AUTO,
-        description="Format of the rows, one of those in docs/labels.md; `auto` recognises it by the rows' fields.",
-    )
-
-    @field_validator("format")
-    @classmethod
-    def _is_known(cls, name: str) -> str:
-        from preferences.formats.registry import format_to_read  # needs SQLAlchemy, which a bare GPU machine lacks
-
-        return name if name == AUTO else format_to_read(name).name
-
-
-def read_judgments(
-    data: RankingsConfig, tell: Callable[[str], None] = untold, *, least_responses: int = MIN_RESPONSES
-) -> "ImportedLabels":
-    """Read tasks, judgments, warnings about rows, and what is excluded from training.
-
-    `tell` gets lines about the number of comparisons, their format, and unusual rows. A task with fewer than
-    `least_responses` is refused.
-
-    Raises: ValueError naming file, line, field.
-    """
-    from preferences.formats.merging import collect_all, report_excluded
-    from preferences.formats.registry import read_as
-
-    invalid = InvalidRows(data.source, data.on_invalid)
-    rows = read_rows(data, invalid)
-    first = next(rows, None)
-    if first is None:
-        invalid.finish()
-        raise ValueError(f"{data.source}: no rankings; at least one was expected")
-    form, rows = read_as(data.format, chain([first], rows), data.source, option="`format`")
-    judgments = collect_all(form, rows, invalid)
-    if not any(found.judgments for found in judgments.found_tasks):
-        unusual = SourceRows.of(invalid, judgments.report.outcomes())
-        if judgments.found_tasks and not unusual:
-            tasks = f"{len(judgments.found_tasks):,} tasks"
-            raise ValueError(f"{data.source}: {tasks}, but none has a judgment; at least one ranking was expected")
-        reasons = f" ({unusual})" if judgments.report.num_rows else ""
-        raise ValueError(f"{data.source}: no rankings{reasons}; at least one was expected")
-    for found in judgments.found_tasks:
-        if len(found.task.responses) < least_responses:
-            raise ValueError(
-                f"{found.where}: a single response, which ranks nothing; 'chosen' and 'rejected' or several responses"
-                ' were expected ([dpo] with loss = "kto" learns from labels of single responses)'
-            )
-    is_single = all(len(found.task.responses) == 1 for found in judgments.found_tasks)
-    things = "labeled responses" if is_single else "comparisons"
-    tell(f"{data.source}: {len(judgments.found_tasks):,} {things}, {form.description}")
-    report_excluded(judgments)
-    report_rows(invalid, judgments.report.outcomes(), tell)
-    if next(judgments.ranked_tasks(), None) is None:
-        counts = ", ".join(f"{count:,} x {kind}" for kind, count in judgments.report.counts().items())
-        raise ValueError(f"{data.source}: no ranking to train on ({counts}); at least one was expected")
-    return judgments
-
-
-def read_rankings(data: RankingsConfig) -> list[Ranking]:
-    """Read the current rankings. Raises as for `read_judgments`."""
-    return read_judgments(data).rankings
 
 
 def encode_scored(tokenizer: Tokenizer, messages: Messages) -> tuple[int, ...]:

@@ -4,13 +4,29 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from files.conversations import AUTO
 from lm.model import SCORE
 from preferences.records import MIN_RESPONSES
-from reward.comparisons import RankingsConfig
 from reward.objective import Ties
 from reward.step_labels import StepLabelsConfig
 from training.config import FineTuningConfig, LayersConfig
-from training.data import DataConfig, OnOverlong, overlong_field
+from training.data import DataConfig, OnOverlong, SourceConfig, overlong_field
+
+
+class RankingsConfig(SourceConfig):
+    """Where rankings come from, and their format."""
+
+    format: str = Field(
+        default=AUTO,
+        description="Format of the rows, one of those in docs/labels.md; `auto` recognises it by the rows' fields.",
+    )
+
+    @field_validator("format")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        from preferences.formats.registry import format_to_read  # needs SQLAlchemy, which a bare GPU machine lacks
+
+        return name if name == AUTO else format_to_read(name).name
 
 
 class ComparisonsConfig(FineTuningConfig):

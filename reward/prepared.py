@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, Self, cast
 import numpy as np
 
 from files.hashes import json_hash
+from files.rows import InvalidRows
 from lm.tokenizer import Tokenizer
-from preferences.formats.merging import ImportedLabels
+from preferences.formats.merging import ImportedLabels, collect_all, report_excluded
 from preferences.formats.parts import RowWarning
 from preferences.rankings import is_heldout, split_rankings
-from preferences.records import OVERALL, Message, Ranking
+from preferences.records import MIN_RESPONSES, OVERALL, Message, Ranking
 from preferences.statistics.agreement import labeler_reliability, labeler_weights
 from reward.comparisons import (
     Comparison,
@@ -28,15 +29,14 @@ from reward.comparisons import (
     comparison_of,
     fit_tasks,
     rankings_by_task,
-    read_judgments,
 )
-from reward.config import ComparisonsConfig
+from reward.config import ComparisonsConfig, RankingsConfig
 from stages.data import token_folder
-from stages.planner import Planner
+from stages.plan import Planner
 from stages.progress import console
 from stages.run import StageRun
 from stages.sizes import Lengths, RowSample
-from training.data import OnOverlong, SourceRows, untold
+from training.data import OnOverlong, SourceRows, read_rows, report_rows, untold
 from training.tokens import (
     CHECKED_SEQUENCES,
     SKIPPED,
@@ -325,6 +325,55 @@ def objectives_of(counts: Counter[tuple[str, bool]], config: ComparisonsConfig) 
                 " same side, so put text that all prompts share in a system turn)"
             )
     return objectives
+
+
+def read_judgments(
+    data: RankingsConfig, tell: Callable[[str], None] = untold, *, least_responses: int = MIN_RESPONSES
+) -> ImportedLabels:
+    """Read tasks, judgments, warnings about rows, and what is excluded from training.
+
+    `tell` gets lines about the number of comparisons, their format, and unusual rows. A task with fewer than
+    `least_responses` is refused.
+
+    Raises: ValueError naming file, line, field.
+    """
+    from preferences.formats.registry import read_as  # needs SQLAlchemy, which a bare GPU machine lacks
+
+    invalid = InvalidRows(data.source, data.on_invalid)
+    rows = read_rows(data, invalid)
+    first = next(rows, None)
+    if first is None:
+        invalid.finish()
+        raise ValueError(f"{data.source}: no rankings; at least one was expected")
+    form, rows = read_as(data.format, itertools.chain([first], rows), data.source, option="`format`")
+    judgments = collect_all(form, rows, invalid)
+    if not any(found.judgments for found in judgments.found_tasks):
+        unusual = SourceRows.of(invalid, judgments.report.outcomes())
+        if judgments.found_tasks and not unusual:
+            tasks = f"{len(judgments.found_tasks):,} tasks"
+            raise ValueError(f"{data.source}: {tasks}, but none has a judgment; at least one ranking was expected")
+        reasons = f" ({unusual})" if judgments.report.num_rows else ""
+        raise ValueError(f"{data.source}: no rankings{reasons}; at least one was expected")
+    for found in judgments.found_tasks:
+        if len(found.task.responses) < least_responses:
+            raise ValueError(
+                f"{found.where}: a single response, which ranks nothing; 'chosen' and 'rejected' or several responses"
+                ' were expected ([dpo] with loss = "kto" learns from labels of single responses)'
+            )
+    is_single = all(len(found.task.responses) == 1 for found in judgments.found_tasks)
+    things = "labeled responses" if is_single else "comparisons"
+    tell(f"{data.source}: {len(judgments.found_tasks):,} {things}, {form.description}")
+    report_excluded(judgments)
+    report_rows(invalid, judgments.report.outcomes(), tell)
+    if next(judgments.ranked_tasks(), None) is None:
+        counts = ", ".join(f"{count:,} x {kind}" for kind, count in judgments.report.counts().items())
+        raise ValueError(f"{data.source}: no ranking to train on ({counts}); at least one was expected")
+    return judgments
+
+
+def read_rankings(data: RankingsConfig) -> list[Ranking]:
+    """Read the current rankings. Raises as for `read_judgments`."""
+    return read_judgments(data).rankings
 
 
 def comparison_steps(planner: Planner, config: ComparisonsConfig) -> tuple[int, int]:

@@ -32,8 +32,8 @@ from preferences.records import Ranking
 from preferences.statistics.agreement import accuracy_against
 from preferences.statistics.estimates import Floats, Share
 from preferences.statistics.intervals import share_interval
-from reward.comparisons import Comparison, RankingsConfig, encode_scored, read_judgments
-from reward.config import RewardConfig
+from reward.comparisons import Comparison, encode_scored
+from reward.config import RankingsConfig, RewardConfig
 from reward.metrics import (
     FinalScores,
     calibration_sequences,
@@ -58,6 +58,7 @@ from reward.prepared import (
     check_objectives,
     comparison_lengths,
     comparison_steps,
+    read_judgments,
     report_rankings,
     split_of,
     tokenize,
@@ -67,7 +68,7 @@ from reward.report import REPORTER, RewardResults
 from reward.scoring import RewardModel, RewardNetwork, network_folder, shifted
 from reward.step_training import plan_steps, tokenize_steps, train_steps
 from stages.contract import Parent, Stage
-from stages.planner import Planner, StagePlan
+from stages.plan import Planner, Training
 from stages.run import JobView, StageRun
 from stages.world import label_truth
 from training.engine import StageContext, build_engine
@@ -312,20 +313,19 @@ def _most_tokens(start: Path, config: RewardConfig) -> int:
     return on_meta(_source(start, config, seed=0).build).config.max_position_embeddings
 
 
-def plan(planner: Planner, config: RewardConfig) -> StagePlan:
+def plan(planner: Planner, config: RewardConfig) -> Training:
     if config.step_labels is not None:
         return plan_steps(planner, config)
     steps, num_responses = comparison_steps(planner, config)
     context = planner.shape(config.init_from).max_position_embeddings
     lengths = comparison_lengths(planner, config, lambda run: run.tokenizer_of("sft", config.end_token), context)
-    changed = replace(planner, model=config.reshaped(planner.shape(config.init_from)))
-    return changed.training(
+    return Training(
         "comparisons",
         config,
+        config.reshaped(planner.shape(config.init_from)),
         steps,
-        lengths.longest,
-        0,
-        mean_tokens=lengths.mean,
+        lengths,
+        has_logits=False,
         rows_per_unit=num_responses,
         num_scores=len(config.labels),
     )

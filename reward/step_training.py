@@ -34,7 +34,7 @@ from reward.report import StepBin, StepResults
 from reward.scoring import STEP_SEPARATOR, PackedInputs, scores_of
 from reward.step_labels import ARRAYS, LABELS, RIGHT, UNLABELLED, WRONG, Labels, StepLabels, step_parts
 from stages.data import token_folder
-from stages.planner import Planner, StagePlan
+from stages.plan import Planner, Training
 from stages.run import StageRun
 from training.config import BatchConfig
 from training.data import untold
@@ -272,14 +272,12 @@ def area_under_curve(chance_N: Floats, right_N: Floats, problem_N: Ints, seed: i
     return Interval(mean, *percentiles(areas_M[~np.isnan(areas_M)], LEVEL))
 
 
-def plan_steps(planner: Planner, config: RewardConfig) -> StagePlan:
+def plan_steps(planner: Planner, config: RewardConfig) -> Training:
     """Plan the training: one pass reads whole responses, of at most the model's context."""
     assert config.step_labels is not None, "the stage learns from rankings"
     num_rows = planner.sizes.num_rows(config.step_labels)
     planner.sizes.assume("assumes one response per row of step labels")
     steps = max(1, round(config.num_epochs * num_rows * (1 - config.heldout_share) / config.batch.batch_size))
     lengths = planner.bound(config.step_labels, 0)
-    return planner.training(
-        "responses", config, steps, lengths.longest, 0, mean_tokens=lengths.mean, num_scores=1,
-        init_from=config.init_from,
-    )  # fmt: skip
+    shape = planner.shape(config.init_from)
+    return Training("responses", config, shape, steps, lengths, has_logits=False, num_scores=1)

@@ -28,7 +28,7 @@ from reward.stage import STAGE as REWARD
 from sft.demonstrations import Limit, Rows, demonstration_parts
 from stages.contract import Parent, Stage
 from stages.data import fitting_prompts, token_folder
-from stages.planner import Planner, StagePlan
+from stages.plan import Planner, Sampling, Training
 from stages.reports.parts import StageReport, StageReporter
 from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import (
@@ -41,6 +41,7 @@ from stages.reports.stage_report import (
 )
 from stages.reports.text import count, number
 from stages.run import JobView, StageRun
+from stages.sizes import Lengths
 from training.config import FineTuningConfig
 from training.data import DataConfig, OnOverlong, Overlong, Prompt, SourceRows, overlong_field
 from training.engine import StageContext, build_engine
@@ -281,38 +282,27 @@ def preflight(run: StageRun, config: RejectionConfig) -> None:
     )
 
 
-def plan(planner: Planner, config: RejectionConfig) -> StagePlan:
-    """Estimate both halves, sampling and training, which run one after the other: total time, and memory of each."""
-    num_prompts, tokens = planner.sizes.num_rows(config.prompts), config.seq_len - 1
-    measured_by: Mapping[str, int] = {"reward model": 2 if planner.layout.is_gpu else 4}
+def plan(planner: Planner, config: RejectionConfig) -> Training:
+    """Describe both halves, sampling and training, which run one after the other."""
+    num_prompts = planner.sizes.num_rows(config.prompts)
     lengths = planner.answered(
         config.prompts, config.max_new_tokens, config.on_overlong, lambda run: load_tokenizer(run, config)
     )
-    sampling = planner.sampling(
+    sampling = Sampling(
+        planner.model,
         num_prompts,
         config.num_samples,
         config.max_new_tokens,
         lengths,
         at_once=config.num_samples,
-        measured_by=measured_by,
+        measured_by=("reward model",),
     )
     rows = num_prompts * (1 - config.heldout_share)
     if lengths.num_rows:  # lengths were measured, so packing can be estimated
         rows *= min(1.0, lengths.mean / config.seq_len)
     steps = max(1, round(config.num_epochs * rows / config.batch.batch_size))
-    num_logits = config.batch.micro_batch_size * tokens * planner.model.vocab_size
-    training = planner.training("rows", config, steps, tokens, num_logits)
-    for assumption in (*sampling.assumptions, *training.assumptions):
-        planner.sizes.assume(assumption)
     planner.sizes.assume("upper bound: every prompt has a sample to keep, one per row; packing puts several in a row")
-    return planner.planned(
-        "rows",
-        {**training.batch, **{name: sampling.batch[name] for name in ("prompts", "responses per prompt")}},
-        {f"{kind} that {what}": memory for what, phase in (("samples", sampling), ("trains", training))
-         for kind, memory in phase.memory.items()},
-        steps,
-        training.seconds_per_step + sampling.seconds / steps,
-    )  # fmt: skip
+    return Training("rows", config, planner.model, steps, Lengths.bound(config.seq_len - 1), samples=sampling)
 
 
 REJECTION_PANELS = (Panel("Loss", "nats per token of the best samples", train_and_heldout("loss")), GRADIENT_NORM)

@@ -5,9 +5,8 @@ to each other, so packing only changes the speed. An encoder-decoder reads every
 writes that response (sequence to sequence); its pairs are not packed.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,7 @@ from sft.demonstrations import Limit, Rows, demonstration_lengths, demonstration
 from sft.translation import TranslationResults, translate, write_and_score
 from stages.contract import Parent, Stage
 from stages.data import token_folder
-from stages.planner import Planner, StagePlan
-from stages.planning.memory import GENERATION_ROWS, rows_at_once, sampling_phase
-from stages.planning.memory import count as count_parameters
+from stages.plan import Planner, Training
 from stages.reports.parts import Cell, Row, StageReport, StageReporter, Table
 from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import (
@@ -43,6 +40,7 @@ from stages.reports.stage_report import (
 )
 from stages.reports.text import count, count_of, number, percent
 from stages.run import JobView, StageRun
+from stages.sizes import Lengths
 from training.config import LayersConfig
 from training.data import DataConfig, OnOverlong, Overlong, SourceRows, overlong_field, untold
 from training.engine import Engine, StageContext, build_engine
@@ -235,46 +233,22 @@ def check(config: SFTConfig, job: JobView) -> None:
         )
 
 
-def plan(planner: Planner, config: SFTConfig) -> StagePlan:
+def plan(planner: Planner, config: SFTConfig) -> Training:
     is_decoder = planner.model.kind == "decoder"
-    tokens = config.seq_len - is_decoder
     rows = _num_packed_rows(planner, config) if is_decoder else None
     if rows is None:
         rows = sum(planner.sizes.num_rows(data) for data in config.demonstrations)
         if is_decoder:
             planner.sizes.assume("upper bound: one conversation per row; packing puts several in a row")
-    steps = max(1, round(config.num_epochs * rows / config.batch.batch_size))
-    logits = config.batch.micro_batch_size * tokens * planner.model.vocab_size
     if config.translation_beams:
-        planner.sizes.assume("upper bound: every held-out translation is seq_len - 1 tokens long")
-    changed = replace(planner, model=config.reshaped(planner.model))
-    planned = changed.training("rows", config, steps, tokens, logits)
-    return _with_translations(changed, config, planned) if config.translation_beams else planned
-
-
-def _with_translations(planner: Planner, config: SFTConfig, planned: StagePlan) -> StagePlan:
-    """Add the translations of held-out sources after the last step, by the saved model: all greedily, and one by one
-    with beams.
-    """
-    if config.heldout:
-        num_pairs = sum(planner.sizes.num_rows(data) for data in config.heldout)
-    else:
-        num_pairs = round(config.heldout_share * sum(planner.sizes.num_rows(data) for data in config.demonstrations))
-    layout, new = planner.layout, config.seq_len - 1
-    total, of_rank = (
-        count_parameters(planner.model, config.optimizer).total,
-        max(1, math.ceil(num_pairs / layout.ranks)),
+        planner.sizes.assume("the translations of held-out sources after the training are not counted")
+    return Training(
+        "rows",
+        config,
+        config.reshaped(planner.model),
+        max(1, round(config.num_epochs * rows / config.batch.batch_size)),
+        Lengths.bound(config.seq_len - is_decoder),
     )
-    greedy, beams = (
-        planner.times.sampling_seconds(total, rows, 2 * new, new) for rows in (of_rank, config.translation_beams)
-    )
-    saved, memory = (2 if layout.is_gpu else 4) * total, dict(planned.memory)
-    for kind, held_memory in planned.memory.items():
-        free = planner.gpu_bytes - sum(held_memory.held.values()) - saved
-        rows = rows_at_once(planner.model, layout, free, min(of_rank, GENERATION_ROWS), 2 * new)
-        phase = {"the saved model": saved, **sampling_phase(planner.model, layout, total, rows, new, new)}
-        memory[kind] = replace(held_memory, phases={**held_memory.phases, "translate": phase})
-    return replace(planned, memory=memory, once_seconds=greedy + of_rank * beams)
 
 
 def _num_packed_rows(planner: Planner, config: SFTConfig) -> float | None:

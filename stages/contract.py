@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from lm.tokenizer import Tokenizer
-from stages.planner import Planner, StagePlan
+from stages.plan import Planner, Work
 from stages.reports.parts import StageReporter
 from stages.run import JobView, StageRun
 from stages.sizes import Sizes, SourceSize
@@ -107,7 +107,7 @@ class Stage(Generic[AnyConfig]):
 
     # What the lineage leaves out, what `heed plan` shows, and what the report shows.
     layout_keys: frozenset[str] = frozenset()  # keys that say how work is placed and change no result
-    plan: Callable[[Planner, AnyConfig], StagePlan] = lambda planner, _config: planner.unknown()
+    plan: Callable[[Planner, AnyConfig], Work] | None = None  # None: its memory and time are unknown
     conversation_tokens: Callable[[AnyConfig], int] | None = None  # bound on the conversations it teaches
     report: StageReporter | None = None  # what the run's page shows; None: the numbers of results.json
 

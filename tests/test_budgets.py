@@ -1,7 +1,7 @@
 """The weight of Heed has a budget, and every key and option has somebody who sets it.
 
-A change that raises a number below lowers another one in the same commit, or its message says why not. A change that makes
-something smaller lowers the number.
+A change that raises a number below lowers another one in the same commit, or its message says why not. A change that
+makes something smaller lowers the number.
 """
 
 import ast

@@ -1,10 +1,10 @@
 """Work and memory of a row, as `heed plan` counts them (docs/plan.md)."""
 
 from benchmarks.gpu.rows import Generation, Iteration, Pretraining
+from heed.jobs.memory import Layout, count, forward_pass, sampling_phase, training_memory
+from heed.jobs.ppo_memory import PPOModels, PPOWork, ppo_memory
 from lm.config import ModelConfig
 from lm.inspection import cache_bytes_per_token, flops_per_token
-from stages.planning.memory import Layout, count, forward_pass, sampling_phase, training_memory
-from stages.planning.ppo import PPOModels, PPOWork, ppo_memory
 from training.config import OptimizerConfig
 from training.packing import bucket
 

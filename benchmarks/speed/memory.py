@@ -20,8 +20,10 @@ from benchmarks.speed.own import OneRow
 from benchmarks.speed.process import peak_growth, run
 from benchmarks.speed.table import taken_on
 from benchmarks.speed.work import Sizes, write_work
+from heed.jobs.estimate import GIB, RANK, Hardware
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import load_job
+from heed.jobs.memory import Memory
 from heed.jobs.plan import Setting, make_plan
 from lm.model import LanguageModel
 from lm.weights import ModelFolder
@@ -31,9 +33,6 @@ from ppo.roles import Roles
 from ppo.stage import STAGE as PPO
 from pretrain.stage import STAGE as PRETRAIN
 from sft.stage import STAGE as SFT
-from stages.planner import RANK
-from stages.planning.hardware import GIB, Hardware
-from stages.planning.memory import Memory
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
 from training.objectives import CausalLMObjective

@@ -40,7 +40,7 @@ from reward.steps import StepsConfig
 from sft.rejection import STAGE as REJECTION
 from stages.contract import POLICIES, Parent, Stage
 from stages.data import OnAccess, fitting_prompts
-from stages.planner import Planner, StagePlan
+from stages.plan import Planner, Sampling
 from stages.reports.text import DEFAULT_NAMES
 from stages.run import JobView, StageRun
 from training.data import NO_FIELDS, DataConfig, Prompt, RowFields, stream_prompts
@@ -327,22 +327,21 @@ def _num_seen(run: StageRun, prompts: Sequence[Prompt], trained_on: Sequence[Dat
     return sum(compared[messages] for messages in {messages for messages in trained if messages in compared})
 
 
-def plan(planner: Planner, config: CompareConfig) -> StagePlan:
+def plan(planner: Planner, config: CompareConfig) -> Sampling:
     pool = max(config.best_of, config.num_samples)
     others = len(policies_of(planner.job)) + ("pretrain" in planner.job.stage_names)
     per_prompt = pool + config.num_samples * others
-    # Reward models of this stage are bf16 on a GPU, otherwise fp32 (`lm.source`).
-    measured_by = {"reference": planner.layout.compute_bytes, "reward model": 2 if planner.layout.is_gpu else 4}
     lengths = planner.answered(
         config.prompts, config.max_new_tokens, config.on_overlong, lambda run: start_of(run).tokenizer
     )
-    return planner.sampling(
+    return Sampling(
+        planner.model,
         planner.sizes.num_rows(config.prompts),
         per_prompt,
         config.max_new_tokens,
         lengths,
         at_once=pool,
-        measured_by=measured_by,
+        measured_by=("reference", "reward model"),
     )
 
 

@@ -15,7 +15,7 @@ from heed.arena.policies import ArenaPolicy, ArenaSampling, LocalSpeaker, Messag
 from stages.progress import console, results_console
 
 if TYPE_CHECKING:
-    from ppo.replay import Replayed
+    from heed.jobs.replay import Replayed
     from preferences.records import Task
 
 COLUMNS = ("logprob", "kl", "teacher", "reward", "value", "advantage", "ratio", "ratio_after", "weight")

@@ -15,17 +15,27 @@ from rich.markup import escape
 from rich.table import Table
 
 from cluster.group import WorkerGroup
+from heed.jobs.estimate import (
+    BANDWIDTH_SHARE,
+    GIB,
+    GPUS,
+    LINK_SHARE,
+    Estimator,
+    Hardware,
+    StagePlan,
+    Times,
+    hardware,
+)
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import load_job
+from heed.jobs.memory import Layout, Memory
 from heed.jobs.models import known_shape
 from heed.jobs.registry import WORLD
 from lm.config import ModelConfig
 from lm.hub import is_on_this_machine, shape_and_tokenizer
 from preferences.store import LabelStore
-from stages.planner import Planner, StagePlan
-from stages.planning.hardware import GIB, GPUS, Hardware, hardware
-from stages.planning.memory import Layout, Memory
-from stages.planning.times import BANDWIDTH_SHARE, LINK_SHARE, Times
+from stages.plan import Planner
+from stages.reports.text import count_of
 from stages.run import StageRun
 from stages.sizes import Measures, Sizes, SourceSize
 from training.config import BatchConfig
@@ -116,8 +126,13 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
         run = _PlannedRun(stage.name, job, RUNS / job.name, _NoWorkers(), None, LabelStore) if has_models else None
         shape = job.shape_before(stage) or model
         times = Times(shape, layout, setting.hardware, setting.share_of_peak)
-        planner = Planner(stage.name, job, shape, layout, sizes, times, known_shape, run)
-        plans.append(stage.plan(planner, job.section_of(stage)))
+        planner, work = Planner(stage.name, job, shape, sizes, known_shape, run), None
+        if stage.plan is None:
+            sizes.assume("this stage gives no estimate; its memory and time are not counted")
+        else:
+            work = stage.plan(planner, job.section_of(stage))
+        estimate = Estimator(stage.name, layout, times).estimate(work)
+        plans.append(replace(estimate, assumptions=sizes.taken()))
     return Plan(job, setting, layout, tuple(plans))
 
 
@@ -209,9 +224,9 @@ def advice(path: Path | None, overrides: Sequence[str], plan: Plan) -> list[str]
     fitting_change = changes_that_fit(path, overrides, plan)
     if fitting_change is not None:
         options = " ".join(f"--set {escape(shlex.quote(change))}" for change in fitting_change[0])
-        lines.append(f"[bold]fits with[/] {options}: {_peaks(fitting_change[1])}")
-    larger = next((name for name in _larger(plan) if not _on(plan, name).excess), "")
-    if larger:
+        peaks = ", ".join(f"{stage.name} {stage.peak / GIB:.1f} GiB" for stage in fitting_change[1].stages)
+        lines.append(f"[bold]fits with[/] {options}: {peaks}")
+    if larger := _smallest_that_fits(plan):
         lines.append(f"[bold]fits as it is[/] on {larger} (--gpu {larger})")
     lines = lines or ["no setting makes it fit; use a smaller model or more workers"]
     if not plan.setting.hardware.is_gpu:
@@ -242,11 +257,6 @@ def _mode(job: JobConfig) -> str:
     return str(getattr(job.section_of(job.stage("ppo")), "memory", "")) if "ppo" in job.stage_names else ""
 
 
-def _team_size(job: JobConfig) -> int:
-    """`ppo.sampler.tensor_parallel_size`, of a job with PPO."""
-    return int(job.section_of(job.stage("ppo")).sampler.tensor_parallel_size)
-
-
 def changes_that_fit(path: Path | None, overrides: Sequence[str], plan: Plan) -> tuple[list[str], Plan] | None:
     """Returns the fewest of the cheapest changes that make the job fit, as `--set` takes them, and the plan with them;
     None if no changes do.
@@ -256,28 +266,21 @@ def changes_that_fit(path: Path | None, overrides: Sequence[str], plan: Plan) ->
     kept: list[str] = []
     best = plan
     while best.excess:
-        better = next(_improvements(path, overrides, kept, best), None)
-        if better is None:
+        for change in _changes(best):
+            key = change.partition("=")[0]
+            changed = [*(other for other in kept if other.partition("=")[0] != key), change]
+            tried = _replanned(path, [*overrides, *changed], best)
+            if tried is not None and tried.excess < best.excess:
+                kept, best = changed, tried
+                break
+        else:
             return None
-        kept, best = better
     for change in list(kept):
         fewer = [other for other in kept if other != change]
         tried = _replanned(path, [*overrides, *fewer], plan)
         if tried is not None and not tried.excess:
             kept, best = fewer, tried
     return kept, best
-
-
-def _improvements(
-    path: Path | None, overrides: Sequence[str], kept: list[str], best: Plan
-) -> Iterator[tuple[list[str], Plan]]:
-    """Yields the kept changes plus one more that reduces the excess of memory, for each such change, and the plan."""
-    for change in _changes(best):
-        key = change.partition("=")[0]
-        changed = [*(other for other in kept if other.partition("=")[0] != key), change]
-        tried = _replanned(path, [*overrides, *changed], best)
-        if tried is not None and tried.excess < best.excess:
-            yield changed, tried
 
 
 def _changes(plan: Plan) -> Iterator[str]:
@@ -293,7 +296,8 @@ def _changes(plan: Plan) -> Iterator[str]:
     if engine.zero_stage == 3 and engine.node_weights and plan.layout.ranks_per_node < job.workers:
         yield "engine.node_weights=false"
     if mode:
-        yield f"ppo.sampler.tensor_parallel_size={2 * _team_size(job)}"
+        sampler = job.section_of(job.stage("ppo")).sampler
+        yield f"ppo.sampler.tensor_parallel_size={2 * sampler.tensor_parallel_size}"
     if not engine.checkpoint_activations:
         yield "engine.checkpoint_activations=true"
     if job.workers > 1 and engine.zero_stage < 3:
@@ -327,20 +331,14 @@ def _replanned(path: Path | None, overrides: Sequence[str], plan: Plan) -> Plan 
         return None
 
 
-def _larger(plan: Plan) -> list[str]:
-    """Names GPUs with more memory, the smallest and cheapest first."""
+def _smallest_that_fits(plan: Plan) -> str:
+    """Names the GPU with the least memory, and then the lowest price, on which the job fits; "" if none has more."""
     chosen = plan.setting.hardware
     larger = [gpu for gpu in GPUS.values() if chosen.is_gpu and gpu.memory_bytes > chosen.memory_bytes]
-    return [gpu.name for gpu in sorted(larger, key=lambda gpu: (gpu.memory_bytes, gpu.dollars_per_hour))]
-
-
-def _on(plan: Plan, name: str) -> Plan:
-    return make_plan(plan.job, replace(plan.setting, hardware=GPUS[name]))
-
-
-def _peaks(plan: Plan) -> str:
-    """Formats the peak of each stage."""
-    return ", ".join(f"{stage.name} {stage.peak / GIB:.1f} GiB" for stage in plan.stages)
+    for gpu in sorted(larger, key=lambda gpu: (gpu.memory_bytes, gpu.dollars_per_hour)):
+        if make_plan(plan.job, replace(plan.setting, hardware=gpu)).fits:
+            return gpu.name
+    return ""
 
 
 @dataclass(frozen=True)
@@ -389,7 +387,10 @@ def show_plan(
     out.print(_summary(plan))
     for stage in plan.stages:
         out.print(f"\n[bold]{stage.name}[/]")
-        out.print(_batch_table(stage))
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for name, value in (("unit", stage.unit), *((name, f"{number:,}") for name, number in stage.batch.items())):
+            table.add_row(f"  {name}", value)
+        out.print(table)
         for kind, memory in stage.memory.items():
             out.print(_memory_table(kind, memory, chosen.memory_bytes))
         if host := _host_line(stage, plan):
@@ -403,14 +404,13 @@ def show_plan(
 
 def _verdict_line(plan: Plan) -> str:
     """Returns whether the job fits, on what, and the stage that needs most memory."""
-    chosen, setting = plan.setting.hardware, plan.setting
+    chosen, node_bytes = plan.setting.hardware, plan.setting.node_bytes
     where = chosen.name if chosen.is_gpu else "this machine's CPU"
-    largest = max(plan.stages, key=lambda stage: stage.peak)
-    of_node = max(plan.stages, key=plan.node_bytes)
-    if largest.peak <= chosen.memory_bytes and setting.node_bytes and plan.node_bytes(of_node) > setting.node_bytes:
+    largest, of_node = max(plan.stages, key=lambda stage: stage.peak), max(plan.stages, key=plan.node_bytes)
+    if largest.peak <= chosen.memory_bytes and node_bytes and plan.node_bytes(of_node) > node_bytes:
         return (
             f"{plan.job.name}: [bold red]does not fit[/] on {where}: {of_node.name} needs"
-            f" {_size(plan.node_bytes(of_node))} of a node's CPU memory, which has {_size(setting.node_bytes)}"
+            f" {_size(plan.node_bytes(of_node))} of a node's CPU memory, which has {_size(node_bytes)}"
         )
     return (
         f"{plan.job.name}: {verdict(largest.peak, chosen.memory_bytes)} on {where}: {largest.name} needs most,"
@@ -421,22 +421,9 @@ def _verdict_line(plan: Plan) -> str:
 def _heading(plan: Plan, nodes: int, gpus_per_node: int) -> str:
     layout, chosen = plan.layout, plan.setting.hardware
     gpus = min(gpus_per_node, layout.ranks)
-    where = f"{_num(nodes, 'node')} x {gpus} {chosen.name}" if chosen.is_gpu else "this machine's CPU"
-    return (
-        f"{_num(layout.ranks, 'worker')} on {where}, ZeRO {layout.zero_stage}, {'bf16' if layout.is_bf16 else 'fp32'}"
-    )
-
-
-def _num(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
-
-
-def _batch_table(stage: StagePlan) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_row("  unit", stage.unit)
-    for name, number in stage.batch.items():
-        table.add_row(f"  {name}", f"{number:,}")
-    return table
+    where = f"{count_of(nodes, 'node')} x {gpus} {chosen.name}" if chosen.is_gpu else "this machine's CPU"
+    precision = "bf16" if layout.is_bf16 else "fp32"
+    return f"{count_of(layout.ranks, 'worker')} on {where}, ZeRO {layout.zero_stage}, {precision}"
 
 
 def _memory_table(kind: str, memory: Memory, available: int) -> Table:
@@ -491,21 +478,19 @@ def _summary(plan: Plan) -> Table:
 
 def _how(plan: Plan) -> str:
     chosen, share = plan.setting.hardware, plan.setting.share_of_peak
-    rate = "measured just now" if not chosen.is_gpu else "dense bf16 peak"
-    links = (
-        ""
-        if not chosen.is_gpu
-        else (
+    rate = "dense bf16 peak" if chosen.is_gpu else "measured just now"
+    read_share = BANDWIDTH_SHARE if chosen.is_gpu else share
+    links = ""
+    if chosen.is_gpu:
+        links = (
             f" A GPU sends {_rate(chosen.link_bytes_per_second / 1e9)} GB/s in its node and"
             f" {_rate(chosen.network_bytes_per_second * 8 / 1e9)} Gbit/s to others (--network), at {LINK_SHARE:.0%}."
         )
-    )
     return (
         f"Times and costs are estimates: products run at {share:.0%} of {_rate(chosen.flops / 1e12)} TFLOP/s ({rate},"
-        f" --share), and memory is read at {BANDWIDTH_SHARE if chosen.is_gpu else share:.0%} of"
-        f" {_rate(chosen.bytes_per_second / 1e9)} GB/s.{links} ${chosen.dollars_per_hour:.2f} per hour and rank"
-        " (--price). Loading, evaluation, checkpoints, moving what is offloaded and the overhead of each step, which"
-        " dominates in steps of less than a second, are not counted."
+        f" --share), and memory is read at {read_share:.0%} of {_rate(chosen.bytes_per_second / 1e9)} GB/s.{links}"
+        f" ${chosen.dollars_per_hour:.2f} per hour and rank (--price). Loading, evaluation, checkpoints, moving what is"
+        " offloaded and the overhead of each step, which dominates in steps of less than a second, are not counted."
     )
 
 

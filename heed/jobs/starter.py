@@ -22,8 +22,8 @@ from lm.hub import model_directory
 from lm.tokenizer import Tokenizer
 from preferences.rankings import split_rankings
 from preferences.records import Ranking
-from reward.comparisons import RankingsConfig, read_judgments
-from reward.prepared import ranking_lengths
+from reward.config import RankingsConfig
+from reward.prepared import ranking_lengths, read_judgments
 from sft.demonstrations import Limit, demonstration_lengths
 from stages.data import PromptLimit, prompt_lengths
 from stages.sizes import Lengths

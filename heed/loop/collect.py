@@ -31,7 +31,7 @@ from reward.sampling import SamplingSpec, sample_everywhere
 from stages.contract import StageWaitsError
 from stages.data import fitting_prompts
 from stages.labels import Labels, OpenLabels
-from stages.planner import Planner, StagePlan
+from stages.plan import Planner, Sampling
 from stages.run import StageRun
 from stages.world import World, label_truth
 from training.data import Overlong, Prompt, SourceRows, untold
@@ -126,7 +126,7 @@ def run_round(run: StageRun, config: RoundConfig) -> None:
     rounds = [*earlier, read_record(run.folder / TASKS, AddedTasks)]
     with _opened_store(run, config) as store:
         if not config.store:
-            _let_world_label(run, store, config, rounds[-1])
+            _let_world_label(run, store, rounds[-1])
         else:
             require_labels(run, store, config, rounds)
         rankings = [ranking for batch, ids in _by_batch(rounds) for ranking in _rankings(store, batch, ids)]
@@ -303,7 +303,7 @@ def _score(
 # ---- labels ----
 
 
-def _let_world_label(run: StageRun, store: Labels, config: RoundConfig, added: AddedTasks) -> None:
+def _let_world_label(run: StageRun, store: Labels, added: AddedTasks) -> None:
     if not added.tasks:
         return
     progress = store.answer_all(
@@ -403,7 +403,7 @@ def preflight(run: StageRun, config: RoundConfig) -> None:
         )
 
 
-def plan(planner: Planner, config: RoundConfig) -> StagePlan:
+def plan(planner: Planner, config: RoundConfig) -> Sampling:
     num_policies = 2 if config.include_sft else 1
     num_prompts = min(
         planner.sizes.num_rows(config.prompts), config.num_prompts(config.num_tasks(config.asked - config.asked_before))
@@ -412,4 +412,4 @@ def plan(planner: Planner, config: RoundConfig) -> StagePlan:
         config.prompts, config.max_new_tokens, config.on_overlong, lambda run: run.tokenizer_of("sft")
     )
     num_samples = config.num_samples * num_policies
-    return planner.sampling(num_prompts, num_samples, config.max_new_tokens, lengths, at_once=config.num_samples)
+    return Sampling(planner.model, num_prompts, num_samples, config.max_new_tokens, lengths, config.num_samples)

@@ -29,7 +29,7 @@ from preferences.statistics.estimates import Floats, Interval, Ints
 from preferences.statistics.intervals import clustered_mean
 from reward.sampling import Sample, SamplingSpec, sample_everywhere
 from stages.data import fitting_prompts
-from stages.planner import Planner, StagePlan
+from stages.plan import Planner, Sampling
 from stages.run import StageRun
 from training.data import Prompt
 from training.metrics import read_metrics
@@ -197,15 +197,16 @@ def _mean(values: Sequence[float], clusters: Sequence[str]) -> Interval:
     return clustered_mean(rows, cluster)
 
 
-def plan(planner: Planner, config: CompareConfig) -> StagePlan:
+def plan(planner: Planner, config: CompareConfig) -> Sampling:
     lengths = planner.answered(
         config.prompts, config.max_new_tokens, config.on_overlong, lambda run: start_of(run).tokenizer
     )
-    return planner.sampling(
+    return Sampling(
+        planner.model,
         planner.sizes.num_rows(config.prompts),
         config.num_samples,
         config.max_new_tokens,
         lengths,
         at_once=config.num_samples,
-        measured_by={"reference": planner.layout.compute_bytes},
+        measured_by=("reference",),
     )

@@ -11,6 +11,8 @@ from lm.tokenizer import Messages
 from lm.tool_calls import AssistantMessage
 from ppo.environments.environment import Environment, Episode, Reply
 
+LARGEST_NUMBER = 9  # the number is drawn from 1 to this
+
 
 class GuessingGame(Environment):
     """A number to guess. After a wrong guess the reply says whether the number is higher or lower. The n-th guess earns
@@ -21,10 +23,9 @@ class GuessingGame(Environment):
 
     kind: Literal["guess"] = Field(default="guess", description="The kind of this table.")
     max_turns: int = Field(default=2, ge=1, description="Guesses after which the game ends.")
-    largest_number: int = Field(default=9, ge=2, description="The number is drawn from 1 to this.")
 
     def open(self, _conversation: Messages, _row: Row, seed: int) -> Episode:
-        return Game(1 + derive_seed(seed, "number") % self.largest_number)
+        return Game(1 + derive_seed(seed, "number") % LARGEST_NUMBER)
 
 
 class Game(Episode):

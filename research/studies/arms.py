@@ -65,7 +65,8 @@ from ppo.config import PPOConfig
 from ppo.stage import STAGE as PPO
 from preferences.records import Ranking
 from reward.collect import write_rankings
-from reward.comparisons import RankingsConfig, read_rankings
+from reward.config import RankingsConfig
+from reward.prepared import read_rankings
 from reward.stage import STAGE as REWARD
 from sft.stage import STAGE as SFT
 

@@ -10,10 +10,9 @@ import pytest
 from benchmarks.gpu.counts import OPTIMIZER, planned_bytes
 from benchmarks.gpu.first_quarter.context import GPT2, LLAMA8, LLAMA13, QWEN, Fields, shape
 from benchmarks.gpu.rows import Iteration
+from heed.jobs.estimate import GIB, GPUS, Times
+from heed.jobs.memory import Layout, count, forward_pass, training_memory
 from lm.config import ModelConfig
-from stages.planning.hardware import GIB, GPUS
-from stages.planning.memory import Layout, count, forward_pass, training_memory
-from stages.planning.times import Times
 
 ROOT = Path(__file__).parents[2]
 MEASURED: dict[str, Any] = json.loads(

@@ -21,7 +21,8 @@ from benchmarks.recorded_labels import (
     write,
 )
 from preferences.records import Message, Ranking
-from reward.comparisons import RankingsConfig, read_rankings
+from reward.config import RankingsConfig
+from reward.prepared import read_rankings
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"

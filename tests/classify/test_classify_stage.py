@@ -15,14 +15,13 @@ from classify.examples import BEGINS, ENDS, Examples
 from classify.objective import ClassifyObjective
 from classify.predict import TextClassifier, classifier_source
 from classify.stage import known_labels, largest_input_norm, train
+from heed.jobs.estimate import GPUS, StagePlan
 from heed.jobs.job_file import load_job
 from heed.jobs.plan import Setting, make_plan
 from lm.encoder import MaskedLanguageModel, SequenceClassifier, SpanPredictor, TokenClassifier
 from lm.model import init_weights
 from lm.source import load
 from lm.weights import load_any, load_model
-from stages.planner import StagePlan
-from stages.planning.hardware import GPUS
 from tests.classify.conftest import SHAPE, config_for, train_here, write_tokens
 from training.config import EngineConfig
 from training.engine import StageContext

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from heed.jobs.memory import count
 from lm.config import ModelConfig
 from lm.encoder import EncoderDecoder, MaskedLanguageModel, SequenceClassifier
 from lm.families import family_of
 from lm.model import LanguageModel, count_parameters
 from lm.weights import PRETRAINED, PURPOSES
-from stages.planning.memory import count
 from training.config import OptimizerConfig
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"

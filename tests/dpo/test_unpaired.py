@@ -23,9 +23,9 @@ from preferences.formats.pairs import read_unpaired
 from preferences.formats.parts import Report
 from preferences.formats.registry import sniff
 from preferences.records import Message, Ranking
-from reward.comparisons import Comparison, RankingsConfig, Verdict, read_rankings
-from reward.config import RewardConfig
-from reward.prepared import Split
+from reward.comparisons import Comparison, Verdict
+from reward.config import RankingsConfig, RewardConfig
+from reward.prepared import Split, read_rankings
 from tests.dpo.test_dpo_stage import config_for, context_of, results_of
 from tests.token_files import train_dpo, train_reward
 from training.config import BatchConfig

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from heed.jobs.memory import Layout, count, forward_pass, sampling_phase, training_memory
+from heed.jobs.ppo_memory import Mode, PPOModels, PPOWork, ppo_memory
 from lm import layers
 from lm.adapters import save_trained
 from lm.config import ModelConfig, Precision
@@ -29,8 +31,6 @@ from ppo.config import EMAConfig, PPOConfig, PPOLoRAConfig
 from ppo.controller import PPOController
 from ppo.rank import InitialModels, ScoreScale
 from ppo.roles import Roles
-from stages.planning.memory import Layout, count, forward_pass, sampling_phase, training_memory
-from stages.planning.ppo import Mode, PPOModels, PPOWork, ppo_memory
 from tests.tiers import in_ci
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig

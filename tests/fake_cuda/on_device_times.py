@@ -5,10 +5,9 @@ from collections import Counter
 import pytest
 import torch
 
+from heed.jobs.estimate import BLOCK_KERNELS, GPUS, Times
+from heed.jobs.memory import Layout
 from lm.config import ModelConfig
-from stages.planning.hardware import GPUS
-from stages.planning.memory import Layout
-from stages.planning.times import BLOCK_KERNELS, Times
 from tests.fake_cuda import kernels
 from tests.gpu.models import SHAPES, pair
 

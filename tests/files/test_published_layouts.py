@@ -11,7 +11,8 @@ import pytest
 
 from files.conversations import ConversationReader
 from files.rows import InvalidRows, read_source, valid_rows
-from reward.comparisons import RankingsConfig, read_rankings
+from reward.config import RankingsConfig
+from reward.prepared import read_rankings
 
 QUESTION, ANSWER, WORSE = "What is 2 + 2?", "It is 4.", "It is 5."
 

@@ -14,7 +14,7 @@ import torch
 from lm.tokenizer import Tokenizer
 from lm.weights import read_config
 from ppo.config import PPOConfig
-from ppo.controller import PPOController
+from ppo.controller import Observers, PPOController
 from ppo.rank import InitialModels, ScoreScale
 from ppo.rollout import Rollout
 from ppo.scorer import Scorer
@@ -45,7 +45,9 @@ def controller_of(
     own = replace(models, reward=reward, scale=ScoreScale(0.5, 0.1), pretraining=None)
     worker = OneRank(config, EngineConfig(precision="fp32", trackers=()), own, ASKED)
     prompts = [worker.tokenizer.encode_prompt(asked) for asked in ASKED]
-    own_controller = PPOController(config, worker.roles, prompts, own.scale, num_pretraining_rows=0, seed=5, gold=gold)
+    own_controller = PPOController(
+        config, worker.roles, prompts, own.scale, num_pretraining_rows=0, seed=5, observers=Observers(gold=gold)
+    )
     return own_controller, worker
 
 

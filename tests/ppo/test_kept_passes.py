@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import ppo.controller
 import ppo.kept_passes
-import stages.planning.ppo
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.kept_passes import NOT_REPEATED, Repeated
@@ -53,7 +52,7 @@ def run(prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> Callable[.
     """Runs iterations; with `repeated_every=1`, none keeps passes."""
 
     def build(worker: OneRank, repeated_every: int = 16) -> Result:
-        monkeypatch.setattr(ppo.controller, "REPEATED_EVERY", repeated_every)
+        monkeypatch.setattr(ppo.controller, "CHECK_RATIO_EVERY", repeated_every)
         stream = worker.models.pretraining
         assert stream is not None
         num_rows = len(stream_rows(stream.path, stream.seq_len))
@@ -150,7 +149,7 @@ def test_passes_are_kept_while_there_is_room(start: Start, monkeypatch: pytest.M
     """The policy's first, then the value function's."""
     kept = start(**ONE_UPDATE).learner.kept
     repeated = Repeated(num_passes=4, padded_tokens=64, row_width=16, response_tokens=24)
-    policy, value = (kept._models[name].largest_of(repeated).num_bytes for name in ("policy", "value"))
+    policy, value = (kept.pass_bytes(name, repeated) for name in ("policy", "value"))
     assert policy == value + 4 * 24 * 300  # the logits, in fp32
     monkeypatch.setattr(ppo.kept_passes, "KEPT_BYTES", 3 * policy + value)
     assert [kept.reserve(name, repeated) for name in ("policy", "value")] == [3, 1]
@@ -163,7 +162,7 @@ def test_passes_are_kept_while_there_is_room(start: Start, monkeypatch: pytest.M
 def test_the_rest_is_computed_twice(start: Start, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     expected, worker = run(start(**ONE_UPDATE), repeated_every=1), start(**ONE_UPDATE)
     repeated = Repeated(num_passes=4, padded_tokens=80, row_width=20, response_tokens=24)
-    room = 2 * worker.learner.kept._models["policy"].largest_of(repeated).num_bytes
+    room = 2 * worker.learner.kept.pass_bytes("policy", repeated)
     monkeypatch.setattr(ppo.kept_passes, "KEPT_BYTES", room)
     found = run(worker)
     assert same_weights(found, expected)
@@ -184,14 +183,14 @@ def test_the_rest_is_computed_twice(start: Start, run: Callable[..., Result], mo
 )
 def test_who_keeps_passes(start: Start, changes: dict[str, object], found: set[str]) -> None:
     worker = start(**{**ONE_UPDATE, **changes})
-    assert worker.learner.kept._models.keys() == found
+    assert worker.learner.kept.engines.keys() == found
 
 
 def test_without_kernels_bf16_with_pretraining_rows_keeps_none(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages.planning.ppo, "library", lambda: None)
+    monkeypatch.setattr(ppo.kept_passes, "library", lambda: None)
     bf16, ptx = {"engine": {"precision": "bf16"}}, {"ptx": {"coef": 0.3, "rows": 4}}
     found = [{**ONE_UPDATE, **changes} for changes in ({**bf16, **ptx}, bf16, ptx)]
-    assert [len(start(**changes).learner.kept._models) for changes in found] == [0, 2, 2]
+    assert [len(start(**changes).learner.kept.engines) for changes in found] == [0, 2, 2]
 
 
 def test_values_measured_in_passes_of_their_own_are_not_kept(start: Start, prompts: list[list[int]]) -> None:

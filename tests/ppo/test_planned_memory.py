@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,6 +17,8 @@ import pytest
 import torch
 
 from benchmarks.live_bytes import LiveBytes, environment
+from heed.jobs.memory import Layout, Memory, count, forward_pass
+from heed.jobs.ppo_memory import Mode, PPOModels, PPOWork, ppo_memory
 from lm.adapters import save_trained
 from lm.config import ModelConfig, Precision
 from lm.lora import LoRAConfig, WithAdapters
@@ -28,14 +29,11 @@ from lm.weights import WithNewHead, save_model
 from ppo.algorithm import GAE
 from ppo.config import EMAConfig, PPOConfig, PPOLoRAConfig
 from ppo.generator import Generator
-from ppo.kept_passes import NOT_REPEATED, Repeated
 from ppo.learner import Learner
 from ppo.rank import InitialModels, ScoreScale
-from ppo.rollout import PolicyBatch, Share, ValueBatch
+from ppo.rollout import PolicyBatch, ValueBatch
 from ppo.scorer import Asked, Scorer
 from ppo.shared_body import SharedBodyLearner
-from stages.planning.memory import Layout, Memory, count, forward_pass
-from stages.planning.ppo import Mode, PPOModels, PPOWork, ppo_memory
 from tests.tiers import in_ci, tried
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
@@ -60,7 +58,6 @@ CASES: list[tuple[Mode, Any, Precision, Kind]] = [
     ("fast", 0, "fp32", "adapters"),
 ]  # fmt: skip
 OF_CI = [CASES[0], CASES[2], CASES[4], CASES[7]]
-KEEPING = [("fast", 0, "fp32", "full"), ("fast", 0, "fp32", "adapters")]  # the first update takes kept passes
 LORA = LoRAConfig(rank=8)
 # With adapters most of the memory is the body, which has to be large compared with what matrix products use meanwhile.
 SHAPES = {kind: CONFIG.model_copy(update={"vocab_size": 8192, "num_hidden_layers": 4}) for kind in KINDS}
@@ -94,7 +91,6 @@ def run(folder: Path, memory: Mode, zero_stage: Any, precision: Precision, kind:
     kind_of_learner = SharedBodyLearner if config.shared_body else Learner
     generator, learner = Generator(config, engine, models), kind_of_learner(config, engine, models, NUM_RANKS)
     scorer, reference = own_scorer or learner, learner if config.lora else own_scorer
-    keeps = (memory, zero_stage, precision, kind) in KEEPING
     prompts = np.random.default_rng(learner.policy.rank).integers(8, SHAPES[kind].vocab_size, (ROWS, PROMPT)).tolist()
     for iteration in range(2):
         gc.collect()  # cycles that Python has not looked at yet
@@ -102,19 +98,17 @@ def run(folder: Path, memory: Mode, zero_stage: Any, precision: Precision, kind:
             learner.make_room()
         with live.phase("generate"):
             rollout = generator.generate(range(ROWS), prompts, range(ROWS))
-        whole = Share(torch.arange(ROWS), PASSES)
-        repeated = Repeated.of(rollout, [whole], MICRO_BATCHES) if keeps else NOT_REPEATED
         with live.phase("score by the reward model"):
             scorer.scores(rollout, Asked())
         if config.shared_body:
             with live.phase("measure"):
                 learner.measure(rollout, PASSES)
         else:
-            learner.policy_logprobs(rollout, PASSES, repeated)
+            learner.policy_logprobs(rollout, PASSES)
             with live.phase("score by the reference"):
                 reference.reference_logprobs(rollout, PASSES)
-            with live.phase("values") if keeps else nullcontext():
-                learner.values(rollout, PASSES, repeated)
+            with live.phase("values"):
+                learner.values(rollout, PASSES)
         part = rollout.rows(slice(0, MICRO_BATCHES * MICRO_BATCH))
         ones_BR = torch.ones(len(part), RESPONSE)
         mask_BR = part.response_mask_BR
@@ -122,10 +116,9 @@ def run(folder: Path, memory: Mode, zero_stage: Any, precision: Precision, kind:
         policy = PolicyBatch(part, ones_BR, ones_BR, mask_BR, num_tokens, torch.empty(0, dtype=torch.int64), 0, PASSES)
         value = ValueBatch(part, ones_BR, ones_BR, mask_BR, num_tokens, PASSES)
         for update in range(2):  # in the first one of "small", the value function's optimizer states are still away
-            kept = ", passes kept" if keeps and not update else ""
-            with live.phase(f"policy{kept}"):
+            with live.phase("policy"):
                 learner.update_policy(policy, 1e-4, 2 * iteration + update)
-            with live.phase(f"value{kept}"):
+            with live.phase("value"):
                 learner.update_value(value, 1e-4, 2 * iteration + update)
         with live.phase("sync"):
             generator.receive(learner.advance_and_send())
@@ -152,11 +145,8 @@ def planned(memory: Mode, zero_stage: Any, precision: Precision, kind: Kind) -> 
     reward = value if kind == "shared body" else count(shape, ADAMW, num_scores=1)
     of, scored = (forward_pass(layout, MICRO_BATCH, PROMPT + RESPONSE + end) for end in (0, 1))
     logits = MICRO_BATCH * RESPONSE * shape.vocab_size
-    keeps = ("policy", "value") if (memory, zero_stage, precision, kind) in KEEPING else ()
     shares = kind == "shared body"
-    work = PPOWork(
-        of, of, scored, logits, ROWS, PROMPT, RESPONSE, MICRO_BATCHES, memory, shares_body=shares, keeps=keeps
-    )
+    work = PPOWork(of, of, scored, logits, ROWS, PROMPT, RESPONSE, MICRO_BATCHES, memory, shares_body=shares)
     return ppo_memory(PPOModels(shape, shape, policy, value, reward), layout, work)
 
 
@@ -187,9 +177,7 @@ def test_each_phase_takes_what_the_plan_says(ranks: dict[str, Any], case: tuple[
     held = sum(memory.held.values())
     phases = {name: held + sum(parts.values()) for name, parts in memory.phases.items()}
     for role in ("policy", "value"):  # an update has several phases, one of which needs most
-        for kept in (False, True):
-            own = [size for name, size in phases.items() if name.startswith(f"{role} ") and ("kept" in name) == kept]
-            phases[f"{role}, passes kept" if kept else role] = max(own, default=0)
+        phases[role] = max(size for name, size in phases.items() if name.startswith(f"{role} "))
     for name, found in measured.items():
         mode, zero_stage, precision, kind = case
         cells = f"{phases[name] / MEGABYTE:,.1f} | {found / MEGABYTE:,.1f} | {phases[name] / found - 1:+.1%}"

@@ -108,7 +108,7 @@ def test_kept_passes_change_no_bit_on_two_ranks(
     config = ppo_config(minibatch=8, micro=micro, num_iterations=NUM_ITERATIONS, num_epochs=1, **changes)
     found: list[Trained] = []
     for repeated_every in (16, 1):
-        monkeypatch.setattr(ppo.controller, "REPEATED_EVERY", repeated_every)
+        monkeypatch.setattr(ppo.controller, "CHECK_RATIO_EVERY", repeated_every)
         engine = EngineConfig(precision="fp32", trackers=())
         roles = Roles.on_groups(config, engine, models, [], learners=group, generators=group, scorers=group)
         (tmp_path / str(repeated_every)).mkdir()

@@ -25,7 +25,7 @@ from preferences.records import Answer, Message, Task
 from preferences.rows import task_row
 from preferences.statistics.summary import summary
 from preferences.store import LabelStore
-from reward.comparisons import read_judgments
+from reward.prepared import read_judgments
 
 HOW = {"client": "test", "instructions_version": "1"}
 PROMPT = (Message("user", "Why?"), Message("assistant", "Who asks?"), Message("user", "I do."))

@@ -9,7 +9,9 @@ import pytest
 from lm.tokenizer import Tokenizer
 from preferences.records import Message
 from reward.collect import write_rankings
-from reward.comparisons import RankingsConfig, Verdict, encode_rankings, encode_response, read_rankings
+from reward.comparisons import Verdict, encode_rankings, encode_response
+from reward.config import RankingsConfig
+from reward.prepared import read_rankings
 
 GOOD: dict[str, Any] = {
     "task_id": "t1",

@@ -12,8 +12,7 @@ from lm.model import LanguageModel, ScalarModel
 from lm.source import load
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, load_model, read_config, save_model
-from reward.comparisons import RankingsConfig
-from reward.config import RewardConfig
+from reward.config import RankingsConfig, RewardConfig
 from reward.scoring import RewardModel, head_scores, network_folder
 from reward.stage import network_source
 from tests.token_files import train_reward

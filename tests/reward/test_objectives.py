@@ -17,8 +17,8 @@ from lm.source import load
 from lm.tokenizer import Tokenizer
 from lm.weights import load_scalar_model, save_model
 from preferences.records import Message, Ranking
-from reward.comparisons import Comparison, RankingsConfig, Verdict, encode_rankings
-from reward.config import RewardConfig
+from reward.comparisons import Comparison, Verdict, encode_rankings
+from reward.config import RankingsConfig, RewardConfig
 from reward.objective import AuxiliaryParameters, RankingObjective, RewardLearner
 from reward.scoring import RewardModel, head_scores, weights_by_label
 from reward.stage import network_source

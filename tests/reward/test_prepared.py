@@ -16,9 +16,9 @@ from lm.tokenizer import Tokenizer
 from preferences.formats import merging
 from preferences.formats.merging import RECENT_TASKS, ImportedLabels
 from preferences.statistics.agreement import accuracy_against
-from reward.comparisons import RankingsConfig, encode_rankings, read_judgments
-from reward.config import RewardConfig
-from reward.prepared import ARRAYS, PreparedRankings, ranking_parts, split_of
+from reward.comparisons import encode_rankings
+from reward.config import RankingsConfig, RewardConfig
+from reward.prepared import ARRAYS, PreparedRankings, ranking_parts, read_judgments, split_of
 from training.config import BatchConfig, OptimizerConfig
 from training.data import DataConfig
 from training.tokens import CHUNK_TEXTS, write_arrays

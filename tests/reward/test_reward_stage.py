@@ -17,9 +17,10 @@ from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, load_scalar_model
 from preferences.rankings import split_rankings
 from reward import metrics
-from reward.comparisons import Comparison, RankingsConfig, Verdict, read_rankings
-from reward.config import RewardConfig
+from reward.comparisons import Comparison, Verdict
+from reward.config import RankingsConfig, RewardConfig
 from reward.objective import AuxiliaryParameters, RankingObjective, RewardLearner, ranking_loss
+from reward.prepared import read_rankings
 from reward.scoring import head_scores, read_by, scores_of
 from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from heed.jobs.estimate import GPUS, Times
+from heed.jobs.memory import Counts, Layout, count
 from lm.config import ModelConfig
 from lm.lora import LoRAConfig
-from stages.planning.hardware import GPUS
-from stages.planning.memory import Counts, Layout, count
-from stages.planning.times import Times
 from training.config import OptimizerConfig
 
 SHAPE = ModelConfig(

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from benchmarks.live_bytes import LiveBytes, environment
+from heed.jobs.memory import Layout, Memory, count, forward_pass, training_memory
 from lm.config import ModelConfig, Precision
 from lm.model import LanguageModel
 from lm.source import RandomInit
-from stages.planning.memory import Layout, Memory, count, forward_pass, training_memory
 from tests.tiers import in_ci, tried
 from tests.training.rank_process import settled
 from training.config import EngineConfig, OptimizerConfig

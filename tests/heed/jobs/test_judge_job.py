@@ -12,6 +12,7 @@ from evaluation.compare.judges import BY_RUBRIC, Asking, Judging, open_judges
 from evaluation.judges.judge import pairs_of
 from evaluation.verdicts import Response
 from heed.jobs import recovery
+from heed.jobs.estimate import GPUS
 from heed.jobs.job_file import load_job, open_world
 from heed.jobs.pipeline import run_job
 from heed.jobs.plan import Setting, make_plan
@@ -21,7 +22,6 @@ from lm.config import ModelConfig
 from lm.tokenizer import Tokenizer
 from ppo.stage import STAGE as PPO
 from preferences.store import LabelStore
-from stages.planning.hardware import GPUS
 from tests.grading import write_judge
 from tests.heed.jobs.test_external_reward import JOBS, SMALL
 from training.data import Prompt

@@ -33,6 +33,7 @@ from heed import cli
 from heed.commands.jobs import submit
 from heed.jobs import loop as controller
 from heed.jobs import recovery
+from heed.jobs.estimate import GPUS
 from heed.jobs.job_file import load_job
 from heed.jobs.loop import run_loop, why_stopped
 from heed.jobs.plan import Setting, make_plan
@@ -71,7 +72,6 @@ from preferences.statistics.intervals import clustered_mean
 from preferences.store import LabelStore
 from research.chaos.campaign import run_chaos
 from stages.lineage import LINEAGE
-from stages.planning.hardware import GPUS
 from stages.progress import RunStatus
 from stages.run import StageRun
 from training.data import Prompt

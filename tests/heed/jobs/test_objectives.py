@@ -13,6 +13,7 @@ import tomli_w
 
 from cluster.connection import connect, disconnect
 from heed.jobs import recovery
+from heed.jobs.estimate import GPUS, RANK
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import check_data, run_job
 from heed.jobs.plan import Setting, make_plan
@@ -21,8 +22,6 @@ from lm.config import ModelConfig
 from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import load_scalar_model, save_model
-from stages.planner import RANK
-from stages.planning.hardware import GPUS
 from training.metrics import read_metrics
 
 JOBS = Path(__file__).parents[3] / "configs" / "jobs"

@@ -16,16 +16,16 @@ from typer.testing import CliRunner
 from cluster.connection import connect, disconnect
 from heed.cli import app
 from heed.commands.inspect import read_shape
+from heed.jobs.estimate import GIB, GPUS, hardware
 from heed.jobs.job_file import load_job
+from heed.jobs.memory import Layout, Memory, activation_bytes, count, forward_pass, states, training_memory
 from heed.jobs.pipeline import run_job
 from heed.jobs.plan import Plan, Setting, make_plan, places
+from heed.jobs.ppo_memory import Mode, PPOModels, PPOWork, ppo_memory
 from lm import layers
 from lm.config import ModelConfig
 from lm.inspection import block_bytes, forward_bytes
 from lm.lora import LoRAConfig
-from stages.planning.hardware import GIB, GPUS, hardware
-from stages.planning.memory import Layout, Memory, activation_bytes, count, forward_pass, states, training_memory
-from stages.planning.ppo import Mode, PPOModels, PPOWork, ppo_memory
 from training.config import OptimizerConfig
 
 ROOT = Path(__file__).parents[3]
@@ -160,16 +160,6 @@ def test_the_references_pass_is_counted_once() -> None:
     epoch = sigmoid.num_steps * sigmoid.seconds_per_step / load_job(path, opens_models=False).dpo.num_epochs
     assert 0.2 < sigmoid.once_seconds / epoch < 0.6
     assert sigmoid.seconds == sigmoid.num_steps * sigmoid.seconds_per_step + sigmoid.once_seconds
-
-
-def test_translations_are_counted_once() -> None:
-    path = ROOT / "research" / "jobs" / "translation.toml"
-    without, two, four = (
-        stage_of(plan_of(path, overrides=(f"sft.translation_beams={beams}",)), "sft") for beams in (0, 2, 4)
-    )
-    assert without.once_seconds == 0 < two.once_seconds < four.once_seconds
-    assert "translate" not in without.memory["rank"].phases
-    assert "key-value cache" in four.memory["rank"].phases["translate"]
 
 
 def test_an_adapter_is_sent_in_fp32() -> None:
@@ -488,8 +478,8 @@ def test_a_cpus_rate_is_that_of_the_layers_products(monkeypatch: pytest.MonkeyPa
         dtypes.update((x.dtype, weight.dtype))
         next(now)  # takes a second, as a look at the clock does
 
-    monkeypatch.setattr("stages.planning.hardware.linear", slow_linear)
-    monkeypatch.setattr("stages.planning.hardware.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr("heed.jobs.estimate.linear", slow_linear)
+    monkeypatch.setattr("heed.jobs.estimate.time", SimpleNamespace(perf_counter=lambda: next(now)))
     assert hardware("cpu", 2, "bf16").flops == 2 * 1024**3 / 2 / 2
     assert dtypes == {torch.bfloat16}
 

@@ -9,14 +9,13 @@ from rich.markup import escape
 from typer.testing import CliRunner
 
 from heed.cli import app
+from heed.jobs.estimate import GIB, GPUS, RANK, RESERVED
 from heed.jobs.job_file import load_job
 from heed.jobs.plan import Plan, Setting, advice, changes_that_fit, make_plan
 from lm.config import ModelConfig
 from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
-from stages.planner import RANK, RESERVED
-from stages.planning.hardware import GIB, GPUS
 
 FAST = "ppo.memory=fast"
 CLUSTER = Path(__file__).parents[3] / "configs" / "jobs" / "cluster"

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from heed.cli import app
+from heed.jobs.estimate import GIB, RANK, Hardware
 from heed.jobs.job_file import load_job
 from heed.jobs.plan import Plan, Setting, make_plan
 from lm.config import ModelConfig
@@ -19,8 +20,6 @@ from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from sft.demonstrations import encoded_all
-from stages.planner import RANK
-from stages.planning.hardware import GIB, Hardware
 from tests.hub_server import NAME, serve
 from training.packing import best_fit, pass_tokens, split_passes
 

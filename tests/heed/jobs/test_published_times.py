@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from heed.jobs.estimate import GPUS, Hardware, StagePlan
 from heed.jobs.job_file import load_job
 from heed.jobs.plan import Setting, make_plan
-from stages.planner import StagePlan
-from stages.planning.hardware import GPUS, Hardware
 
 ROOT = Path(__file__).parents[3]
 PPO, PRETRAIN = "hh-8b-long-8gpus", "gpt2-pretrain-8gpus"

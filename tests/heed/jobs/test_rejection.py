@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from heed.jobs.estimate import GPUS
 from heed.jobs.job_file import load_job
 from heed.jobs.plan import Setting, make_plan
 from heed.jobs.recovery import Workers
 from heed.jobs.run import Run
 from lm.tokenizer import CHAT_TEMPLATES
 from sft.rejection import STAGE, load_tokenizer
-from stages.planning.hardware import GPUS
 
 SHIPPED = Path(__file__).parents[3] / "configs" / "jobs" / "rejection.toml"
 

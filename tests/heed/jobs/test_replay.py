@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from heed.jobs.replay import replay_response
+from heed.jobs.replay import checkpoint_before, replay_response
 from lm.samplers.draws import ALARM
 from lm.samplers.engine import max_difference
-from ppo.replay import checkpoint_before
 from ppo.rollout_log import ROLLOUTS
 from tests.heed.jobs.conftest import HeedCommand
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from heed.jobs.estimate import GIB, Hardware
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import check_data, run_job
 from heed.jobs.plan import Plan, Setting, make_plan
@@ -15,8 +16,8 @@ from heed.jobs.run import Run
 from heed.jobs.starter import ALGORITHMS, POLICY_GRADIENTS, Starter, batch_for, batch_toml
 from lm.tokenizer import Tokenizer
 from preferences.rankings import is_heldout
-from reward.comparisons import RankingsConfig, read_rankings
-from stages.planning.hardware import GIB, Hardware
+from reward.config import RankingsConfig
+from reward.prepared import read_rankings
 from training.data import DataConfig, read_prompts
 from training.notices import speaking_through
 

@@ -143,9 +143,9 @@ def test_the_game_follows_its_rules() -> None:
     assert right == Reply(reward=0.5, is_over=True)
     assert played(4, "9")[0].messages[0]["content"] == "lower"
     assert played(4, "no idea") == [Reply(is_over=True)]
-    drawn = [number_of(GuessingGame(largest_number=5).open([], {}, seed)) for seed in range(200)]
-    assert set(drawn) == {1, 2, 3, 4, 5}
-    assert drawn == [number_of(GuessingGame(largest_number=5).open([], {}, seed)) for seed in range(200)]
+    drawn = [number_of(GuessingGame().open([], {}, seed)) for seed in range(200)]
+    assert set(drawn) == set(range(1, 10))
+    assert drawn == [number_of(GuessingGame().open([], {}, seed)) for seed in range(200)]
 
 
 def number_of(episode: Episode) -> int:

@@ -14,7 +14,8 @@ from preferences.records import Message, Ranking
 from research.studies.arms import arm_job, basic_arms, cut_rankings, with_those_before
 from research.studies.measures import pairs_right
 from research.studies.study import QUICK, run_study
-from reward.comparisons import RankingsConfig, read_rankings
+from reward.config import RankingsConfig
+from reward.prepared import read_rankings
 
 # The debug job, smaller still.
 TINY = (

@@ -7,6 +7,7 @@ key-value cache, one step's logits, and the prefill of prompts.
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -35,18 +36,15 @@ from lm.sampling import LOGITS_AT_ONCE, PART_NUMBERS
 from lm.source import on_meta
 from lm.transfer import MAX_ROWS, MAX_TOKENS
 from lm.weights import MAX_FILE_BYTES, PRETRAINED
-from training.config import OptimizerConfig, ranks_sharing_weights
+from training.config import BatchConfig, OptimizerConfig, ranks_sharing_weights
+from training.packing import bucket
 
-# DeepSpeed's defaults for ZeRO-3 (deepspeed/runtime/zero/config.py), in numbers: the largest tensor that is gathered
-# once and stays whole, and the most that is gathered at a time.
-KEPT_WHOLE = 100_000
-MAX_LIVE = 1_000_000_000
-# In elements: the largest bucket of `training.distributed` (not imported here: that takes seconds), and DeepSpeed's
-# default (deepspeed/runtime/zero/config.py), which Heed does not change.
-REDUCE_BUCKET = 500_000_000
-PREFETCH_BUCKET = 50_000_000
-
+# In numbers. Those of ZeRO-3 are DeepSpeed's defaults (deepspeed/runtime/zero/config.py).
+KEPT_WHOLE = 100_000  # the largest tensor that ZeRO-3 gathers once and keeps whole
+MAX_LIVE, PREFETCH_BUCKET = 1_000_000_000, 50_000_000  # the most that it gathers at a time, and fetches ahead
+REDUCE_BUCKET = 500_000_000  # the largest of `training.distributed` (not imported here: that takes seconds)
 GENERATION_ROWS = 128  # lm.generation.generate's max_rows
+RESERVED_BYTES = 5 * (1 << 30) // 2  # of a GPU: CUDA's context, NCCL's buffers, cuBLAS's workspaces (1.5 to 2.5 GiB)
 NODE_COPY = "copy of the weights on each node"
 CPU_COPY = "weights as the CPU reads them"  # while it samples
 LOGIT_BYTES = 12  # per logit: fp32, divided by the temperature, and exponentiated for the normaliser
@@ -81,6 +79,10 @@ class Layout:
     def numbers(self) -> dict[str, int]:
         """What a plan shows next to the number of ranks."""
         return {"ranks that split a row": self.sequence_ranks} if self.sequence_ranks > 1 else {}
+
+    def packed_width(self, num_tokens: int) -> int:
+        """Returns the row width, with padding, into which `training.packing` packs a sequence of `num_tokens`."""
+        return bucket(num_tokens) if self.is_gpu else num_tokens
 
     def is_offloaded(self, part: str) -> bool:
         """Returns whether a part is in CPU memory. Without a GPU there is nowhere to offload to."""
@@ -196,11 +198,9 @@ def casts_of(counts: Counts, layout: Layout) -> int:
 
 
 def forward_pass(layout: Layout, rows: int, seq_len: int, *, dropout: float = 0.0, is_trained: bool = False) -> Pass:
-    """Returns the pass of one micro-batch. Without ZeRO, autocast leaves the residual stream in fp32.
+    """Returns the pass of one micro-batch. Only models in training (`is_trained`) split rows among ranks.
 
-    Only models in training (`is_trained`) split rows among ranks.
-
-    On a GPU, attention is fused for every layout of rows (`lm.attention`).
+    Without ZeRO, autocast leaves the residual stream in fp32. On a GPU, attention is fused (`lm.attention`).
     """
     is_tiled = not layout.is_gpu and library() is not None  # assumes that the ranks have a compiler if this machine has
     split_among = layout.sequence_ranks if is_trained else 1
@@ -209,19 +209,14 @@ def forward_pass(layout: Layout, rows: int, seq_len: int, *, dropout: float = 0.
     )
 
 
-def own_logits(config: ModelConfig, of: Pass, num_logits: int) -> int:
-    """Returns the most of a micro-batch's logits that one rank has. If rows are split, all counted positions may be in
-    one rank's slice.
-    """
-    return num_logits if of.split_among == 1 else min(num_logits, of.num_tokens * config.vocab_size)
+def held_logits(config: ModelConfig, layout: Layout, of: Pass, num_logits: int) -> int:
+    """Returns how many of a micro-batch's logits one rank holds at a time to compute log-probs.
 
-
-def logits_at_once(config: ModelConfig, num_logits: int, layout: Layout) -> int:
-    """Returns how many of a pass's logits a rank holds at a time to compute log-probs: a decoder's head makes chunks on
-    a GPU (`lm.layers.Head`).
+    If rows are split, all counted positions may be in one rank's slice. On a GPU, a decoder's head makes chunks
+    (`lm.layers.Head`).
     """
-    makes_chunks = layout.is_gpu and config.kind == "decoder"
-    return min(num_logits, layers.CHUNK_LOGITS) if makes_chunks else num_logits
+    own = num_logits if of.split_among == 1 else min(num_logits, of.num_tokens * config.vocab_size)
+    return min(own, layers.CHUNK_LOGITS) if layout.is_gpu and config.kind == "decoder" else own
 
 
 def activation_bytes(config: ModelConfig, of: Pass, counts: Counts, layout: Layout) -> int:
@@ -260,27 +255,6 @@ def _backward_of_block(config: ModelConfig, of: Pass, layout: Layout) -> int:
         return gradient_bytes(config, of) + exchange
     kept = exchange + block_bytes(config, of, cross_attention=config.kind == "encoder-decoder")
     return gradient_bytes(config, of) + kept - of.num_tokens * config.hidden_size * of.stream_bytes
-
-
-@dataclass(frozen=True)
-class KeptPass:
-    """One micro-batch's pass through a trained model. `num_logits` is as in `training_phases`; 0 for a scalar model."""
-
-    config: ModelConfig
-    counts: Counts
-    layout: Layout
-    of: Pass
-    num_logits: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the pass keeps for its backward pass, without the bf16 weights that all passes share."""
-        kept = activation_bytes(self.config, self.of, self.counts, self.layout) - casts_of(self.counts, self.layout)
-        return kept + self.layout.compute_bytes * self.num_logits
-
-    def num_kept(self, num_passes: int, free_bytes: int) -> int:
-        """Returns how many of the passes fit in `free_bytes`."""
-        return min(num_passes, free_bytes // self.num_bytes)
 
 
 def states(counts: Counts, layout: Layout) -> dict[str, int]:
@@ -348,7 +322,7 @@ def training_phases(
     earlier micro-batches add to each of these.
     """
     p, N, w, stage = counts.trained, layout.ranks, layout.weight_bytes, layout.zero_stage
-    num_logits = logits_at_once(config, own_logits(config, of, num_logits), layout)
+    num_logits = held_logits(config, layout, of, num_logits)
     # Gradients that accumulate in the backward pass. ZeRO-3's are among the states; DDP's buckets get only those of the
     # last micro-batch.
     share = {0: p, 1: p, 2: p // N, 3: 0}[stage]
@@ -420,11 +394,6 @@ def scoring_phase(config: ModelConfig, counts: Counts, layout: Layout, of: Pass)
     return parts
 
 
-def rows_of_a_pass(seq_len: int) -> int:
-    """Returns the rows of a pass without gradients, batched as in `lm.transfer`."""
-    return max(1, min(MAX_ROWS, MAX_TOKENS // seq_len))
-
-
 def sampling_phase(
     config: ModelConfig, layout: Layout, num_parameters: int, rows: int, prompt_tokens: int, response_tokens: int
 ) -> dict[str, int]:
@@ -454,8 +423,23 @@ def measuring_phase(config: ModelConfig, layout: Layout, seq_len: int, response_
     A pass has as many rows as `lm.transfer` allows, logits are computed for some positions at a time, and on a GPU the
     head's weights are in fp32.
     """
-    rows = rows_of_a_pass(seq_len)
+    rows = max(1, min(MAX_ROWS, MAX_TOKENS // seq_len))
     logits = min(rows * response_tokens * config.vocab_size, LOGITS_AT_ONCE["cuda" if layout.is_gpu else "cpu"])
     head = 4 * config.vocab_size * config.hidden_size if layout.is_gpu else 0
     a_pass = forward_bytes(config, forward_pass(layout, rows, seq_len))
     return {"a pass, or logits": max(a_pass, LOGIT_BYTES * logits), "head in fp32": head}
+
+
+def rows_and_passes(batch: BatchConfig, num_ranks: int, width: int, rows_per_unit: int = 1) -> tuple[int, int]:
+    """Return the rows per pass of one rank, and the passes per rank and step, if all rows are this wide."""
+    if batch.micro_batch_size:
+        return batch.micro_batch_size * rows_per_unit, batch.num_micro_batches(num_ranks)
+    units = max(1, batch.micro_batch_tokens // (rows_per_unit * width))
+    return units * rows_per_unit, math.ceil(batch.num_micro_batches(num_ranks) / units)
+
+
+def scoring_rows(batch: BatchConfig, width: int, rows_per_unit: int = 1) -> int:
+    """Return the rows per pass without gradients, for log-probabilities that no update compares with its own."""
+    tokens = batch.forward_tokens or batch.micro_batch_tokens
+    units = max(1, tokens // (rows_per_unit * width)) if tokens else batch.micro_batch_size
+    return units * rows_per_unit

@@ -1,1 +1,0 @@
-"""Estimates of memory and time from a model's shape, for `heed plan`."""
