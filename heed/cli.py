@@ -6,7 +6,7 @@ import logging
 import os
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -22,11 +22,9 @@ from heed.commands.compare import compare, judge_again, verdicts
 from heed.commands.complete import complete
 from heed.commands.evaluate import evaluate
 from heed.commands.export import export_app, merge_adapter
-from heed.commands.init import init
 from heed.commands.inspect import inspect_app
 from heed.commands.jobs import jobs_app, submit
 from heed.commands.label import label_app
-from heed.commands.loop import loop
 from heed.commands.measure import measure_app
 from heed.commands.options import (
     First,
@@ -55,6 +53,7 @@ out = Console(highlight=False)  # results; messages go to `console`, which is st
 
 
 TRAIN, LOOK, PEOPLE, RESEARCH = "Train", "Talk and compare", "Labels", "Measure and test"
+DATA = "JSONL, JSON, CSV, Parquet or a hub id"
 
 
 def _show_version(asked: bool) -> None:
@@ -100,8 +99,80 @@ def run(
     run_job(config, runs, first=first, only=only)
 
 
-app.command(rich_help_panel=TRAIN)(loop)
-app.command(rich_help_panel=TRAIN)(init)
+@app.command(rich_help_panel=TRAIN)
+def loop(
+    job: JobFile = None,
+    override: Overrides = None,
+    workers: Workers = 0,
+    runs: RunsFolder = Path("runs"),
+    wait: Annotated[
+        bool,
+        typer.Option(
+            help="Wait for people's labels; with --no-wait, end instead, and the same command continues later."
+        ),
+    ] = True,
+) -> None:
+    """Run a job's preference loop: collect labels, train the reward model and the policy, compare, and repeat until the
+    gain per hundred labels is no longer worth it or the labels are used.
+
+    RUN/report.html grows with each round. An interrupted loop continues where it stopped.
+    """
+    if not os.environ.get("RAY_ADDRESS") and last_state(job, override, runs) not in {"", "finished"}:
+        local_ray.begin()  # Ray starts while this process imports, which takes seconds too
+    with console.status("reading the job"), imports_uncollected():
+        from heed.jobs.job_file import load_job
+        from heed.jobs.loop import run_loop
+
+    given = all_overrides(override, workers)
+    run_loop(lambda rounds: load_job(job, [*given, *([f"rounds={rounds}"] if rounds else [])]), runs, waits=wait)
+
+
+@app.command(rich_help_panel=TRAIN)
+def init(
+    job: Annotated[Path, typer.Argument(help="The job file to write.")],
+    model: Annotated[str, typer.Option(help="The model to start from: a directory, a .gguf file or a hub id.")],
+    demonstrations: Annotated[str, typer.Option(help=f"Conversations for SFT: {DATA}.")] = "",
+    preferences: Annotated[
+        str, typer.Option(help=f"Preference pairs or rankings, for a reward model and DPO: {DATA}.")
+    ] = "",
+    prompts: Annotated[str, typer.Option(help=f"Prompts to answer, in training and in the comparison: {DATA}.")] = "",
+    reward: Annotated[
+        str,
+        typer.Option(
+            help="A Python function that scores responses, FILE.py:NAME; FILE.py if it has one public function."
+        ),
+    ] = "",
+    algorithm: Annotated[
+        str,
+        typer.Option(help="ppo, grpo, rloo or dpo (default: ppo with --prompts, otherwise dpo).", show_default=False),
+    ] = "",
+    form: Annotated[
+        str,
+        typer.Option("--format", help="Format of demonstrations and prompts, if their rows fit more than one."),
+    ] = "auto",
+    on_invalid: Annotated[
+        Literal["refuse", "skip"], typer.Option(help="Whether malformed rows are an error, or left out and counted.")
+    ] = "refuse",
+) -> None:
+    """Write a short, complete job for your own model and data, which `heed run` takes as it is. It ends with a
+    comparison of the new policy with the model that it started from.
+
+    The formats of the data are recognised (docs/data.md). What is missing for further stages is reported.
+    """
+    from files.importing import function_named
+    from heed.jobs.starter import Starter
+
+    reward = function_named(reward, "--reward")
+    starter = Starter(
+        model, demonstrations, preferences, prompts, reward, algorithm, format=form, on_invalid=on_invalid
+    )
+    for line in starter.write(job):
+        console.print(line, markup=False)
+    for line in starter.missing:
+        console.print(f"left out: {line}", markup=False)
+    console.print(f"{job} is ready: `heed plan {job}` estimates it, `heed run {job}` runs it", markup=False)
+
+
 app.command(rich_help_panel=TRAIN)(submit)
 app.command("merge-adapter", rich_help_panel=TRAIN)(merge_adapter)
 app.command(rich_help_panel=LOOK)(arena)
@@ -214,7 +285,6 @@ def few_shot(
         list[int] | None, typer.Option(min=0, help="Number of solved examples shown; may repeat (default: 0, 1, 4).")
     ] = None,
     max_rows: Annotated[int, typer.Option(min=0, help="Number of examples to read; 0 reads all.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed for choosing the solved examples.")] = 0,
 ) -> None:
     """Measure in-context learning: how well a model solves an example after k solved ones, without training."""
     from rich.table import Table
@@ -226,7 +296,7 @@ def few_shot(
     folder = model_folder(model)
     table = Table("shots", "examples", "exact match (95%)", "nats per token (95%)", box=None, pad_edge=False)
     for num_shots in shots or [0, 1, 4]:
-        found = evaluate_few_shot(folder, rows, num_shots, seed=seed)
+        found = evaluate_few_shot(folder, rows, num_shots, seed=0)
         intervals = [f"{i.mean:.3f} ({i.low:.3f} to {i.high:.3f})" for i in (found.exact_match, found.nats)]
         table.add_row(str(num_shots), str(found.num_examples), *intervals)
     results_console().print(table)

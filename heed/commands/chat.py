@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Self
 import typer
 
 from heed.commands.options import (
-    Beams,
     Greedy,
     Temperature,
     TopK,
@@ -53,7 +52,6 @@ def chat(
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     greedy: Greedy = False,
-    beams: Beams = 0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of a response, in tokens.")] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Seed for sampling.")] = 0,
     best_of: Annotated[
@@ -70,7 +68,7 @@ def chat(
     choice = read_choice(
         context,
         greedy=greedy,
-        beams=beams,
+        beams=0,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -87,7 +85,6 @@ def chat(
         speaker = Speaker.load(
             model,
             choice=choice,
-            beams=beams,
             max_new_tokens=max_new_tokens,
             seed=seed,
             num_samples=best_of,
@@ -207,7 +204,7 @@ class Streamed:
 @dataclass(frozen=True)
 class Speaker:
     """A model that answers with whichever of `num_samples` responses the reward model scores highest, or without a
-    reward model, with the first; with `beams`, with the best that beam search finds. It reads at most `context` tokens.
+    reward model, with the first. It reads at most `context` tokens.
     """
 
     tokenizer: "Tokenizer"
@@ -215,7 +212,6 @@ class Speaker:
     reward_model: "RewardModel | None"
     context: int
     choice: "Choice"
-    beams: int
     max_new_tokens: int
     seed: int
     num_samples: int
@@ -226,7 +222,6 @@ class Speaker:
         name: str,
         *,
         choice: "Choice",
-        beams: int,
         max_new_tokens: int,
         seed: int,
         num_samples: int,
@@ -249,7 +244,7 @@ class Speaker:
         reward_model = RewardModel.load(model_directory(judge), weights) if judge else None
         if reward_model is not None:  # it also reads the end token after a truncated response
             context = min(context, reward_model.network.config.max_position_embeddings - 1)
-        return cls(tokenizer, model, reward_model, context, choice, beams, max_new_tokens, seed, num_samples)
+        return cls(tokenizer, model, reward_model, context, choice, max_new_tokens, seed, num_samples)
 
     def num_tokens(self, messages: "Messages") -> int:
         return len(self.tokenizer.encode_prompt(messages))
@@ -272,7 +267,7 @@ class Speaker:
         from files.hashes import derive_seed
         from lm.encoder import EncoderDecoder
         from lm.generation import never
-        from lm.search import beam_search, best_of
+        from lm.search import best_of
 
         prompt = self.tokenizer.encode_prompt(messages)
 
@@ -283,22 +278,11 @@ class Speaker:
 
         num_turns = sum(message["role"] != "system" for message in messages)
         room = self.context - (1 if isinstance(self.model, EncoderDecoder) else len(prompt))
-        max_new_tokens = min(self.max_new_tokens, room)
-        if self.beams:
-            found = beam_search(
-                self.model,
-                prompt,
-                num_beams=self.beams,
-                max_new_tokens=max_new_tokens,
-                start_id=self.tokenizer.target_start_id,
-                end_ids=self.tokenizer.end_ids,
-            )
-            return self.tokenizer.decode(found[0].response).strip(), [hypothesis.score for hypothesis in found]
         (best,) = best_of(
             self.model,
             [prompt],
             _no_preference if self.reward_model is None else _scorer(self.reward_model, self.tokenizer, messages),
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=min(self.max_new_tokens, room),
             start_id=self.tokenizer.target_start_id,
             end_ids=self.tokenizer.end_ids,
             choice=self.choice,

@@ -59,7 +59,6 @@ def merge_adapter(
     base: Annotated[
         str, typer.Option(help="The model that was adapted (default: the one that the adapter names).")
     ] = "",
-    end_token: Annotated[str, typer.Option(help="End-of-sequence token (default: the tokenizer's).")] = "",
 ) -> None:
     """Add a LoRA adapter to its model, and write the result as a model directory.
 
@@ -89,7 +88,7 @@ def merge_adapter(
         _refuse_merged(base_folder, folder)
         source = adapted_folder(base_folder, folder)
         network, plain = on_meta(source.build), on_meta(source.frozen.build)
-        tokenizer = _tokenizer(folder.folder, base_folder, end_token, plain.config.vocab_size)
+        tokenizer = _tokenizer(folder.folder, base_folder, plain.config.vocab_size)
     output.parent.mkdir(parents=True, exist_ok=True)
     with console.status(f"writing {output}"), atomic_folder(output) as temporary:
         save_model(temporary, plain, merged(network, source.tensors()), tokenizer)
@@ -111,7 +110,7 @@ def _refuse_merged(base: Path, adapter: "AdapterFolder") -> None:
         )
 
 
-def _tokenizer(adapter: Path, base: Path, end: str, num_embeddings: int) -> "Tokenizer":
+def _tokenizer(adapter: Path, base: Path, num_embeddings: int) -> "Tokenizer":
     """Loads the adapter's tokenizer if it has one (it may have been trained on another template), else the base's.
 
     Raises: ValueError for a token without an embedding, and as `Tokenizer.load`.
@@ -119,7 +118,7 @@ def _tokenizer(adapter: Path, base: Path, end: str, num_embeddings: int) -> "Tok
     from lm.tokenizer import Tokenizer
 
     folder = adapter if (adapter / "tokenizer.json").is_file() else base
-    tokenizer = Tokenizer.load(folder, end=end, model_folder=base)
+    tokenizer = Tokenizer.load(folder, model_folder=base)
     if tokenizer.vocab_size > num_embeddings:
         raise ValueError(
             f"{folder / 'tokenizer.json'} has {tokenizer.vocab_size} tokens; at most {num_embeddings} were expected, of"

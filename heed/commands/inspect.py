@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from heed.commands.options import model_folder, typed
+from heed.commands.options import model_folder
 from stages.progress import console, results_console
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 inspect_app = typer.Typer(no_args_is_help=True, help="Look inside a model.")
 
+NUM_TEXTS = 100  # that heads are measured on, at most
 _LOOKED_UP = ("embedding.weight", "positions.weight", "token_types.weight")
 
 
@@ -31,7 +32,6 @@ def inspect_model(
 
 @inspect_app.command("attention")
 def inspect_attention(
-    context: typer.Context,
     model: Annotated[Path, typer.Argument(help="A model directory, such as runs/demo/ppo/model.")],
     text: Annotated[str, typer.Argument(help="The text that the model reads.")],
     layer: Annotated[int, typer.Option(help="Layer, counted from 0; -1 is the last.")] = -1,
@@ -40,10 +40,12 @@ def inspect_attention(
         str, typer.Option(help="For an encoder-decoder: an output text, to show how it attends to TEXT.")
     ] = "",
     texts: Annotated[
-        str, typer.Option(help="Texts to measure the heads on: a text file, JSONL, CSV or Parquet (default: TEXT).")
+        str,
+        typer.Option(
+            help="Texts to measure the heads on, of which the first 100 are read: a text file, or JSONL, CSV or Parquet"
+            " with a field text (default: TEXT)."
+        ),
     ] = "",
-    field: Annotated[str, typer.Option(help="Field of a row that holds the text.")] = "text",
-    max_rows: Annotated[int, typer.Option(min=0, help="Number of texts to read; 0 reads all.")] = 100,
 ) -> None:
     """Draw the attention of every head of a layer as one picture: rows are queries, columns are keys.
 
@@ -55,10 +57,7 @@ def inspect_attention(
 
     if texts and target:
         raise ValueError("--texts with --target: heads are measured within one text; one of the two was expected")
-    unread = [option for option in typed(context) if option in ("--field", "--max-rows")]
-    if unread and not texts:
-        raise ValueError(f"{', '.join(unread)} without --texts, the file that they are about; --texts was expected")
-    read = list(read_texts([TextConfig(source=texts, field=field, max_rows=max_rows)])) if texts else []
+    read = list(read_texts([TextConfig(source=texts, max_rows=NUM_TEXTS)])) if texts else []
     heads = draw_attention(model_folder(model), text, layer, png, target, read)
     if heads:
         results_console().print(heads_table(heads))

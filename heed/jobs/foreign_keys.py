@@ -1,13 +1,13 @@
 """Maps other projects' keys to Heed's, for the error message about an unknown key.
 
 Sources: TRL's PPOConfig and SFTConfig (old and new) and transformers' TrainingArguments; OpenRLHF's train_*.py; verl's
-docs/examples/config.rst; a Hugging Face config.json; and Heed 0.1. Only keys with a true counterpart are listed. Heed's
-name is relative to the section in which the key was found, or a path from the top of the job.
+docs/examples/config.rst; and a Hugging Face config.json. Only keys with a true counterpart are listed. Heed's name is
+relative to the section in which the key was found, or a path from the top of the job.
 """
 
 from collections.abc import Callable
 
-_TRL, _OPENRLHF, _VERL, _HF, _OLD = "TRL", "OpenRLHF", "verl", "config.json", "an earlier Heed"
+_TRL, _OPENRLHF, _VERL, _HF = "TRL", "OpenRLHF", "verl", "config.json"
 
 COUNTERPARTS: dict[str, dict[str, tuple[str, ...]]] = {
     _TRL: {
@@ -22,10 +22,12 @@ COUNTERPARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "epsilon_high": ("loss.clip_range_high",),
         "eval_steps": ("evaluate_every_steps",),
         "full_determinism": ("engine.deterministic",),
+        "gamma": ("advantage.gamma",),
         "gradient_checkpointing": ("engine.checkpoint_activations",),
         "horizon": ("kl.target.horizon",),
         "importance_sampling_level": ("loss.kind",),
         "init_kl_coef": ("kl.coef",),
+        "kl_coef": ("kl.coef",),
         "lam": ("advantage.gae_lambda",),
         "lr_scheduler_type": ("schedule", "optimizer.schedule", "policy_optimizer.schedule"),
         "learning_rate": ("optimizer.learning_rate", "policy_optimizer.learning_rate"),
@@ -58,6 +60,7 @@ COUNTERPARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "critic_learning_rate": ("advantage.value_optimizer.learning_rate",),
         "ema_beta": ("ema.decay",),
         "eps_clip": ("loss.clip_range",),
+        "gamma": ("advantage.gamma",),
         "generate_max_len": ("max_new_tokens",),
         "init_kl_coef": ("kl.coef",),
         "kl_target": ("kl.target.nats",),
@@ -87,7 +90,9 @@ COUNTERPARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "cliprange_value": ("advantage.value_clip_range",),
         "enable_gradient_checkpointing": ("engine.checkpoint_activations",),
         "grad_clip": ("max_grad_norm", "optimizer.max_grad_norm", "policy_optimizer.max_grad_norm"),
+        "gamma": ("advantage.gamma",),
         "horizon": ("kl.target.horizon",),
+        "kl_coef": ("kl.coef",),
         "lam": ("advantage.gae_lambda",),
         "lr": ("learning_rate", "optimizer.learning_rate", "policy_optimizer.learning_rate"),
         "lr_warmup_steps": ("warmup_steps", "optimizer.warmup_steps", "policy_optimizer.warmup_steps"),
@@ -99,6 +104,7 @@ COUNTERPARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "ppo_micro_batch_size_per_gpu": ("minibatch.micro_batch_size",),
         "ppo_max_token_len_per_gpu": ("minibatch.micro_batch_tokens",),
         "ppo_mini_batch_size": ("minibatch.batch_size",),
+        "target_kl": ("kl.target.nats",),
         "tensor_model_parallel_size": ("sampler.tensor_parallel_size",),
         "save_freq": ("save_every_iterations", "save_every_steps"),
         "test_freq": ("evaluate_every_steps",),
@@ -116,66 +122,9 @@ COUNTERPARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "n_inner": ("intermediate_size",),
         "n_layer": ("num_hidden_layers",),
         "n_positions": ("max_position_embeddings",),
-        "rms_norm_eps": ("norm_eps",),
-    },
-    _OLD: {
-        "advantage_scale": ("advantage.scale",),
-        "clip_range": ("loss.clip_range",),
-        "clip_range_high": ("loss.clip_range_high",),
-        "ema_decay": ("ema.decay",),
-        "final_weights": ("ema.is_final",),
-        "gae_lambda": ("advantage.gae_lambda",),
-        "gamma": ("advantage.gamma",),
-        "generator": ("sampler.kind",),
-        "generator_python": ("sampler.python",),
-        "importance_beyond": ("importance.kind",),
-        "importance_cap": ("importance.cap",),
-        "importance_floor": ("importance.floor",),
-        "kl_coef": ("kl.coef",),
-        "kl_control": ("kl.target",),
-        "kl_horizon": ("kl.target.horizon",),
-        "kl_in": ("kl.kind",),
-        "max_staleness": ("placement.max_staleness",),
-        "num_generators": ("placement.num_generators",),
-        "num_scorers": ("placement.num_scorers",),
-        "objective_weights": ("reward.objective_weights",),
-        "oversample": ("advantage.oversample",),
-        "ptx_coef": ("ptx.coef",),
-        "ptx_rows": ("ptx.rows",),
-        "ratio": ("loss.kind",),
-        "reward_from": ("reward.model",),
-        "reward_function": ("reward.function",),
-        "reward_parallel": ("reward.parallel",),
-        "reward_retries": ("reward.retries",),
-        "reward_timeout_seconds": ("reward.timeout_seconds",),
-        "reward_url": ("reward.url",),
-        "samples_per_prompt": ("advantage.samples_per_prompt",),
-        "shared_body": ("lora.shared_body",),
-        "target_kl": ("kl.target.nats",),
-        "token_weight": ("loss.token_weight",),
-        "value_clip_range": ("advantage.value_clip_range",),
-        "value_optimizer": ("advantage.value_optimizer",),
-        "weight_transport": ("placement.weight_transport",),
-        "clip": ("loss.clip_range",),
-        "context_tokens": ("max_position_embeddings",),
-        "discount": ("advantage.gamma",),
-        "embedding_scale": ("scale_embedding",),
-        "final_share": ("min_lr_ratio",),
-        "kl_target_nats": ("kl.target.nats",),
-        "max_response_tokens": ("max_new_tokens",),
-        "missing_end_penalty": ("missing_eos_penalty",),
-        "mlp_width": ("intermediate_size",),
         "num_heads": ("num_attention_heads",),
-        "num_kv_heads": ("num_key_value_heads",),
         "num_layers": ("num_hidden_layers",),
-        "original_context_tokens": ("original_max_position_embeddings",),
-        "rollout_prompts": ("rollout_batch_size",),
-        "row_tokens": ("seq_len",),
-        "tie_embeddings": ("tie_word_embeddings",),
-        "token_types": ("type_vocab_size",),
-        "value_clip": ("advantage.value_clip_range",),
-        "width": ("hidden_size",),
-        "windows": ("sliding_window",),
+        "rms_norm_eps": ("norm_eps",),
     },
 }
 

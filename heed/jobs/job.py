@@ -257,11 +257,10 @@ class JobConfig(Config):
                 f"loop.num_samples is {samples}; at least collect.responses_per_prompt = {responses} was expected,"
                 " since a task's responses are chosen among the samples"
             )
-        num_candidates = samples * (2 if loop.include_sft and loop.rounds > 1 else 1)
-        if (num_sets := math.comb(num_candidates, responses)) > MAX_SETS:
+        if (num_sets := math.comb(samples, responses)) > MAX_SETS:
             raise ValueError(
-                f"loop.num_samples is {samples}: {num_candidates} samples of a prompt make {num_sets:,} sets of"
-                f" collect.responses_per_prompt = {responses}; at most {MAX_SETS:,} were expected"
+                f"loop.num_samples is {samples}, which make {num_sets:,} sets of collect.responses_per_prompt ="
+                f" {responses} for each prompt; at most {MAX_SETS:,} were expected"
             )
         num_ranked = loop.rounds + 2 + ("pretrain" in self.stage_names)  # SFT and best-of-n are two more
         if self.part("compare").judge_people and num_ranked > MAX_RESPONSES:

@@ -57,7 +57,7 @@ class AddedTasks:
     batch: str
     tasks: tuple[AddedTask, ...]
     num_prompts: int  # that were sampled
-    policies: tuple[str, ...]  # that were sampled
+    policy: str  # that was sampled; "" if the round adds no task
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class RoundResults:
     round: int
     rule: str
     models: tuple[str, ...]
-    policies: tuple[str, ...]
+    policy: str
     num_prompts: int
     num_tasks: int
     effective_tasks: float
@@ -210,14 +210,12 @@ def _add_tasks(run: StageRun, config: RoundConfig, prompts: Sequence[Prompt], ea
     fingerprint = json.loads((run.folder / "inputs.json").read_text(encoding="utf-8"))["fingerprint"][:12]
     # People see all rounds as one batch; the world's labelers are dealt each round's tasks on their own.
     batch = run.run_folder.resolve().name if config.store else fingerprint
-    tasks, policies, chosen = list[Task](), dict[str, Path](), list[Prompt]()
+    tasks, policy, chosen = list[Task](), "", list[Prompt]()
     if num_tasks:
-        policies = {run.own("sft"): run.start("sft")}
-        if config.include_sft:
-            policies["sft"] = run.run_folder / "sft" / "model"
+        policy = run.own("sft")
         chosen = _least_asked(prompts, earlier, config.num_prompts(num_tasks), run.seed)
         tasks = choose_tasks(
-            _candidates(run, config, policies, chosen),
+            _candidates(run, config, policy, chosen),
             batch=f"{run.run_folder.resolve().name}/{run.name}/{fingerprint}",
             rule=RULES[config.choose],
             responses_per_task=config.responses_per_prompt,
@@ -225,7 +223,6 @@ def _add_tasks(run: StageRun, config: RoundConfig, prompts: Sequence[Prompt], ea
             evaluation_share=config.evaluation_share,
             seed=run.seed,
             num_tasks=num_tasks,
-            uniform_share=config.uniform_share,
         )
     quotas = config.quotas(len(tasks))
     if tasks:
@@ -236,7 +233,7 @@ def _add_tasks(run: StageRun, config: RoundConfig, prompts: Sequence[Prompt], ea
         AddedTask(task.task_id, ids[task.prompt], quota, 1 / (task.details["propensity"] * task.details["num_sets"]))
         for task, quota in zip(tasks, quotas, strict=True)
     )
-    write_json(run.folder / TASKS, as_json(AddedTasks(batch, added, len(chosen), tuple(policies))))
+    write_json(run.folder / TASKS, as_json(AddedTasks(batch, added, len(chosen), policy)))
 
 
 def _least_asked(prompts: Sequence[Prompt], earlier: Sequence[AddedTasks], num_prompts: int, seed: int) -> list[Prompt]:
@@ -246,24 +243,21 @@ def _least_asked(prompts: Sequence[Prompt], earlier: Sequence[AddedTasks], num_p
     return order[:num_prompts]
 
 
-def _candidates(
-    run: StageRun, config: RoundConfig, policies: Mapping[str, Path], prompts: Sequence[Prompt]
-) -> list[PromptCandidates]:
-    """Sample every policy on the prompts, and score all samples by the reward models that the rule reads."""
-    sampled: dict[str, list[tuple[str, str]]] = {prompt.prompt_id: [] for prompt in prompts}
-    for name, policy in policies.items():
-        spec = SamplingSpec(
-            policy=policy,
-            num_samples=config.num_samples,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            seed=derive_seed(run.seed, "collect", name),
-            precision=run.engine.resolved_precision(),
-        )
-        for sample in sample_everywhere(run, name, spec, prompts):
-            sampled[sample.prompt_id].append((sample.response, name))
+def _candidates(run: StageRun, config: RoundConfig, policy: str, prompts: Sequence[Prompt]) -> list[PromptCandidates]:
+    """Sample the newest policy on the prompts, and score the samples by the reward models that the rule reads."""
+    sampled: dict[str, list[str]] = {prompt.prompt_id: [] for prompt in prompts}
+    spec = SamplingSpec(
+        policy=run.start("sft"),
+        num_samples=config.num_samples,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        seed=derive_seed(run.seed, "collect", policy),
+        precision=run.engine.resolved_precision(),
+    )
+    for sample in sample_everywhere(run, policy, spec, prompts):
+        sampled[sample.prompt_id].append(sample.response)
     models = [run.run_folder / name / "model" for name in config.models]
-    texts = [[text for text, _ in sampled[prompt.prompt_id]] for prompt in prompts]
+    texts = [sampled[prompt.prompt_id] for prompt in prompts]
     scores: list[list[tuple[float, ...]]] = [[()] * len(own) for own in texts]
     if models:
         scores = _scores(run, models, prompts, texts)
@@ -271,12 +265,9 @@ def _candidates(
         PromptCandidates(
             prompt.prompt_id,
             tuple(Message.of(message) for message in prompt.messages),
-            tuple(
-                Candidate(text, source, score)
-                for (text, source), score in zip(sampled[prompt.prompt_id], own, strict=True)
-            ),
+            tuple(Candidate(text, policy, score) for text, score in zip(own_texts, own_scores, strict=True)),
         )
-        for prompt, own in zip(prompts, scores, strict=True)
+        for prompt, own_texts, own_scores in zip(prompts, texts, scores, strict=True)
     ]
 
 
@@ -348,7 +339,7 @@ def _results(
         round=config.round,
         rule=config.choose,
         models=config.models,
-        policies=added.policies,
+        policy=added.policy,
         num_prompts=added.num_prompts,
         num_tasks=len(added.tasks),
         effective_tasks=effective_number([task.weight for task in added.tasks]),
@@ -404,12 +395,11 @@ def preflight(run: StageRun, config: RoundConfig) -> None:
 
 
 def plan(planner: Planner, config: RoundConfig) -> Sampling:
-    num_policies = 2 if config.include_sft else 1
     num_prompts = min(
         planner.sizes.num_rows(config.prompts), config.num_prompts(config.num_tasks(config.asked - config.asked_before))
     )
     lengths = planner.answered(
         config.prompts, config.max_new_tokens, config.on_overlong, lambda run: run.tokenizer_of("sft")
     )
-    num_samples = config.num_samples * num_policies
-    return Sampling(planner.model, num_prompts, num_samples, config.max_new_tokens, lengths, config.num_samples)
+    num_samples = config.num_samples
+    return Sampling(planner.model, num_prompts, num_samples, config.max_new_tokens, lengths, num_samples)

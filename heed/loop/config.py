@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from preferences.task_selection import RULES, UNIFORM_SHARE, Rule
+from preferences.task_selection import RULES, Rule
 from reward.collect import CollectConfig
 from training.config import Config
 
@@ -37,22 +37,13 @@ class LoopConfig(Config):
         description="Rule that chooses what to label by the scores of the newest reward models:"
         f" {', '.join(RULES)} (docs/labels.md). Rounds with too few reward models use uniform.",
     )
-    uniform_share: float = Field(
-        default=UNIFORM_SHARE,
-        gt=0,
-        le=1,
-        description="Share of the probability that all sets of responses have alike.",
-    )
     evaluation_share: float = Field(
         default=0.1, ge=0, lt=1, description="Share of the prompts whose tasks are always chosen uniformly."
     )
     num_samples: int = Field(
-        default=8, ge=2, description="Samples per prompt and policy, among which a task's responses are chosen."
+        default=8, ge=2, description="Samples per prompt, among which a task's responses are chosen."
     )
     prompts_per_task: float = Field(default=1.5, ge=1, description="Prompts that compete for each task.")
-    include_sft: bool = Field(
-        default=False, description="Whether later rounds also sample the SFT model, next to the newest policy."
-    )
     store: str = Field(
         default="",
         description="Label store of the people who label: a file, or a PostgreSQL URL without a password; empty = the"
@@ -64,13 +55,6 @@ class LoopConfig(Config):
         le=1,
         description="Share of the labels asked for so far that people must have given before a round trains; tasks"
         " without an answer stay open, and their labels count later.",
-    )
-    ahead_share: float = Field(
-        default=1.0,
-        ge=0,
-        le=1,
-        description="Share of the next round's labels to ask people for already, so that they have tasks while models"
-        " train.",
     )
 
     @field_validator("choose")
@@ -109,9 +93,10 @@ class LoopConfig(Config):
         return self.labels * min(number, self.rounds) // self.rounds
 
     def asked_until(self, number: int) -> int:
-        """Returns the labels that round `number` has tasks in the store for. People get tasks ahead of their round."""
-        now, later = self.labels_until(number), self.labels_until(number + 1)
-        return now if not self.store else now + round(self.ahead_share * (later - now))
+        """Returns the labels that round `number` has tasks in the store for. People get their tasks a round ahead, so
+        that they have some while models train.
+        """
+        return self.labels_until(number + 1 if self.store else number)
 
     def models_for(self, number: int, *, has_reward: bool) -> tuple[int, ...]:
         """Returns the rounds whose reward models choose the tasks of round `number`, newest first; () = uniformly."""
@@ -130,11 +115,9 @@ class RoundConfig(CollectConfig):
     asked_before: int = Field(ge=0, description="Labels that earlier rounds have tasks for.")
     choose: str = Field(description="Rule that chooses the tasks.")
     models: tuple[str, ...] = Field(description="Stages whose reward models the rule reads, newest first.")
-    uniform_share: float = Field(description="As in [loop].")
     evaluation_share: float = Field(description="As in [loop].")
     num_samples: int = Field(description="As in [loop].")
     prompts_per_task: float = Field(description="As in [loop].")
-    include_sft: bool = Field(description="Whether the SFT model is sampled next to the policy.")
     store: str = Field(description="As in [loop].")
     enough_share: float = Field(description="As in [loop].")
 
@@ -169,11 +152,9 @@ def round_settings(loop: LoopConfig, number: int, *, has_reward: bool) -> dict[s
         "asked_before": loop.asked_until(number - 1) if number > 1 else 0,
         "choose": loop.choose if models else UNIFORM,
         "models": tuple(name_of_round("reward", earlier) for earlier in models),
-        "uniform_share": loop.uniform_share,
         "evaluation_share": loop.evaluation_share,
         "num_samples": loop.num_samples,
         "prompts_per_task": loop.prompts_per_task,
-        "include_sft": loop.include_sft and number > 1,
         "store": loop.store,
         "enough_share": loop.enough_share,
     }

@@ -234,7 +234,7 @@ def _row(one: RoundFiles, job: Mapping[str, Any]) -> Row:
         (str(one.number),),
         (
             Cell(number(collected.num_new_labels), number(collected.num_labels)),
-            Cell(collected.rule, ", ".join(label(name) for name in collected.policies)),
+            Cell(collected.rule, label(collected.policy)),
             Cell(number(collected.effective_tasks, 0), f"of {number(collected.num_tasks)}"),
             accuracy,
             _cell(None if gain is None else gain.kl_nats, 1),
@@ -265,7 +265,7 @@ def _report_collected(stage: StageFolder) -> StageReport:
         return StageReport((stage_block(stage, (), ()),))
     facts = (
         ("Chosen by", found.rule + (f", by {', '.join(found.models)}" if found.models else "")),
-        ("Sampled", f"{', '.join(found.policies) or 'nothing'} on {count_of(found.num_prompts, 'prompt')}"),
+        ("Sampled", f"{found.policy or 'nothing'} on {count_of(found.num_prompts, 'prompt')}"),
         ("Tasks", f"{number(found.num_tasks)}, worth {number(found.effective_tasks, 0)} chosen uniformly"),
         ("Labels so far", f"{number(found.num_labels)} of {number(found.num_asked)} asked for"),
         ("New labels", number(found.num_new_labels)),

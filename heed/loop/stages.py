@@ -51,7 +51,7 @@ def _collecting(stage: AnyStage, loop: LoopConfig, number: int, *, has_reward: b
     settings = round_settings(loop, number, has_reward=has_reward)
     added = [name_of_round(REWARD, earlier) for earlier in loop.models_for(number, has_reward=has_reward)]
     if number > 1:
-        added += [name_of_round(COLLECT, number - 1), *(["sft"] if loop.include_sft else [])]
+        added.append(name_of_round(COLLECT, number - 1))
     return replace(
         stage,
         config=RoundConfig,

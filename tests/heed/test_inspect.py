@@ -87,17 +87,14 @@ def test_attention_as_a_picture(call: Call, model_folder: Path, tmp_path: Path) 
 
 
 def test_heads_are_listed_by_their_attention_to_the_preceding_token(
-    call: Call, model_folder: Path, tmp_path: Path
+    call: Call, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = tmp_path / "texts.jsonl"
-    texts.write_text("".join(json.dumps({"story": f"the fox {word} " * 40}) + "\n" for word in ("runs", "sits")))
+    texts.write_text("".join(json.dumps({"text": f"the fox {word} " * 40}) + "\n" for word in ("runs", "sits")))
     png = str(tmp_path / "attention.png")
     measured = []
-    for more in (
-        (),
-        ("--texts", str(texts), "--field", "story"),
-        ("--texts", str(texts), "--field", "story", "--max-rows", "1"),
-    ):
+    for num_texts, more in ((100, ()), (100, ("--texts", str(texts))), (1, ("--texts", str(texts)))):
+        monkeypatch.setattr("heed.commands.inspect.NUM_TEXTS", num_texts)
         code, said, _ = call("inspect", "attention", str(model_folder), "the fox runs", *more, "--png", png)
         assert code == 0, said
         head, *rows = [line for line in said.splitlines() if line.strip() and line.split()[0] in "layer 0 1"]
@@ -122,13 +119,6 @@ def test_long_texts_are_cut(call: Call, model_folder: Path, tmp_path: Path, monk
         said.append(call("inspect", "attention", str(model_folder), "the fox runs", *options)[1])
     assert len(Tokenizer.load(model_folder).encode_plain(["abcdefgh"])[0]) == 8
     assert said[0] == said[1] != ""
-
-
-def test_options_about_a_file_that_is_missing_are_refused(call: Call, model_folder: Path, tmp_path: Path) -> None:
-    png = ("--png", str(tmp_path / "attention.png"))
-    code, _, said = call("inspect", "attention", str(model_folder), "the fox", "--max-rows", "3", "--field", "x", *png)
-    assert code == 2
-    assert "--field, --max-rows without --texts" in said
 
 
 def test_heads_are_not_measured_across_texts(call: Call, translator: Path) -> None:

@@ -56,7 +56,6 @@ def test_no_key_of_heeds_own_is_listed_as_foreign() -> None:
     [
         ("ppo.lam=0.95", "`lam`: unknown key in [ppo]; Heed calls it `advantage.gae_lambda`"),
         ("ppo.cliprange=0.2", "`cliprange`: unknown key in [ppo]; Heed calls it `loss.clip_range`"),
-        ("ppo.clip=0.2", "`clip`: unknown key in [ppo]; Heed calls it `loss.clip_range`"),
         ("ppo.policy_optimizer.lr=1", "`lr`: unknown key in [ppo.policy_optimizer]; Heed calls it `learning_rate`"),
         ("ppo.micro_train_batch_size=1", "Heed calls it `minibatch.micro_batch_size`"),
         ("sft.micro_train_batch_size=1", "Heed calls it `batch.micro_batch_size`"),
@@ -66,7 +65,7 @@ def test_no_key_of_heeds_own_is_listed_as_foreign() -> None:
         ("ppo.kl_estimator=k3", 'set `kl.kind`: "reward" subtracts the log ratio (k1)'),
         ("ppo.kl_coef=0.1", "`kl_coef`: unknown key in [ppo]; Heed calls it `kl.coef`"),
         ("ppo.loss.cliprange=0.1", "`cliprange`: unknown key in [ppo.loss]; Heed calls it `clip_range`"),
-        ("reward_function=a.py:b", "`reward_function`: unknown key; in [ppo], Heed calls it `reward.function`"),
+        ("remote_rm_url=http://a", "`remote_rm_url`: unknown key; in [ppo], Heed calls it `reward.url`"),
         ("ppo.zero_stage=2", "`zero_stage`: unknown key in [ppo]; Heed calls it `engine.zero_stage`"),
         (
             "ppo.train_batch_size=8",
@@ -74,8 +73,8 @@ def test_no_key_of_heeds_own_is_listed_as_foreign() -> None:
         ),
         ("sft.per_device_train_batch_size=8", "batch_size is global in Heed"),
         ("model.n_embd=8", "`n_embd`: unknown key in [model]; Heed calls it `hidden_size`"),
-        ("model.width=8", "`width`: unknown key in [model]; Heed calls it `hidden_size`"),
-        ("sft.row_tokens=8", "`row_tokens`: unknown key in [sft]; Heed calls it `seq_len`"),
+        ("model.num_heads=8", "`num_heads`: unknown key in [model]; Heed calls it `num_attention_heads`"),
+        ("sft.max_seq_length=8", "`max_seq_length`: unknown key in [sft]; Heed calls it `seq_len`"),
     ],
 )
 def test_a_foreign_key_is_translated(override: str, message: str) -> None:

@@ -176,14 +176,12 @@ def test_the_budget_is_split_and_never_exceeded() -> None:
     assert [even.labels_until(number) for number in (1, 2, 3, 4)] == [33, 66, 100, 100]
     given = LoopConfig(labels=100, rounds=2, labels_per_round=(70, 20))
     assert [given.labels_until(number) for number in (1, 2, 3)] == [70, 90, 90]
-    people = LoopConfig(labels=100, rounds=2, store="labels.sqlite", ahead_share=0.5)
-    assert [people.asked_until(number) for number in (1, 2)] == [75, 100]  # half a round ahead, and no more than all
+    people = LoopConfig(labels=100, rounds=2, store="labels.sqlite")
+    assert [people.asked_until(number) for number in (1, 2)] == [100, 100]  # a round ahead, and no more than all
     overlapping = {"overlap_share": 0.5, "overlap_labelers": 3, "prompts": {"source": "p.jsonl"}, "max_new_tokens": 4}
     settings = {"round": 1, "labels": 9, "asked": 9, "asked_before": 0, "choose": "uniform", "models": ()}
-    shared = {"uniform_share": 0.1, "evaluation_share": 0.1, "num_samples": 4, "prompts_per_task": 1.0}
-    config = RoundConfig.model_validate(
-        {**overlapping, **settings, **shared, "include_sft": False, "store": "", "enough_share": 0.9}
-    )
+    shared = {"evaluation_share": 0.1, "num_samples": 4, "prompts_per_task": 1.0}
+    config = RoundConfig.model_validate({**overlapping, **settings, **shared, "store": "", "enough_share": 0.9})
     for num_labels in range(30):
         found = config.quotas(config.num_tasks(num_labels))
         assert num_labels - 3 < sum(found) <= num_labels or not num_labels
@@ -215,10 +213,7 @@ def test_effective_number_of_tasks() -> None:
         (["compare=none"], r"loop: the job has no \[compare\], which says how a policy is judged"),
         (["rounds=4"], "rounds is 4; at most loop.rounds = 3 was expected"),
         (["loop.num_samples=3"], "loop.num_samples is 3; at least collect.responses_per_prompt = 4"),
-        (
-            ["loop.num_samples=12", "loop.include_sft=true"],
-            "24 samples of a prompt make 10,626 sets of .* at most 5,000",
-        ),
+        (["loop.num_samples=24"], "loop.num_samples is 24, which make 10,626 sets of .* at most 5,000"),
         (
             ["loop.rounds=7", "loop.labels_per_round=[]", "compare.judge_people=labels.sqlite"],
             "loop.rounds is 7; at most 6 was expected with",
@@ -376,7 +371,7 @@ def one_ray() -> Iterator[None]:
 
 
 LABELS, ROUNDS = 30, 2
-MORE = 'choose = "near-tie"\ninclude_sft = true'
+MORE = 'choose = "near-tie"'
 
 
 @pytest.fixture(scope="module")
@@ -396,7 +391,7 @@ def test_each_round_learns_from_all_labels_so_far(finished_loop: Path) -> None:
     assert [one.num_labels for one in rounds] == [15, 30]
     assert [one.num_new_labels for one in rounds] == [15, 15]
     assert [one.rule for one in rounds] == ["uniform", "near-tie"]
-    assert [one.policies for one in rounds] == [("sft",), ("ppo", "sft")]
+    assert [one.policy for one in rounds] == ["sft", "ppo"]
     rankings = [
         {json.loads(line)["task_id"] for line in (finished_loop / name / "rankings.jsonl").read_text().splitlines()}
         for name in ("collect", "collect_2")
@@ -491,7 +486,7 @@ def label_server(store: str, labelers: Sequence[Labeler]) -> Iterator[threading.
 def test_people_label_through_the_server_while_the_loop_runs(heed: Any, tmp_path: Path) -> None:
     """The loop is killed while it waits for the first labels, and continued by the same command."""
     store, folder = str(tmp_path / "people.sqlite"), tmp_path / "runs" / "tiny"
-    path = job_file(tmp_path, 24, 2, f'store = "{store}"\nenough_share = 0.5\nahead_share = 0.5')
+    path = job_file(tmp_path, 24, 2, f'store = "{store}"\nenough_share = 0.5')
     world = load_job(path).open_world()
     assert world is not None
     waiting = heed("loop", str(path), "--runs", str(folder.parent))
@@ -519,9 +514,9 @@ def test_people_label_through_the_server_while_the_loop_runs(heed: Any, tmp_path
         assert run_loop(loader(path), tmp_path / "runs") == folder
         answering.result()
     rounds = results(folder)
-    assert [one.num_asked for one in rounds] == [18, 24]  # half a round ahead, and never more than the budget
+    assert [one.num_asked for one in rounds] == [24, 24]  # a round ahead, and never more than the budget
     assert rounds[0].num_labels == 8  # the tasks without an answer stayed open
-    assert rounds[0].num_open_tasks == 10
+    assert rounds[0].num_open_tasks == 16
     assert [one.num_labels for one in rounds] == sorted(one.num_labels for one in rounds)
     assert rounds[-1].num_labels > 12  # labels of the first round's open tasks, and of later ones
     state = read_state(folder)
@@ -552,7 +547,7 @@ def add_tasks(run_folder: Path, store: str, num: int) -> None:
     """Add tasks as the first round of a loop would."""
     (run_folder / "collect").mkdir()
     tasks = [Task(f"t{n}", (Message("user", f"Say {n}."),), ("a", "b"), ("x", "y")) for n in range(num)]
-    added = AddedTasks("tiny", tuple(AddedTask(one.task_id, one.task_id, 1, 1.0) for one in tasks), num, ("sft",))
+    added = AddedTasks("tiny", tuple(AddedTask(one.task_id, one.task_id, 1, 1.0) for one in tasks), num, "sft")
     write_json(run_folder / "collect" / TASKS, as_json(added))
     with LabelStore(store) as opened:
         opened.add_tasks(tasks, batch="tiny", num_labelers=1)

@@ -298,11 +298,6 @@ def test_names_of_any_characters_are_written_as_toml(
         made.write(folder / 'job".toml')
 
 
-def test_an_old_option_is_answered_with_the_new_one(refused: Any, tmp_path: Path) -> None:
-    line = refused("init", str(tmp_path / "job.toml"), "--model", "m", "--reward-function", "r.py:score")
-    assert line == "error: --reward-function is now --reward: --reward r.py:score was expected"
-
-
 def test_a_batch_leaves_ten_steps_in_an_epoch() -> None:
     assert [batch_for(rows) for rows in (1, 19, 20, 200, 100_000)] == [1, 1, 2, 16, 64]
     assert batch_toml(64, 100) == "{ batch_size = 64, micro_batch_size = 8 }"
