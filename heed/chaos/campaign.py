@@ -26,11 +26,11 @@ from typing import Any, Literal
 import tomli_w
 from pydantic import Field, TypeAdapter
 
-from cluster.local_cluster import LocalCluster, Network, host_names, why_no_network
 from cluster.processes import end_by_sigterm
 from files.hashes import derive_seed
 from files.rows import Row
 from heed.chaos.faults import KINDS, Schedule, SmallDisk, small_disk, why_no_disk
+from heed.chaos.local_cluster import LocalCluster, Network, host_names, why_no_network
 from heed.chaos.result import ChaosResult, Injected, differing_stages
 from heed.chaos.round import Driver, Round, wait_for_nodes
 from heed.jobs.job import JobConfig

@@ -1,17 +1,16 @@
 """What a sampler is tested with: a model, updates of its weights, prompts, and the true log-probs.
 
-`explanations` are the things that may be wrong with a sampler, each with the log-probs that it would then report for
-the tokens it sampled.
+`explain` says what is wrong with a sampler that reports other log-probs, if it is something known.
 
 Shape letters: B responses, T tokens, V vocabulary, C tokens of all responses.
 """
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import combinations, product
 from pathlib import Path
 
@@ -25,12 +24,12 @@ from lm.generation import Batch, Generated
 from lm.model import LanguageModel
 from lm.samplers.draws import NO_EVIDENCE, Draws, Evidence, evidence
 from lm.samplers.engine import Agreement, SamplingEngine, SentWeights, chunks, held_tensors, max_difference
-from lm.samplers.own import DTYPES
+from lm.samplers.heed_engine import DTYPES
 from lm.sampling import token_logprobs
-from lm.source import load, load_for_inference, on_meta
+from lm.source import load_for_inference, on_meta
 from lm.tokenizer import Messages, Tokenizer
 from lm.transfer import pad_right
-from lm.weights import ModelFolder, read_config, save_model
+from lm.weights import ModelFolder, read_config
 
 NUM_PROMPTS = 32
 MAX_NEW_TOKENS = 24
@@ -123,13 +122,6 @@ class Trial:
 
     def sample(self, sampler: SamplingEngine) -> Generated:
         return sampler.sample(self.prompts, self.seeds, max_new_tokens=MAX_NEW_TOKENS, temperature=TEMPERATURE)
-
-    def last_rollout(self, sampler: SamplingEngine) -> Generated:
-        """Returns what it samples after both updates. It also samples before each update, which fills its caches."""
-        for version in range(NUM_VERSIONS):
-            sampler.receive(self.sent(version))
-            generated = self.sample(sampler)
-        return generated
 
     @cached_property
     def device(self) -> torch.device:
@@ -249,62 +241,41 @@ def with_exchanged(weights: Mapping[str, Tensor], first: int, second: int) -> di
     return {name: weights[source(name)] for name in weights}
 
 
-def save_untied(folder: Path, target: Path) -> None:
-    """Write the model of `folder` to `target` with an untied output head of the same values."""
-    weights = weights_of(policy := load(ModelFolder(folder, LanguageModel)))
-    weights["head.weight"] = weights["head.weight"].clone()  # a file refuses tensors that share memory
-    save_model(target, with_weights(policy, weights), weights, Tokenizer.load(folder))
-
-
 def _asked(words: Sequence[str]) -> Messages:
     return [{"role": "user", "content": " ".join(words)}]
 
 
-@dataclass(frozen=True)
-class Explanation:
-    name: str
-    logprobs: Callable[[], Tensor]  # [C] nats, of the sampled tokens, response after response
-
-
-def explanations(trial: Trial, generated: Generated, version: int) -> Iterator[Explanation]:
-    """Yield every explanation for a rollout that was sampled after `version` updates; each is computed on request."""
+def explanations(trial: Trial, generated: Generated, version: int) -> Iterator[tuple[str, Tensor]]:
+    """Yields what may be wrong with a rollout that was sampled after `version` updates, and the log-probs [C] nats that
+    its tokens would then have.
+    """
     prompts, responses, policy = trial.prompts, generated.responses, trial.policy(version)
-
-    def told(name: str, policy: LanguageModel = policy, temperature: float = TEMPERATURE) -> Explanation:
-        return Explanation(name, lambda: truth(policy, prompts, responses, temperature))
-
-    def of_others(name: str, prompts: Tokens, responses: Tokens) -> Explanation:
-        return Explanation(name, lambda: truth(policy, prompts, responses, TEMPERATURE))
-
-    def stale(before: LanguageModel, block: int) -> Explanation:
-        generated = partial(truth_with_stale_prefixes, policy, before, prompts, responses, TEMPERATURE, block)
-        return Explanation(STALE_CACHE, generated)
-
+    rollout = prompts, responses, TEMPERATURE
     older, weights = [*reversed(range(version))], weights_of(policy)
     for age, number in enumerate(older, start=1):
-        yield told(OLD_WEIGHTS if age == 1 and number else LOADED_WEIGHTS, trial.policy(number))
-    yield told(NO_TEMPERATURE, temperature=1.0)
+        yield OLD_WEIGHTS if age == 1 and number else LOADED_WEIGHTS, truth(trial.policy(number), *rollout)
+    yield NO_TEMPERATURE, truth(policy, prompts, responses, 1.0)
     for number in older:
         head = {"head.weight": weights_of(trial.policy(number))["head.weight"]}
-        yield told(OLD_HEAD, with_weights(policy, {**weights, **head}))
+        yield OLD_HEAD, truth(with_weights(policy, {**weights, **head}), *rollout)
     for first, second in _pairs(policy.config.num_hidden_layers):
-        yield told(layers_exchanged(first, second), with_weights(policy, with_exchanged(weights, first, second)))
+        exchanged = with_weights(policy, with_exchanged(weights, first, second))
+        yield layers_exchanged(first, second), truth(exchanged, *rollout)
     for name, others in (other_templates(trial) | _without_ends(trial)).items():
-        yield of_others(name, others, responses)
+        yield name, truth(policy, others, responses, TEMPERATURE)
     for shift in (1, -1):
-        yield of_others(
-            OTHER_TOKENIZER, *(shifted(rows, shift, policy.config.vocab_size) for rows in (prompts, responses))
-        )
+        rows = (shifted(rows, shift, policy.config.vocab_size) for rows in (prompts, responses))
+        yield OTHER_TOKENIZER, truth(policy, *rows, TEMPERATURE)
     for number, block in product(older, BLOCKS):
-        yield stale(trial.policy(number), block)
+        yield STALE_CACHE, truth_with_stale_prefixes(policy, trial.policy(number), *rollout, block)
 
 
 def explain(trial: Trial, generated: Generated, reported_C: Tensor, version: int) -> str:
-    """Returns the name of the explanation that gives the reported log-probs up to rounding; "" if none does."""
+    """Returns what explains the reported log-probs up to rounding; "" if nothing does."""
     lengths = [*map(len, generated.responses)]
-    for explanation in explanations(trial, generated, version):
-        if Agreement.of(explanation.logprobs() - reported_C, lengths).holds(trial.max_difference):
-            return explanation.name
+    for name, logprobs_C in explanations(trial, generated, version):
+        if Agreement.of(logprobs_C - reported_C, lengths).holds(trial.max_difference):
+            return name
     return ""
 
 

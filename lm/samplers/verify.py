@@ -1,26 +1,33 @@
-"""The test that a sampling engine must pass: it follows the policy through updates, and planted faults are found.
+"""The test that a sampling engine must pass: it follows the policy through updates of the weights.
 
     from lm.samplers.verify import verify_sampler
-    assert verify_sampler(MyEngine, Path("model")).passed
+    assert all(check.passed for check in verify_sampler(MyEngine, Path("model")))
 
 Three rollouts, before, between and after two updates of the weights, must have the policy's log-probs of the sampled
-tokens, and tokens that are drawn from the policy. If they do, each fault of `faults.py` is planted, and must be found
-and named in the rollout after the last update. This proves that the test can fail.
+tokens, and tokens that are drawn from the policy. If the log-probs are those of a known fault, the check names it.
+
+`heed verify-sampler` runs `python -m lm.samplers.verify ENGINE MODEL PRECISION TEAM_SIZE PIPE` with an engine's own
+Python, if it has one. Engines may print anything and may end the process, so checks have a separate pipe (a file
+descriptor), one JSON line each, and a last line says how many there were. With a TEAM_SIZE above 1, so many processes
+run the same test together, each with a share of the weights; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT
+identify them. Each sees one GPU at most, so LOCAL_RANK is 0.
 """
 
-import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from files.importing import load_function
 from lm.config import Precision
 from lm.generation import Generated
 from lm.samplers.draws import ALARM, Evidence
 from lm.samplers.engine import Agreement, LoadEngine, SamplingEngine
-from lm.samplers.faults import FAULTS, NOT_DRAWS, StaleCache
-from lm.samplers.own import HeedSampler
 from lm.samplers.trial import (
     MAX_NEW_TOKENS,
     NUM_VERSIONS,
@@ -28,10 +35,13 @@ from lm.samplers.trial import (
     Trial,
     draw_evidence,
     explain,
-    save_untied,
     truth,
 )
 
+VLLM = "vllm"
+TIMEOUT_SECONDS = 600.0  # that ranks of a team wait for each other
+MISTAKE, DONE = "mistake", "done"  # keys of the last line: the user's mistake, or the number of checks
+NOT_DRAWS = "tokens that are not draws from the policy"
 MORE_DRAWS = 16  # responses per prompt for the test of draws
 UNEXPLAINED = "another policy, for no reason that this test knows"
 
@@ -45,52 +55,21 @@ class Check:
     found: str
 
 
-@dataclass(frozen=True)
-class Verification:
-    checks: tuple[Check, ...]
-
-    @property
-    def passed(self) -> bool:
-        return all(check.passed for check in self.checks)
-
-
-def verify_sampler(
-    load: LoadEngine,
-    folder: Path,
-    *,
-    precision: Precision = "fp32",
-    seed: int = 0,
-    tell: Callable[[Check], None] = lambda _check: None,
-) -> Verification:
-    """Test the sampler that `load(folder, precision)` makes of a model directory. `tell` is called with each check.
+def verify_sampler(load: LoadEngine, folder: Path, *, precision: Precision = "fp32") -> Iterator[Check]:
+    """Yields the checks of the sampler that `load(folder, precision)` makes of a model directory, as they finish. They
+    end with the first rollout of a wrong form.
 
     Raises: ValueError for a directory without a language model, or whose context is too short.
     """
-    trial, checks = Trial(folder, precision, seed), list[Check]()
-
-    def note(found: Iterator[Check]) -> None:
-        for check in found:
-            checks.append(check)
-            tell(check)
-
+    trial = Trial(folder, precision)
     sampler = load(folder, precision)
-    note(_honest(sampler, trial))
-    if not all(check.passed for check in checks):  # faults planted into a faulty sampler would prove nothing
+    try:
+        yield from _checks(sampler, trial)
+    finally:
         sampler.close()
-        return Verification(tuple(checks))
-    with tempfile.TemporaryDirectory() as untied:
-        if trial.shape.tie_word_embeddings:
-            # A head that is the embedding cannot be older than it, so faults are planted into an untied copy.
-            save_untied(folder, Path(untied))
-            sampler.close()
-            trial = Trial(Path(untied), precision, seed)
-            sampler = load(trial.folder, precision)
-        note(_planted(sampler, trial))
-        sampler.close()
-    return Verification(tuple(checks))
 
 
-def _honest(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
+def _checks(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
     rollouts = list[Generated]()
     for version in range(NUM_VERSIONS):
         name = "the model as loaded" if not version else f"after update {version}"
@@ -131,17 +110,6 @@ def _biased(evidence: Evidence) -> str:
     return f"{NOT_DRAWS} ({evidence.nats:.1f} nats of evidence): {evidence}" if evidence.is_alarm else ""
 
 
-def _planted(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
-    for name, (plant, expected) in FAULTS.items():
-        faulty = plant(sampler, trial)
-        fault, measured = judge(trial, trial.last_rollout(faulty), NUM_VERSIONS - 1)
-        faulty.unplant()
-        if not fault and plant is StaleCache and not isinstance(sampler, HeedSampler):
-            yield Check(f"planted: {name}", True, "nothing to find: the engine keeps no keys and values of prompts")
-            continue
-        yield Check(f"planted: {name}", fault.startswith(expected), fault or f"not found: {measured}")
-
-
 def judge(trial: Trial, generated: Generated, version: int) -> tuple[str, str]:
     """Returns what is wrong with a rollout after `version` updates ("" if nothing is), and what was measured."""
     policy = trial.policy(version)
@@ -174,3 +142,51 @@ def _form(name: str, generated: Generated, trial: Trial) -> Check:
             wrong.append(f"response {row} has {len(logprobs)} log-probs for {len(response)} tokens")
     tokens = sum(map(len, generated.responses))
     return Check(name, not wrong, wrong[0] if wrong else f"{len(generated.responses)} responses, {tokens} tokens")
+
+
+def loader_of(engine: str, team_size: int) -> LoadEngine:
+    """Returns the loader of an engine: "heed", "vllm", or a function, "FILE.py:FUNCTION" or "MODULE:FUNCTION".
+
+    Raises: ValueError for anything else, and for a team whose ranks would share the weights of a function's engine.
+    """
+    if engine == "heed":
+        from lm.samplers.heed_engine import HeedSampler
+        from lm.tensor_parallel import Rendezvous, Team
+
+        if team_size == 1:
+            return HeedSampler.load
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return partial(HeedSampler.load, team=Team.join(Rendezvous(host, port, team_size, TIMEOUT_SECONDS)))
+    if engine == VLLM:
+        from lm.samplers.vllm_engine import VLLMSampler
+
+        return partial(VLLMSampler.load, tensor_parallel_size=team_size)
+    if team_size > 1:
+        raise ValueError(
+            f"--tensor-parallel-size is {team_size}; 1 was expected for an engine other than heed and vllm"
+        )
+    if ":" not in engine:
+        raise ValueError(f'engine {engine!r}: "heed", "vllm", "FILE.py:FUNCTION" or "MODULE:FUNCTION" was expected')
+    return load_function(engine, "sampler")
+
+
+def main(engine: str, model: str, precision: Precision, team_size: str, pipe: str) -> int:
+    with os.fdopen(int(pipe), "w") as checks:
+
+        def write(line: object) -> None:
+            print(json.dumps(line), file=checks, flush=True)
+
+        num_checks = 0
+        try:
+            for check in verify_sampler(loader_of(engine, int(team_size)), Path(model), precision=precision):
+                write(asdict(check))
+                num_checks += 1
+        except ValueError as error:
+            write({MISTAKE: str(error)})
+            return 2
+        write({DONE: num_checks})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from lm.config import Precision
 from lm.generation import Generated, Limits
 from lm.model import LanguageModel
 from lm.samplers.engine import SamplingEngine, SentWeights, chunks, held_tensors, noted, require_same
-from lm.samplers.own import DTYPES
+from lm.samplers.heed_engine import DTYPES
 from lm.source import on_meta
 from lm.tensor_parallel import require_divisible
 from lm.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from benchmarks.draw_power import Change, WrongDraws, shifted
 from lm.model import LanguageModel
 from lm.samplers.engine import max_difference
-from lm.samplers.own import HeedSampler
+from lm.samplers.heed_engine import HeedSampler
 from lm.samplers.trial import Trial
 from ppo.config import PPOConfig
 from ppo.controller import PPOController

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from cluster.failures import WorkerLostError
-from cluster.local_cluster import why_no_network
 from files.hashes import derive_seed
 from heed.chaos.campaign import (
     REASONS,
@@ -25,6 +24,7 @@ from heed.chaos.campaign import (
     with_failures,
 )
 from heed.chaos.faults import DiskFull, FolderMissing, Schedule, WorkerHangs, small_disk, why_no_disk
+from heed.chaos.local_cluster import why_no_network
 from heed.chaos.result import (
     FAILED,
     RECOVERED,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.local_cluster import LocalCluster, kill_process
+from heed.chaos.local_cluster import LocalCluster, kill_process
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
 from stages.lineage import outputs_hash
