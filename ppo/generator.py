@@ -115,7 +115,7 @@ class Generator(Rank):
             from lm.samplers.vllm_engine import VLLMSampler
 
             together = config.sampler.tensor_parallel_size
-            self.sampler = VLLMSampler.load(
+            self.sampler = VLLMSampler(
                 self.models.sft,
                 precision,
                 end_ids=end_ids,

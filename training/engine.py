@@ -331,12 +331,6 @@ class Engine(Generic[AnyModule]):
         if keep and wanted is None:
             yield from ((name, buffer.detach().to(dtype)) for name, buffer in self.module.named_buffers())
 
-    def full_weights(self) -> dict[str, Tensor]:
-        """All weights in fp32 on every rank's device, tied ones once; under ZeRO, a collective call."""
-        if self.config.zero_stage == 0:
-            return dict(self._whole_tensors())
-        return dict(self._gathered(self._own_weights(), on_main_alone=False))
-
     def weights_for_file(self, own: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the fp32 weights on rank 0, one whole tensor at a time, tied ones once. Every rank calls it.
 
@@ -346,7 +340,11 @@ class Engine(Generic[AnyModule]):
         """
         if self.config.zero_stage == 0 and own is None:
             return self._whole_tensors() if self.is_main else iter([])
-        gathered = self._gathered(self._own_weights() if own is None else own, on_main_alone=True)
+        self._gatherer = self._gatherer or Gatherer(self.shards(), self.rank, self.device, self.gather)
+        own = {shard.name: shard.view(shard.storage) for shard in self.shards()} if own is None else own
+        reads = self.config.zero_stage > 0 or self._rounds_frozen
+        frozen = self._source.tensors() if reads else self.module.named_parameters()
+        gathered = self._gatherer.tensors(self.module, own, frozen)
         return gathered if self.is_main else iter([*gathered])
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -358,15 +356,6 @@ class Engine(Generic[AnyModule]):
             yield name, whole.detach().to(self.device)
             del whole  # before the next one is read
         yield from ((name, buffer.detach()) for name, buffer in self.module.named_buffers())
-
-    def _own_weights(self) -> dict[str, Tensor]:
-        return {shard.name: shard.view(shard.storage) for shard in self.shards()}
-
-    def _gathered(self, own: Mapping[str, Tensor], *, on_main_alone: bool) -> Iterator[tuple[str, Tensor]]:
-        self._gatherer = self._gatherer or Gatherer(self.shards(), self.rank, self.device, self.gather)
-        reads = self.config.zero_stage > 0 or self._rounds_frozen
-        frozen = self._source.tensors() if reads else self.module.named_parameters()
-        return self._gatherer.tensors(self.module, own, frozen, on_main_alone=on_main_alone)
 
     def offload_optimizer(self) -> None:
         """Send the optimizer's states, and under ZeRO the fp32 weights, to CPU memory until they are needed."""

@@ -160,7 +160,7 @@ def loader_of(engine: str, team_size: int) -> LoadEngine:
     if engine == VLLM:
         from lm.samplers.vllm_engine import VLLMSampler
 
-        return partial(VLLMSampler.load, tensor_parallel_size=team_size)
+        return partial(VLLMSampler, tensor_parallel_size=team_size)
     if team_size > 1:
         raise ValueError(
             f"--tensor-parallel-size is {team_size}; 1 was expected for an engine other than heed and vllm"

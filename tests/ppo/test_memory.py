@@ -17,6 +17,7 @@ from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.rank import InitialModels
 from ppo.scorer import ShardedModel
+from tests.models import full_weights
 from tests.ppo.one_rank import OneRank
 from tests.ppo.phases import PHASES
 from training.config import EngineConfig
@@ -117,7 +118,7 @@ def outcomes(
             hook = nn.modules.module.register_module_forward_hook(measured.look)
             metrics = _run(worker, prompts, 2)
             hook.remove()
-        weights = {name: w.numpy().tobytes() for name, w in worker.learner.policy.full_weights().items()}
+        weights = {name: w.numpy().tobytes() for name, w in full_weights(worker.learner.policy).items()}
         peaks = {phase: peak - before for phase, peak in measured.peaks.items()}
         found[memory] = Outcome(metrics, weights, peaks, _sizes(worker))
         worker.close()

@@ -11,7 +11,7 @@ import torch
 from heed.chaos.local_cluster import LocalCluster
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
-from lm.weights import load_language_model
+from tests.models import load_language_model
 
 ROOT = Path(__file__).parents[3]
 DEBUG = ROOT / "configs" / "jobs" / "debug.toml"

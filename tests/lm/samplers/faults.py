@@ -208,7 +208,7 @@ def plant_into_vllm(model: str, precision: Precision) -> None:
     from lm.samplers.vllm_engine import VLLMSampler
 
     folder = Path(model)
-    for name, expected, found in faults_found(VLLMSampler.load(folder, precision), Trial(folder, precision)):
+    for name, expected, found in faults_found(VLLMSampler(folder, precision), Trial(folder, precision)):
         print(json.dumps([name, found.startswith(expected), found]), flush=True)
 
 
