@@ -17,8 +17,7 @@ from lm.generation import Batch, Generated, Limits
 from lm.samplers.draws import ALARM
 from lm.samplers.engine import SamplingEngine, SentWeights
 from lm.samplers.heed_engine import HeedSampler
-from lm.samplers.trial import NUM_VERSIONS, Trial
-from lm.samplers.verify import more_draws
+from lm.samplers.verify import NUM_VERSIONS, Trial, more_draws
 from lm.sampling import Choice, draw_uniforms, token_logprobs
 
 # Changes the logits [B, V] of a step, given the step and the texts so far; the result is drawn from at temperature 1.

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 MicroBatch = TypeVar("MicroBatch")
 LossAndMetrics = tuple[Tensor, Mapping[str, Tensor]]  # a scalar to minimise; detached sums by name
+MAX_SKIPPED_STEPS = 10  # steps in a row without a finite gradient, before a run stops
 
 
 class Engine(Generic[AnyModule]):
@@ -259,7 +260,7 @@ class Engine(Generic[AnyModule]):
         since both are global.
 
         Raises:
-            RunError: more steps in a row were skipped than `max_skipped_steps` allows.
+            RunError: more than `MAX_SKIPPED_STEPS` steps in a row were skipped.
         """
         loss_sum = self.sum_over_shares(self._loss_sum.clone())
         self._loss_sum.zero_()
@@ -297,11 +298,10 @@ class Engine(Generic[AnyModule]):
     def _count_skipped(self, loss: float, norm: float) -> None:
         """Raises RunError after too many consecutive steps without a finite gradient."""
         self._skipped_in_row = 0 if math.isfinite(norm) else self._skipped_in_row + 1
-        allowed = self.config.max_skipped_steps
-        if self._skipped_in_row > allowed:
+        if self._skipped_in_row > MAX_SKIPPED_STEPS:
             raise RunError(
                 f"{self._skipped_in_row} steps in a row had no finite gradient (the last: loss {loss}, norm {norm});"
-                f" engine.max_skipped_steps allows {allowed}. No weight was changed; a lower learning_rate, or"
+                f" at most {MAX_SKIPPED_STEPS} were expected. No weight was changed; a lower learning_rate, or"
                 ' engine.precision = "fp32", may help'
             )
 
@@ -390,12 +390,7 @@ class Engine(Generic[AnyModule]):
         """This rank's writer; one serves all engines of a process."""
         config = self.config
         return CheckpointWriter(
-            self.rank,
-            self.world_size,
-            config.keep_checkpoints,
-            config.collective_timeout_seconds,
-            self.gather,
-            config.max_failed_saves,
+            self.rank, self.world_size, config.keep_checkpoints, config.collective_timeout_seconds, self.gather
         )
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from lm.layers import sequence_keys
 from lm.model import LanguageModel
 from lm.sampling import token_logprobs
 from lm.transfer import pad_right, upload
-from training.packing import IntArray, Packed
+from training.packing import IntArray, Packed, PackedRows
 
 
 class CausalLMObjective:
@@ -48,7 +48,7 @@ class CausalLMObjective:
 class PackedObjective:
     """-Σ log p(token | tokens before it in its own sequence) over the counted tokens. Lower is better."""
 
-    def __init__(self, rows: Packed) -> None:
+    def __init__(self, rows: Packed | PackedRows) -> None:
         self.rows = rows
 
     def __len__(self) -> int:

@@ -16,10 +16,11 @@ from lm.config import Precision
 from lm.generation import Batch, Generated, Limits
 from lm.samplers.engine import SamplingEngine, SentWeights, chunks
 from lm.samplers.heed_engine import HeedSampler
-from lm.samplers.trial import (
+from lm.samplers.verify import (
     LOADED_WEIGHTS,
     MAX_NEW_TOKENS,
     NO_TEMPERATURE,
+    NOT_DRAWS,
     NUM_VERSIONS,
     OLD_HEAD,
     OLD_WEIGHTS,
@@ -27,12 +28,12 @@ from lm.samplers.trial import (
     OTHER_TOKENIZER,
     STALE_CACHE,
     Trial,
+    judge,
     layers_exchanged,
     other_templates,
     shifted,
     with_exchanged,
 )
-from lm.samplers.verify import NOT_DRAWS, judge
 from lm.sampling import Choice, draw_uniforms
 
 TRIES = 8  # samples per prompt; the likeliest is kept

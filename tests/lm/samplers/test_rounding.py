@@ -9,8 +9,7 @@ from benchmarks.sampler_rounding import agreement, prompts_of
 from lm.model import LanguageModel
 from lm.samplers.engine import max_difference
 from lm.samplers.heed_engine import HeedSampler
-from lm.samplers.trial import Trial, weights_of, with_exchanged, with_weights
-from lm.samplers.verify import verify_sampler
+from lm.samplers.verify import Trial, verify_sampler, weights_of, with_exchanged, with_weights
 from lm.source import load
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder

@@ -14,8 +14,17 @@ from lm.config import Precision
 from lm.generation import Generated, Limits, generate
 from lm.samplers.engine import SamplingEngine, SentWeights
 from lm.samplers.heed_engine import HeedSampler
-from lm.samplers.trial import Trial, truth, truth_with_stale_prefixes, weights_of, with_exchanged, with_weights
-from lm.samplers.verify import UNEXPLAINED, Check, verify_sampler
+from lm.samplers.verify import (
+    UNEXPLAINED,
+    Check,
+    Trial,
+    truth,
+    truth_with_stale_prefixes,
+    verify_sampler,
+    weights_of,
+    with_exchanged,
+    with_weights,
+)
 from lm.sampling import Choice
 from tests.lm.samplers.faults import FAULTS, faults_found
 
