@@ -39,9 +39,6 @@ class Faulty(SamplingEngine):
     def receive(self, sent: Iterable[SentWeights]) -> None:
         self.sampler.receive(sent)
 
-    def forget_prompts(self) -> None:
-        self.sampler.forget_prompts()
-
     @property
     def digests(self) -> Mapping[str, int]:
         return self.sampler.digests

@@ -109,7 +109,7 @@ class OtherTokenizer(Faulty):
 
 
 class StaleCache(Faulty):
-    """Keeps a prompt's keys and values when weights change: the engine's `forget_prompts` does nothing.
+    """Keeps a prompt's keys and values when weights change: vLLM's `forget_prompts` does nothing.
 
     Heed's sampler keeps none. It is replaced by one that reads all but the last token of a prompt with the previous
     weights.
@@ -120,7 +120,7 @@ class StaleCache(Faulty):
         self.num_received = 0
         self.caches = not isinstance(sampler, HeedSampler)
         if self.caches:
-            sampler.forget_prompts = lambda: None  # type: ignore[method-assign]
+            vars(sampler)["forget_prompts"] = lambda: None
 
     def receive(self, sent: Iterable[SentWeights]) -> None:
         self.num_received += 1
@@ -151,7 +151,7 @@ class StaleCache(Faulty):
     def restore(self) -> None:
         """Restore the sampler, which other faults are planted into."""
         if self.caches:
-            del self.sampler.forget_prompts
+            del vars(self.sampler)["forget_prompts"]
 
 
 class LikelyTokens(Faulty):
