@@ -6,7 +6,7 @@ nats. The row "nothing" counts false alarms.
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -15,15 +15,45 @@ from torch import Tensor
 
 from lm.generation import Batch, Generated, Limits
 from lm.samplers.draws import ALARM
-from lm.samplers.faults import Faulty, until_end
-from lm.samplers.own import HeedSampler
-from lm.samplers.trial import NUM_VERSIONS, Trial
-from lm.samplers.verify import more_draws
+from lm.samplers.engine import SamplingEngine, SentWeights
+from lm.samplers.heed_engine import HeedSampler
+from lm.samplers.verify import NUM_VERSIONS, Trial, more_draws
 from lm.sampling import Choice, draw_uniforms, token_logprobs
 
 # Changes the logits [B, V] of a step, given the step and the texts so far; the result is drawn from at temperature 1.
 Change = Callable[[Tensor, int, Sequence[list[int]]], Tensor]
 Reseed = Callable[[Sequence[int]], Sequence[int]]
+
+
+class Faulty(SamplingEngine):
+    """Passes all calls on to a sampler; each fault overrides what it breaks."""
+
+    def __init__(self, sampler: SamplingEngine, trial: Trial) -> None:
+        self.sampler, self.trial = sampler, trial
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: Limits, temperature: float
+    ) -> Generated:
+        return self.sampler.sample(prompts, seeds, max_new_tokens=max_new_tokens, temperature=temperature)
+
+    def receive(self, sent: Iterable[SentWeights]) -> None:
+        self.sampler.receive(sent)
+
+    @property
+    def digests(self) -> Mapping[str, int]:
+        return self.sampler.digests
+
+    def slots(self) -> Iterator[tuple[str, Tensor]]:
+        return self.sampler.slots()
+
+    def sleep(self) -> None:
+        self.sampler.sleep()
+
+    def wake(self) -> None:
+        self.sampler.wake()
+
+    def close(self) -> None:
+        self.sampler.close()
 
 
 class WrongDraws(Faulty):
@@ -52,6 +82,19 @@ class WrongDraws(Faulty):
                 text.append(token)
             batch.feed(tokens_B)
         return until_end(drawn, self.engine.end_ids)
+
+
+def until_end(drawn: Sequence[tuple[Tensor, Tensor]], end_ids: Collection[int]) -> Generated:
+    """Returns responses made of the tokens and log-probs [B] of each step. Tokens after an end token are dropped."""
+    responses, logprobs = (torch.stack(side, dim=1).tolist() for side in zip(*drawn, strict=True))
+    places = ([place for place, token in enumerate(row) if token in end_ids] for row in responses)
+    ends = [found[0] + 1 if found else len(drawn) for found in places]
+    responses = [row[:end] for row, end in zip(responses, ends, strict=True)]
+    return Generated(
+        responses,
+        [row[-1] in end_ids for row in responses],
+        [row[:end] for row, end in zip(logprobs, ends, strict=True)],
+    )
 
 
 def same(logits_BV: Tensor, _place: int, _texts: Sequence[list[int]]) -> Tensor:

@@ -12,13 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar, TypeVarTuple
+from typing import Any, TypeVar
 
 import ray.cloudpickle as cloudpickle
 import torch
 
 from benchmarks.speed.own import ppo_config
-from cluster.remote import Handle, Pending
+from cluster.remote import Call, Handle, Pending
 from lm.samplers.draws import Draws, evidence
 from ppo.controller import PPOController
 from ppo.generator import Generators
@@ -35,10 +35,7 @@ METRICS = {"ratio_error": 0.0, "policy_loss": 0.0}
 NO_TOKENS = Draws(*(torch.zeros(0, *shape, dtype=torch.int64) for shape in [()] * 4 + [(1,), ()]))
 EVIDENCE = evidence(torch.zeros(0, 2), NO_TOKENS, 1.0, (1,))  # on no tokens, but with every bet
 
-P = ParamSpec("P")
-Arguments = TypeVarTuple("Arguments")
 Given = TypeVar("Given")
-Result = TypeVar("Result")
 
 
 class FakeRanks(Handle[Any]):
@@ -57,24 +54,11 @@ class FakeRanks(Handle[Any]):
         self.answer_seconds += time.process_time() - started
         return received
 
-    def start_all(
-        self, method: Callable[Concatenate[Any, P], Result], *args: P.args, **kwargs: P.kwargs
-    ) -> Pending[list[Result]]:
-        return self._answered(method.__name__, [self._send((args, kwargs))[0]] * self.num_ranks)
-
-    def start_first(
-        self, method: Callable[Concatenate[Any, P], Result], *args: P.args, **kwargs: P.kwargs
-    ) -> Pending[list[Result]]:
-        return self._answered(method.__name__, [self._send((args, kwargs))[0]])
-
-    def start_split(
-        self, method: Callable[[Any, *Arguments], Result], args_of_rank: Sequence[tuple[*Arguments]]
-    ) -> Pending[list[Result]]:
-        return self._answered(method.__name__, [self._send(args) for args in args_of_rank])
-
-    def _answered(self, name: str, received: Sequence[tuple[Any, ...]]) -> Pending[list[Any]]:
+    def _start(self, method: Callable[..., Any], arguments: Sequence[Call]) -> Pending[list[Any]]:
+        distinct = {id(call): call for call in arguments}  # the same arguments for all ranks are sent once
+        received = {key: self._send(call) for key, call in distinct.items()}
         started = time.process_time()
-        answers = [cloudpickle.dumps(answer(name, args), protocol=5) for args in received]
+        answers = [cloudpickle.dumps(answer(method.__name__, received[id(call)][0]), protocol=5) for call in arguments]
         self.answer_seconds += time.process_time() - started
         return lambda: [cloudpickle.loads(sent) for sent in answers]
 

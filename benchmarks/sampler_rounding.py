@@ -18,8 +18,8 @@ from torch import nn
 from lm.hub import model_directory
 from lm.model import LanguageModel
 from lm.samplers.engine import RESPONSE_FACTOR, Agreement, max_difference
-from lm.samplers.own import HeedSampler
-from lm.samplers.trial import truth, weights_of, with_exchanged, with_weights
+from lm.samplers.heed_engine import HeedSampler
+from lm.samplers.verify import truth, weights_of, with_exchanged, with_weights
 from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder

@@ -4,8 +4,7 @@ The modules, in the order in which to read them:
 
     groups of ranks       config, group, places, worker, remote (typed calls)
     calls in progress     calls, messages, failures
-    the Ray cluster       connection, local_ray, lean_node, hosts
+    the Ray cluster       connection, local_ray, hosts
     jobs on a cluster     jobs
-    several nodes here    local_cluster
     this machine          processes (environment, free ports, SIGTERM)
 """

@@ -9,7 +9,7 @@ so mypy checks arguments and results, and an editor jumps from the call to the m
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, TypeVarTuple
 
 if TYPE_CHECKING:  # `Local` needs no Ray (`python -m benchmarks.gpu`)
@@ -30,6 +30,7 @@ Arguments = TypeVarTuple("Arguments")
 _numbers = itertools.count()
 
 Pending = Callable[[], Result]  # waits for something that was started; each call returns the same result
+Call = tuple[Sequence[Any], Mapping[str, Any]]  # positional arguments, and those by name
 
 
 class Handle(ABC, Generic[Kept]):
@@ -38,22 +39,10 @@ class Handle(ABC, Generic[Kept]):
     num_ranks: int
 
     @abstractmethod
-    def start_all(
-        self, method: Callable[Concatenate[Kept, P], Result], *args: P.args, **kwargs: P.kwargs
-    ) -> Pending[list[Result]]:
-        """Start a method on every rank with the same arguments. The returned function waits for results by rank."""
-
-    @abstractmethod
-    def start_split(
-        self, method: Callable[[Kept, *Arguments], Result], args_of_rank: Sequence[tuple[*Arguments]]
-    ) -> Pending[list[Result]]:
-        """Like `start_all`, with separate arguments for each rank."""
-
-    @abstractmethod
-    def start_first(
-        self, method: Callable[Concatenate[Kept, P], Result], *args: P.args, **kwargs: P.kwargs
-    ) -> Pending[list[Result]]:
-        """Like `start_all`, but only on rank 0."""
+    def _start(self, method: Callable[..., Any], arguments: Sequence[Call]) -> Pending[list[Any]]:
+        """Start a method on the first ranks, each with its own arguments. The returned function waits for results by
+        rank.
+        """
 
     @abstractmethod
     def pass_on(
@@ -73,6 +62,25 @@ class Handle(ABC, Generic[Kept]):
     @abstractmethod
     def close(self) -> None:
         """Close the objects and forget them."""
+
+    def start_all(
+        self, method: Callable[Concatenate[Kept, P], Result], *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[list[Result]]:
+        """Start a method on every rank with the same arguments. The returned function waits for results by rank."""
+        return self._start(method, [(args, kwargs)] * self.num_ranks)
+
+    def start_split(
+        self, method: Callable[[Kept, *Arguments], Result], args_of_rank: Sequence[tuple[*Arguments]]
+    ) -> Pending[list[Result]]:
+        """Like `start_all`, with separate arguments for each rank."""
+        assert len(args_of_rank) == self.num_ranks, f"{len(args_of_rank)} arguments for {self.num_ranks} ranks"
+        return self._start(method, [(args, {}) for args in args_of_rank])
+
+    def start_first(
+        self, method: Callable[Concatenate[Kept, P], Result], *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[list[Result]]:
+        """Like `start_all`, but only on rank 0."""
+        return self._start(method, [(args, kwargs)])
 
     def call_all(
         self, method: Callable[Concatenate[Kept, P], Result], *args: P.args, **kwargs: P.kwargs
@@ -109,23 +117,9 @@ class Remote(Handle[Kept]):
         Calls[None](ranks, stage, references)()
         return Remote(ranks, stage, key)
 
-    def start_all(
-        self, method: Callable[Concatenate[Kept, P], Result], *args: P.args, **kwargs: P.kwargs
-    ) -> "Calls[Result]":
-        name = _name_of(method)
-        return self._started(name, [a.call.remote(self._key, name, args, kwargs) for a in self.ranks.actors])
-
-    def start_split(
-        self, method: Callable[[Kept, *Arguments], Result], args_of_rank: Sequence[tuple[*Arguments]]
-    ) -> "Calls[Result]":
-        name, ranks = _name_of(method), zip(self.ranks.actors, args_of_rank, strict=True)
-        return self._started(name, [actor.call.remote(self._key, name, args, {}) for actor, args in ranks])
-
-    def start_first(
-        self, method: Callable[Concatenate[Kept, P], Result], *args: P.args, **kwargs: P.kwargs
-    ) -> "Calls[Result]":
-        name = _name_of(method)
-        return self._started(name, [self.ranks.actors[0].call.remote(self._key, name, args, kwargs)])
+    def _start(self, method: Callable[..., Any], arguments: Sequence[Call]) -> "Calls[Any]":
+        name, calls = _name_of(method), zip(self.ranks.actors, arguments, strict=False)
+        return self._started(name, [actor.call.remote(self._key, name, *call) for actor, call in calls])
 
     def pass_on(
         self,
@@ -137,7 +131,8 @@ class Remote(Handle[Kept]):
         offer, receive = _name_of(give), _name_of(take)
         if to.ranks is self.ranks:
             handed = [a.hand_over.remote(self._key, offer, to._key, receive) for a in self.ranks.actors]
-            return _waited(self._started(offer, handed))
+            self._started(offer, handed)()
+            return lambda: None
         offered = self._started(offer, [a.offer.remote(self._key, offer) for a in self.ranks.actors])
         values, *_ = offered()
         return to._started(receive, [a.receive.remote(to._key, receive, *values) for a in to.ranks.actors])
@@ -163,20 +158,9 @@ class Local(Handle[Kept]):
         """Run a method; every call comes through here."""
         return getattr(self.kept, _name_of(method))(*args, **kwargs)
 
-    def start_all(
-        self, method: Callable[Concatenate[Kept, P], Result], *args: P.args, **kwargs: P.kwargs
-    ) -> Pending[list[Result]]:
-        result: Result = self.run(method, *args, **kwargs)
-        return lambda: [result]
-
-    start_first = start_all
-
-    def start_split(
-        self, method: Callable[[Kept, *Arguments], Result], args_of_rank: Sequence[tuple[*Arguments]]
-    ) -> Pending[list[Result]]:
-        ((*args,),) = args_of_rank
-        result: Result = self.run(method, *args)
-        return lambda: [result]
+    def _start(self, method: Callable[..., Any], arguments: Sequence[Call]) -> Pending[list[Any]]:
+        results = [self.run(method, *args, **kwargs) for args, kwargs in arguments]
+        return lambda: results
 
     def pass_on(
         self,
@@ -195,8 +179,3 @@ class Local(Handle[Kept]):
 def _name_of(method: Callable[..., object]) -> str:
     name: str = method.__name__
     return name
-
-
-def _waited(calls: "Calls[object]") -> Pending[object]:
-    calls()
-    return lambda: None

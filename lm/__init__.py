@@ -7,7 +7,7 @@ The modules, in the order in which to read them:
     log-probs and draws   sampling, sequence_logprobs, transfer (batches on a device)
     generation            generation, decoding (its steps), search
     model directories     hub, source, weights, tensor_files, adapters, families/
-    llama.cpp's files     gguf_files, gguf_layout, gguf_vocabulary
+    llama.cpp's files     gguf_files, gguf_vocabulary
     groups of ranks       tensor_parallel (ranks sample together), sequence_parallel (ranks share rows)
     what a model does     inspection, progress
     kernels, engines      native/, samplers/

@@ -79,12 +79,6 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
     return logits.float() if temperature == 1.0 else logits.float() / temperature
 
 
-def entropy(logits_CV: Tensor, temperature: float = 1.0) -> Tensor:
-    """-Σ p log p of softmax(logits / temperature), [C] nats."""
-    logprobs_CV = torch.log_softmax(logits_CV.float() / temperature, dim=-1)
-    return -(logprobs_CV.exp() * logprobs_CV).sum(dim=-1)
-
-
 STRIDE = 64  # tokens whose probabilities are summed before the search; kernels.cpp has the same number
 
 

@@ -79,7 +79,7 @@ def _preferred(score: Scorer, prompt: Sequence[int], responses: Sequence[list[in
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A response and log π(response | prompt) in nats; `score` divides it by (number of tokens)^length_penalty."""
+    """A response and log π(response | prompt) in nats; `score` is that per token."""
 
     response: list[int]
     logprob: float
@@ -96,17 +96,16 @@ def beam_search(
     max_new_tokens: int,
     start_id: int,
     end_ids: Collection[int],
-    length_penalty: float = 1.0,
 ) -> list[Hypothesis]:
     """Returns the `num_beams` best responses found, best score first; `asked` and `start_id` are as for `best_of`.
 
     Each step extends every running response by every token. Responses that end are set aside, and the `num_beams`
     likeliest others continue, until none of them can beat the worst of the `num_beams` best set aside. Responses still
     running at `max_new_tokens` are cut off there.
-    Raises: ValueError as for `generate`, and for `num_beams` or `length_penalty` below their range.
+    Raises: ValueError as for `generate`, and for `num_beams` below 1.
     """
-    if num_beams < 1 or length_penalty < 0:
-        raise ValueError(f"num_beams is {num_beams}, length_penalty {length_penalty}; from 1 and from 0 were expected")
+    if num_beams < 1:
+        raise ValueError(f"num_beams is {num_beams}; at least 1 was expected")
     prompts, sources = prompts_and_sources(model, [asked], start_id)
     check_room(model, prompts, [max_new_tokens] * len(prompts))
     check_sources(model, sources, 1)
@@ -124,12 +123,12 @@ def beam_search(
             beam, token = divmod(place, V)
             response = [*running[beam][0], token]
             if token in end_ids or step == max_new_tokens:
-                over.append(Hypothesis(response, logprob, logprob / step**length_penalty, token in end_ids))
+                over.append(Hypothesis(response, logprob, logprob / step, token in end_ids))
             elif len(goes_on) < num_beams:
                 goes_on.append((beam, token, logprob))
         over = sorted(over, key=lambda hypothesis: -hypothesis.score)[:num_beams]
         # Log-probs only fall, and the longest response divides them by most: no running response can exceed this.
-        bound = goes_on[0][2] / max_new_tokens**length_penalty if goes_on else -math.inf
+        bound = goes_on[0][2] / max_new_tokens if goes_on else -math.inf
         if len(over) == num_beams and bound <= over[-1].score:
             break
         tokens = torch.tensor([token for _, token, _ in goes_on], device=totals_KV.device)

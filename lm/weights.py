@@ -132,16 +132,6 @@ def stored_tensors(
         del tensor  # before the next one is made
 
 
-def load_language_model(folder: Path) -> LanguageModel:
-    """Loads the language model of a directory. Raises: as `load_model`."""
-    return load_model(folder, LanguageModel)
-
-
-def load_scalar_model(folder: Path) -> ScalarModel:
-    """Loads the reward model or value function of a directory. Raises: as `load_model`."""
-    return load_model(folder, ScalarModel)
-
-
 def load_writer(folder: Path) -> LanguageModel | EncoderDecoder:
     """Load a decoder, or an encoder-decoder, on the device that `lm.source` chooses.
 

@@ -12,7 +12,7 @@ from cluster.remote import Handle, Pending
 from lm.lora import LoRAConfig, add_adapters, interleaved, is_adapter, merged
 from lm.model import LanguageModel
 from lm.samplers.engine import SamplingEngine, SentWeights, chunks, require_same, whole_digest
-from lm.samplers.own import HeedSampler
+from lm.samplers.heed_engine import HeedSampler
 from lm.source import on_meta
 from lm.tensor_parallel import Rendezvous, Team
 from lm.weights import ModelFolder, read_config
@@ -115,7 +115,7 @@ class Generator(Rank):
             from lm.samplers.vllm_engine import VLLMSampler
 
             together = config.sampler.tensor_parallel_size
-            self.sampler = VLLMSampler.load(
+            self.sampler = VLLMSampler(
                 self.models.sft,
                 precision,
                 end_ids=end_ids,

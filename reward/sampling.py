@@ -16,7 +16,7 @@ from lm.config import Precision
 from lm.generation import generate
 from lm.hub import on_this_machine
 from lm.model import LanguageModel
-from lm.samplers.own import HeedSampler
+from lm.samplers.heed_engine import HeedSampler
 from lm.sampling import Choice
 from lm.sequence_logprobs import sequence_logprobs
 from lm.source import load_for_inference

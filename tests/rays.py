@@ -3,7 +3,7 @@
 import pytest
 import ray
 
-from cluster.lean_node import lean_nodes
+from cluster.local_ray import lean_nodes
 from cluster.processes import RAY_ENVIRONMENT
 from cluster.worker import HeedFirst
 

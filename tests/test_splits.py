@@ -55,6 +55,7 @@ from ppo.scorer import Asked, Scorer
 from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective, NextSentenceObjective
 from reward.comparisons import Comparison, Verdict
 from reward.objective import AuxiliaryParameters, LearnerSource, RankingObjective
+from tests.models import full_weights
 from tests.tiers import in_ci, tried
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
@@ -722,7 +723,7 @@ def train(split: Split, folder: Path) -> dict[str, Any]:
     config = LoopConfig("split", 5, NUM_STEPS, batch, save_every_steps=9, evaluate_every_steps=9)
     loop = TrainingLoop(engine, config, case.objective, case.objective, folder / str(split))
     heldout = loop.run()["loss"]
-    weights = {name: weight.clone() for name, weight in engine.full_weights().items()}
+    weights = {name: weight.clone() for name, weight in full_weights(engine).items()}
     engine.close()
     curve = read_metrics(folder / str(split) / "metrics.jsonl")
     shares = [{name: line[name] for name in line if "accuracy" in name} for line in curve]
@@ -768,7 +769,7 @@ def train_ppo(split: Split, folder: Path) -> dict[str, Any]:
     weights = {
         f"{role}/{name}": weight.clone()
         for role, engine in learner.engines.items()
-        for name, weight in engine.full_weights().items()
+        for name, weight in full_weights(engine).items()
     }
     learner.close()
     evidence = learner.take_evidence().sums_3N

@@ -163,12 +163,6 @@ def choose_sound(checkpoints: Path, stage: str, newest_first: Sequence[Manifest]
     return Resumption(0, "", {})
 
 
-def latest_checkpoint(checkpoints: Path) -> tuple[Path, int] | None:
-    """The newest checkpoint that verifies, and its step; None if none was written. Raises like `find_resumption`."""
-    resumption = find_resumption(checkpoints, "the stage")
-    return (checkpoints / resumption.name, resumption.step) if resumption.name else None
-
-
 def share_of_files(sha256: Mapping[str, str], rank: int, num_ranks: int) -> dict[str, str]:
     """The files that one rank verifies; together, the ranks verify all."""
     return dict(sorted(sha256.items())[rank::num_ranks])

@@ -112,12 +112,6 @@ class EngineConfig(Config):
     keep_checkpoints: int = Field(
         default=2, ge=1, description="Checkpoints kept per stage; an older one is used if the newest is damaged."
     )
-    max_failed_saves: int = Field(
-        default=3, ge=1, description="A run stops when this many checkpoints in a row could not be written."
-    )
-    max_skipped_steps: int = Field(
-        default=10, ge=0, description="A run stops after more than this many steps in a row without a finite gradient."
-    )
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(
         default=("tensorboard",), description="Where metrics are logged in addition to metrics.jsonl."
     )

@@ -218,56 +218,43 @@ class Gatherer:
             for name, (offset, length) in held.items():
                 self._ranges[name].append((owner, offset, length))
 
-    def whole(self, name: str, parameter: nn.Parameter, own: Tensor | None, *, on_main_alone: bool) -> Tensor | None:
-        """Gather a whole tensor from every rank's `own` shard of it [n]. Returns None on ranks that do not keep it."""
+    def whole(self, name: str, parameter: nn.Parameter, own: Tensor | None) -> Tensor | None:
+        """Gather a whole tensor on rank 0 from every rank's `own` shard of it [n]. Returns None on other ranks."""
         note_progress()
-        shape = full_shape(parameter)
-        if on_main_alone and self._rank != MAIN:
+        if self._rank != MAIN:
             if own is not None:
                 _exchanged([dist.P2POp(dist.isend, own.to(self._device).contiguous(), MAIN)])
             return None
-        whole = torch.empty(shape, dtype=torch.float32, device=self._device)
+        whole = torch.empty(full_shape(parameter), dtype=torch.float32, device=self._device)
         parts = [(owner, whole.view(-1).narrow(0, first, length)) for owner, first, length in self._ranges[name]]
         for owner, part in parts:
-            if owner == self._rank:
+            if owner == MAIN:
                 assert own is not None, f"no values for the {len(part)} numbers of {name} that this rank holds"
                 part.copy_(own)
-        if on_main_alone:
-            _exchanged([dist.P2POp(dist.irecv, part, owner) for owner, part in parts if owner != self._rank])
-        else:
-            for owner, part in parts:
-                dist.broadcast(part, owner)
+        _exchanged([dist.P2POp(dist.irecv, part, owner) for owner, part in parts if owner != MAIN])
         return whole
 
     def tensors(
-        self,
-        module: nn.Module,
-        own: Mapping[str, Tensor],
-        originals: Iterable[tuple[str, Tensor]],
-        *,
-        on_main_alone: bool,
+        self, module: nn.Module, own: Mapping[str, Tensor], originals: Iterable[tuple[str, Tensor]]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of `module` one at a time, tied ones once. Trained weights come from the `own` shards;
-        frozen ones have no fp32 shards and come from `originals`. With `on_main_alone`, rank 0 gets them on the CPU,
-        other ranks none.
+        """Yield the tensors of `module` on rank 0's CPU, one at a time, tied ones once; nothing on other ranks.
 
-        `originals` come in the order of `named_parameters`.
+        Trained weights come from the `own` shards. Frozen ones have no fp32 shards and come from `originals`, which
+        are in the order of `named_parameters`.
         """
-        keep = self._rank == MAIN or not on_main_alone
-        device = torch.device("cpu") if on_main_alone else self._device
-        frozen = iter(originals)
+        is_main, cpu, frozen = self._rank == MAIN, torch.device("cpu"), iter(originals)
         for name, parameter in module.named_parameters():
             whole_tensor: Tensor | None = None
             if parameter.requires_grad:
-                whole_tensor = self.whole(name, parameter, own.get(name), on_main_alone=on_main_alone)
-            elif keep:
+                whole_tensor = self.whole(name, parameter, own.get(name))
+            elif is_main:
                 whole_tensor = next(tensor for original, tensor in frozen if original == name).detach()
             if whole_tensor is not None:
-                whole_tensor = whole_tensor.to(device)
+                whole_tensor = whole_tensor.to(cpu)
                 yield name, whole_tensor
             del whole_tensor  # before the next one is gathered
-        if keep:
-            yield from ((name, buffer.detach().to(device)) for name, buffer in module.named_buffers())
+        if is_main:
+            yield from ((name, buffer.detach().to(cpu)) for name, buffer in module.named_buffers())
 
 
 def _exchanged(operations: list[dist.P2POp]) -> None:

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 MicroBatch = TypeVar("MicroBatch")
 LossAndMetrics = tuple[Tensor, Mapping[str, Tensor]]  # a scalar to minimise; detached sums by name
+MAX_SKIPPED_STEPS = 10  # steps in a row without a finite gradient, before a run stops
 
 
 class Engine(Generic[AnyModule]):
@@ -259,7 +260,7 @@ class Engine(Generic[AnyModule]):
         since both are global.
 
         Raises:
-            RunError: more steps in a row were skipped than `max_skipped_steps` allows.
+            RunError: more than `MAX_SKIPPED_STEPS` steps in a row were skipped.
         """
         loss_sum = self.sum_over_shares(self._loss_sum.clone())
         self._loss_sum.zero_()
@@ -297,11 +298,10 @@ class Engine(Generic[AnyModule]):
     def _count_skipped(self, loss: float, norm: float) -> None:
         """Raises RunError after too many consecutive steps without a finite gradient."""
         self._skipped_in_row = 0 if math.isfinite(norm) else self._skipped_in_row + 1
-        allowed = self.config.max_skipped_steps
-        if self._skipped_in_row > allowed:
+        if self._skipped_in_row > MAX_SKIPPED_STEPS:
             raise RunError(
                 f"{self._skipped_in_row} steps in a row had no finite gradient (the last: loss {loss}, norm {norm});"
-                f" engine.max_skipped_steps allows {allowed}. No weight was changed; a lower learning_rate, or"
+                f" at most {MAX_SKIPPED_STEPS} were expected. No weight was changed; a lower learning_rate, or"
                 ' engine.precision = "fp32", may help'
             )
 
@@ -331,12 +331,6 @@ class Engine(Generic[AnyModule]):
         if keep and wanted is None:
             yield from ((name, buffer.detach().to(dtype)) for name, buffer in self.module.named_buffers())
 
-    def full_weights(self) -> dict[str, Tensor]:
-        """All weights in fp32 on every rank's device, tied ones once; under ZeRO, a collective call."""
-        if self.config.zero_stage == 0:
-            return dict(self._whole_tensors())
-        return dict(self._gathered(self._own_weights(), on_main_alone=False))
-
     def weights_for_file(self, own: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the fp32 weights on rank 0, one whole tensor at a time, tied ones once. Every rank calls it.
 
@@ -346,7 +340,11 @@ class Engine(Generic[AnyModule]):
         """
         if self.config.zero_stage == 0 and own is None:
             return self._whole_tensors() if self.is_main else iter([])
-        gathered = self._gathered(self._own_weights() if own is None else own, on_main_alone=True)
+        self._gatherer = self._gatherer or Gatherer(self.shards(), self.rank, self.device, self.gather)
+        own = {shard.name: shard.view(shard.storage) for shard in self.shards()} if own is None else own
+        reads = self.config.zero_stage > 0 or self._rounds_frozen
+        frozen = self._source.tensors() if reads else self.module.named_parameters()
+        gathered = self._gatherer.tensors(self.module, own, frozen)
         return gathered if self.is_main else iter([*gathered])
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -358,15 +356,6 @@ class Engine(Generic[AnyModule]):
             yield name, whole.detach().to(self.device)
             del whole  # before the next one is read
         yield from ((name, buffer.detach()) for name, buffer in self.module.named_buffers())
-
-    def _own_weights(self) -> dict[str, Tensor]:
-        return {shard.name: shard.view(shard.storage) for shard in self.shards()}
-
-    def _gathered(self, own: Mapping[str, Tensor], *, on_main_alone: bool) -> Iterator[tuple[str, Tensor]]:
-        self._gatherer = self._gatherer or Gatherer(self.shards(), self.rank, self.device, self.gather)
-        reads = self.config.zero_stage > 0 or self._rounds_frozen
-        frozen = self._source.tensors() if reads else self.module.named_parameters()
-        return self._gatherer.tensors(self.module, own, frozen, on_main_alone=on_main_alone)
 
     def offload_optimizer(self) -> None:
         """Send the optimizer's states, and under ZeRO the fp32 weights, to CPU memory until they are needed."""
@@ -401,12 +390,7 @@ class Engine(Generic[AnyModule]):
         """This rank's writer; one serves all engines of a process."""
         config = self.config
         return CheckpointWriter(
-            self.rank,
-            self.world_size,
-            config.keep_checkpoints,
-            config.collective_timeout_seconds,
-            self.gather,
-            config.max_failed_saves,
+            self.rank, self.world_size, config.keep_checkpoints, config.collective_timeout_seconds, self.gather
         )
 
     def close(self) -> None:

@@ -163,11 +163,6 @@ class Offload:
             self._spare[host.nbytes].append(host)
         self._away.clear()
 
-    @property
-    def hosts(self) -> list[Tensor]:
-        """All CPU buffers, in use or kept for reuse."""
-        return [host for _, host in self._away] + [host for spare in self._spare.values() for host in spare]
-
     def _bytes(self, storage: torch.UntypedStorage) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
 

@@ -39,6 +39,7 @@ from training.pinned import host_bytes
 
 PROGRESS = "progress.json"
 ALIGNMENT = 64  # bytes; of each tensor in the buffer that states are copied to
+MAX_FAILED_SAVES = 3  # checkpoints in a row, before a run stops
 RETRY_SECONDS = 20.0  # a folder may be unreachable for this long
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 4.0  # between two attempts
 POLL_SECONDS = 0.02  # between checks for other ranks' notes
@@ -54,7 +55,7 @@ class CheckpointWriter:
     """Writes one rank's part of checkpoints, at most one at a time. Leaving its context waits for the last one.
 
     The newest `keep` checkpoints stay. `gather` is a collective call of all ranks. A rank waits `deadline_seconds` for
-    the others' parts. Training stops after `max_failed_saves` failed checkpoints in a row, or after one failure if
+    the others' parts. Training stops after `MAX_FAILED_SAVES` failed checkpoints in a row, or after one failure if
     there is no older checkpoint to resume from. `sound_step` is the older checkpoint's step, or None.
     """
 
@@ -63,7 +64,6 @@ class CheckpointWriter:
     keep: int
     deadline_seconds: float
     gather: Gather
-    max_failed_saves: int = 3
     retry_seconds: float = RETRY_SECONDS
     sound_step: int | None = None
     _num_failed: int = 0
@@ -99,7 +99,7 @@ class CheckpointWriter:
             CheckpointError: on every rank, after too many failed checkpoints.
         """
         self.wait()
-        if self._num_failed and (self.sound_step is None or self._num_failed >= self.max_failed_saves):
+        if self._num_failed and (self.sound_step is None or self._num_failed >= MAX_FAILED_SAVES):
             self._stop()
         started = time.monotonic()
         content = json.dumps({"step": step, **(progress or {})}) + "\n"
@@ -162,7 +162,7 @@ class CheckpointWriter:
         if self.sound_step is None:
             what, where = "no checkpoint can be written", "starts the stage again"
         else:
-            what = f"{self._num_failed} checkpoints in a row (engine.max_failed_saves) could not be written"
+            what = f"{self._num_failed} checkpoints in a row could not be written"
             where = f"resumes from step {self.sound_step}"
         raise CheckpointError(f"{what}: {self._cause} and run the same command again, which {where}")
 

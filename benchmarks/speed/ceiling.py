@@ -15,9 +15,10 @@ from torch import Tensor
 
 from benchmarks.speed.protocol import Task
 from lm.decoding import PrepackedLinear, gains
+from lm.model import LanguageModel
 from lm.native.kernels import weight_gradient
 from lm.native.operators import is_available
-from lm.weights import load_language_model
+from lm.weights import load_model
 
 Product = tuple[str, int, int, int]  # "forward", "input" or "weight" (its two gradients), M, N, K
 SHORTEST_SECONDS = 0.1  # per measurement
@@ -30,7 +31,7 @@ class Products:
     def __init__(self, task: Task) -> None:
         linears = {
             name: module
-            for name, module in load_language_model(task.path / "policy").named_modules()
+            for name, module in load_model(task.path / "policy", LanguageModel).named_modules()
             if isinstance(module, torch.nn.Linear)
         }
         self.task = task

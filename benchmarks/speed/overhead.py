@@ -134,7 +134,7 @@ def take_turns(work: Work, num_steps: int, clock: Callable[[], float], folder: P
     never = num_steps + 2
     config = LoopConfig(STAGE, 0, num_steps + 1, batch, save_every_steps=never, evaluate_every_steps=never)
     TrainingLoop(engine, config, turns, OneRow(work.objective), folder).run()
-    weights = {name: weight.clone() for name, weight in engine.full_weights().items()}
+    weights = {name: weight.clone() for name, weight in engine.weights_for_file()}
     engine.close()
     return turns, weights
 

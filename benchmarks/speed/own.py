@@ -15,7 +15,7 @@ from lm.generation import generate
 from lm.model import LanguageModel, ScalarModel
 from lm.sampling import Choice
 from lm.source import ModelSource
-from lm.weights import ModelFolder, load_language_model
+from lm.weights import ModelFolder, load_model
 from ppo.algorithm import GAE, KLConfig
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
@@ -37,7 +37,7 @@ NO_END: tuple[int, ...] = ()  # no token ends a response, so that all have the s
 
 
 def measure_generation(task: Task, clock: Clock) -> str:
-    model = load_language_model(task.path / "policy").to(torch.bfloat16).eval()
+    model = load_model(task.path / "policy", LanguageModel).to(torch.bfloat16).eval()
     prompts = task.read("prompts")[: task.batch]
     for step in range(task.num_steps):
         seeds = range(step * task.batch, (step + 1) * task.batch)

@@ -15,10 +15,8 @@ from lm.families.bert import BertFamily
 from lm.families.family import Family, Stored, expect
 from lm.families.gemma3 import Gemma3Family
 from lm.families.gpt2 import GPT2Family
-from lm.families.olmo2 import Olmo2Family
-from lm.families.own import HeedFamily
-from lm.families.phi3 import Phi3Family
-from lm.families.rotary import RotaryFamily
+from lm.families.heed import HeedFamily
+from lm.families.rotary import Olmo2Family, Phi3Family, RotaryFamily
 from lm.families.t5 import T5Family
 
 __all__ = ["FAMILIES", "NOT_COVERED", "Family", "Stored", "expect", "family_of"]

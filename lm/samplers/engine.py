@@ -180,15 +180,11 @@ class SamplingEngine(Protocol):
         ...
 
     def receive(self, sent: Iterable[SentWeights]) -> None:
-        """Replace all weights, and forget everything that was computed with the old ones.
+        """Replace all weights, and forget everything that was computed with the old ones, such as prompts' keys.
 
         Names, shapes and types are those of `slots`.
         Raises: AssertionError naming the tensors that did not arrive.
         """
-        ...
-
-    def forget_prompts(self) -> None:
-        """Forget the cached keys and values of prompts, if there are any. `receive` calls this."""
         ...
 
     @property

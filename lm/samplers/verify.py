@@ -1,39 +1,336 @@
-"""The test that a sampling engine must pass: it follows the policy through updates, and planted faults are found.
+"""The test that a sampling engine must pass: it follows the policy through updates of the weights.
 
     from lm.samplers.verify import verify_sampler
-    assert verify_sampler(MyEngine, Path("model")).passed
+    assert all(check.passed for check in verify_sampler(MyEngine, Path("model")))
 
 Three rollouts, before, between and after two updates of the weights, must have the policy's log-probs of the sampled
-tokens, and tokens that are drawn from the policy. If they do, each fault of `faults.py` is planted, and must be found
-and named in the rollout after the last update. This proves that the test can fail.
+tokens, and tokens that are drawn from the policy. If the log-probs are those of a known fault, the check names it.
+
+`heed verify-sampler` runs `python -m lm.samplers.verify ENGINE MODEL PRECISION TEAM_SIZE PIPE` with an engine's own
+Python, if it has one. Engines may print anything and may end the process, so checks have a separate pipe (a file
+descriptor), one JSON line each, and a last line says how many there were. With a TEAM_SIZE above 1, so many processes
+run the same test together, each with a share of the weights; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT
+identify them. Each sees one GPU at most, so LOCAL_RANK is 0.
+
+Shape letters: B responses, T tokens, V vocabulary, C tokens of all responses.
 """
 
-import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import json
+import math
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache, partial
+from itertools import combinations, product
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from lm.config import Precision
-from lm.generation import Generated
-from lm.samplers.draws import ALARM, Evidence
-from lm.samplers.engine import Agreement, LoadEngine, SamplingEngine
-from lm.samplers.faults import FAULTS, NOT_DRAWS, StaleCache
-from lm.samplers.own import HeedSampler
-from lm.samplers.trial import (
-    MAX_NEW_TOKENS,
-    NUM_VERSIONS,
-    TEMPERATURE,
-    Trial,
-    draw_evidence,
-    explain,
-    save_untied,
-    truth,
+from files.hashes import derive_seed
+from files.importing import load_function
+from lm.chat_template import CHAT_TEMPLATES
+from lm.config import ModelConfig, Precision
+from lm.generation import Batch, Generated
+from lm.model import LanguageModel
+from lm.samplers.draws import ALARM, NO_EVIDENCE, Draws, Evidence, evidence
+from lm.samplers.engine import Agreement, LoadEngine, SamplingEngine, SentWeights, chunks, held_tensors, max_difference
+from lm.samplers.heed_engine import DTYPES
+from lm.sampling import token_logprobs
+from lm.source import load_for_inference, on_meta
+from lm.tokenizer import Messages, Tokenizer
+from lm.transfer import pad_right
+from lm.weights import ModelFolder, read_config
+
+NUM_PROMPTS = 32
+MAX_NEW_TOKENS = 24
+PROMPT_TOKENS = 80  # at most, so that a prompt fills some blocks of a prefix cache
+TEMPERATURE = 0.7
+NUM_VERSIONS = 3  # weights as loaded, and after one and two updates
+# Standard deviation of an update, relative to the tensor's root mean square: of embedding and head, and, divided by
+# √layers, of a layer's tensors. Changes of independent layers add up as rounding errors do (`max_difference`); 20% of
+# every tensor destroys SmolLM2-135M with its 30 layers, whose log-probs then differ by .15 nats through rounding alone.
+UPDATE, UPDATE_OF_LAYERS = 0.2, 0.35
+AT_ONCE = 8  # responses per pass
+WORDS = (
+    "the of and to in is that it was for on are as with they at be this have from or one had by word but not what all",
+    "were we when your can said there use an each which she do how their if will up other about out many then them",
 )
 
+BLOCKS = (1, 16, 32, 64, 128)  # tokens in a block of a prefix cache
+MAX_EXCHANGES = 48  # pairs of layers that are tried, neighbours first
+
+OLD_WEIGHTS = "weights that are one update old"
+LOADED_WEIGHTS = "the weights it was loaded with: no update, or no adapter, has reached it"
+OLD_HEAD = "an output head that is older than the other weights"
+STALE_CACHE = "keys and values of prompts that older weights computed: a stale prefix cache"
+NO_TEMPERATURE = "a temperature of 1 instead of the one asked for"
+OTHER_TEMPLATE = "another chat template"
+OTHER_TOKENIZER = "another tokenizer: its ids are shifted"
+
+Tokens = Sequence[Sequence[int]]
+
+VLLM = "vllm"
+TIMEOUT_SECONDS = 600.0  # that ranks of a team wait for each other
+MISTAKE, DONE = "mistake", "done"  # keys of the last line: the user's mistake, or the number of checks
+NOT_DRAWS = "tokens that are not draws from the policy"
 MORE_DRAWS = 16  # responses per prompt for the test of draws
 UNEXPLAINED = "another policy, for no reason that this test knows"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The inputs of a test. `folder` is a model directory; everything random is drawn from `seed`."""
+
+    folder: Path
+    precision: Precision
+    seed: int = 0
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(self.folder)
+
+    @property
+    def max_difference(self) -> float:
+        """How far rounding may take an engine's log-probs from the true ones, in nats per token."""
+        return max_difference(self.precision, self.shape.num_hidden_layers)
+
+    @cached_property
+    def conversations(self) -> list[Messages]:
+        """Questions made of common words, of different lengths."""
+        draw, room = random.Random(self.seed), self.shape.max_position_embeddings - MAX_NEW_TOKENS - 1
+        found, common = list[Messages](), " ".join(WORDS).split()
+        while len(found) < NUM_PROMPTS:
+            longest = min(PROMPT_TOKENS, room)
+            words = draw.choices(common, k=draw.randint(longest // 4, longest))
+            while words and len(self.tokenizer.encode_prompt(_asked(words))) > longest:
+                words.pop()
+            if not words:
+                raise ValueError(
+                    f"{self.folder}: max_position_embeddings is {room + MAX_NEW_TOKENS + 1}; room for a prompt and"
+                    f" {MAX_NEW_TOKENS} tokens was expected"
+                )
+            found.append(_asked(words))
+        return found
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        return self.tokenizer.encode_prompts(self.conversations)
+
+    @cached_property
+    def seeds(self) -> list[int]:
+        return self.draw_seeds("rollout", NUM_PROMPTS)
+
+    def draw_seeds(self, purpose: str, count: int) -> list[int]:
+        """Draws seeds of responses. Trials with different seeds, even neighbouring ones, share none of them."""
+        draw = random.Random(derive_seed(self.seed, purpose))
+        return [draw.getrandbits(62) for _ in range(count)]
+
+    @cached_property
+    def shape(self) -> ModelConfig:
+        return read_config(self.folder, "language")[0]
+
+    def policy(self, version: int) -> LanguageModel:
+        """Returns the true policy after `version` updates, in compute precision."""
+        return _policy(self.folder, self.precision, self.seed, version)
+
+    def sent(self, version: int) -> Iterator[SentWeights]:
+        """Yields the policy's weights as a learner sends them."""
+        return map(SentWeights.of, chunks(held_tensors(self.policy(version)).items()))
+
+    def sample(self, sampler: SamplingEngine) -> Generated:
+        return sampler.sample(self.prompts, self.seeds, max_new_tokens=MAX_NEW_TOKENS, temperature=TEMPERATURE)
+
+    @cached_property
+    def device(self) -> torch.device:
+        return self.policy(0).head.weight.device
+
+
+@lru_cache(maxsize=NUM_VERSIONS)
+def _policy(folder: Path, precision: Precision, seed: int, version: int) -> LanguageModel:
+    with torch.inference_mode(False), torch.no_grad():
+        policy = load_for_inference(ModelFolder(folder, LanguageModel), DTYPES[precision])
+        of_layers = UPDATE_OF_LAYERS / math.sqrt(policy.config.num_hidden_layers)
+        for number, (name, tensor) in enumerate(held_tensors(policy).items()):
+            size = of_layers if name.startswith("decoder.blocks.") else UPDATE
+            for update in range(version):
+                generator = torch.Generator().manual_seed((seed * NUM_VERSIONS + update) * 100_003 + number)
+                noise = torch.randn(tensor.shape, generator=generator).to(tensor.device)
+                tensor += (size * tensor.float().square().mean().sqrt() * noise).to(tensor.dtype)
+    return policy
+
+
+@torch.inference_mode()
+def truth(policy: LanguageModel, prompts: Tokens, responses: Tokens, temperature: float) -> Tensor:
+    """Returns the policy's log-probs of the sampled tokens, response after response, [C] nats. They are computed in
+    full passes over prompts and responses, without a cache.
+    """
+    found = [
+        token_logprobs(logits_CV, tokens_C, temperature) for logits_CV, tokens_C in _passes(policy, prompts, responses)
+    ]
+    return torch.cat(found).cpu()
+
+
+def _passes(policy: LanguageModel, prompts: Tokens, responses: Tokens) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the logits [C, V] that predict the tokens [C] of `AT_ONCE` responses each."""
+    device = policy.head.weight.device
+    for first in range(0, len(prompts), AT_ONCE):
+        pairs = list(zip(prompts[first : first + AT_ONCE], responses[first : first + AT_ONCE], strict=True))
+        tokens_BT, _ = pad_right([[*prompt, *response] for prompt, response in pairs], device)
+        logits_BTV = policy(tokens_BT)
+        logits = [
+            logits_BTV[row, len(prompt) - 1 : len(prompt) + len(response) - 1]
+            for row, (prompt, response) in enumerate(pairs)
+        ]
+        yield torch.cat(logits), torch.tensor([token for _, response in pairs for token in response], device=device)
+
+
+@torch.inference_mode()
+def draw_evidence(trial: Trial, policy: LanguageModel, prompts: Tokens, generated: Generated) -> Evidence:
+    """Bet that the tokens of these responses are not draws from the policy."""
+    first, total = 0, NO_EVIDENCE
+    for logits_CV, tokens_C in _passes(policy, prompts, generated.responses):
+        rows = range(first, min(first + AT_ONCE, len(prompts)))
+        reported_C = torch.tensor([nats for row in rows for nats in generated.logprobs[row]], device=tokens_C.device)
+        weights_C = (token_logprobs(logits_CV, tokens_C, TEMPERATURE) - reported_C).exp()
+        draws = Draws.of(prompts, generated.responses, rows, tokens_C, weights_C)
+        total += evidence(logits_CV, draws, TEMPERATURE, trial.tokenizer.end_ids)
+        first = rows.stop
+    return total
+
+
+@torch.inference_mode()
+def truth_with_stale_prefixes(
+    policy: LanguageModel,
+    before: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    temperature: float,
+    block_tokens: int,
+) -> Tensor:
+    """Like `truth`, but the keys and values of each prompt's full blocks are those of the weights `before`. All but the
+    last token of a prompt may be in blocks.
+    """
+    stale = [(len(prompt) - 1) // block_tokens * block_tokens for prompt in prompts]
+    if not any(stale):
+        return truth(policy, prompts, responses, temperature)
+    first = [max(1, length) for length in stale]  # what the cache holds when the policy begins
+    asked = list(zip(prompts, responses, first, strict=True))
+    ahead = [[*prompt[n:], *response[:-1]] for prompt, response, n in asked]
+    num_steps, device = max(map(len, ahead)), policy.head.weight.device
+    batch = Batch.start(before, range(len(prompts)), [prompt[:n] for prompt, _, n in asked], num_steps)
+    batch.model = policy
+    logits = [batch.logits_BV]
+    for place in range(num_steps):  # rows that have ended continue with any token
+        batch.feed(torch.tensor([row[min(place, len(row) - 1)] for row in ahead], device=device))
+        logits.append(batch.logits_BV)
+    parts = list[Tensor]()
+    for row, (prompt, response, n) in enumerate(asked):
+        if not stale[row]:
+            parts.append(truth(policy, [prompt], [response], temperature))
+            continue
+        begins = len(prompt) - n
+        logits_CV = torch.stack([found[row] for found in logits[begins : begins + len(response)]])
+        parts.append(token_logprobs(logits_CV, torch.tensor(response, device=device), temperature).cpu())
+    return torch.cat(parts)
+
+
+def weights_of(policy: LanguageModel) -> dict[str, Tensor]:
+    """Returns the weights by name, without copying, including the output head even if it is tied."""
+    return {**held_tensors(policy), "head.weight": policy.head.weight.detach()}
+
+
+def with_weights(policy: LanguageModel, weights: Mapping[str, Tensor]) -> LanguageModel:
+    """Returns a model of this shape with these weights, which are not copied; its head and embedding may differ."""
+    config = policy.config.model_copy(update={"tie_word_embeddings": False})
+    found = on_meta(lambda: LanguageModel(config)).eval()
+    found.requires_grad_(False).load_state_dict(dict(weights), assign=True)
+    return found
+
+
+def with_exchanged(weights: Mapping[str, Tensor], first: int, second: int) -> dict[str, Tensor]:
+    """Returns the weights with two layers exchanged."""
+    places = {f"decoder.blocks.{a}.": f"decoder.blocks.{b}." for a, b in ((first, second), (second, first))}
+
+    def source(name: str) -> str:
+        place = next((place for place in places if name.startswith(place)), "")
+        return places[place] + name.removeprefix(place) if place else name
+
+    return {name: weights[source(name)] for name in weights}
+
+
+def _asked(words: Sequence[str]) -> Messages:
+    return [{"role": "user", "content": " ".join(words)}]
+
+
+def explanations(trial: Trial, generated: Generated, version: int) -> Iterator[tuple[str, Tensor]]:
+    """Yields what may be wrong with a rollout that was sampled after `version` updates, and the log-probs [C] nats that
+    its tokens would then have.
+    """
+    prompts, responses, policy = trial.prompts, generated.responses, trial.policy(version)
+    rollout = prompts, responses, TEMPERATURE
+    older, weights = [*reversed(range(version))], weights_of(policy)
+    for age, number in enumerate(older, start=1):
+        yield OLD_WEIGHTS if age == 1 and number else LOADED_WEIGHTS, truth(trial.policy(number), *rollout)
+    yield NO_TEMPERATURE, truth(policy, prompts, responses, 1.0)
+    for number in older:
+        head = {"head.weight": weights_of(trial.policy(number))["head.weight"]}
+        yield OLD_HEAD, truth(with_weights(policy, {**weights, **head}), *rollout)
+    for first, second in _pairs(policy.config.num_hidden_layers):
+        exchanged = with_weights(policy, with_exchanged(weights, first, second))
+        yield layers_exchanged(first, second), truth(exchanged, *rollout)
+    for name, others in (other_templates(trial) | _without_ends(trial)).items():
+        yield name, truth(policy, others, responses, TEMPERATURE)
+    for shift in (1, -1):
+        rows = (shifted(rows, shift, policy.config.vocab_size) for rows in (prompts, responses))
+        yield OTHER_TOKENIZER, truth(policy, *rows, TEMPERATURE)
+    for number, block in product(older, BLOCKS):
+        yield STALE_CACHE, truth_with_stale_prefixes(policy, trial.policy(number), *rollout, block)
+
+
+def explain(trial: Trial, generated: Generated, reported_C: Tensor, version: int) -> str:
+    """Returns what explains the reported log-probs up to rounding; "" if nothing does."""
+    lengths = [*map(len, generated.responses)]
+    for name, logprobs_C in explanations(trial, generated, version):
+        if Agreement.of(logprobs_C - reported_C, lengths).holds(trial.max_difference):
+            return name
+    return ""
+
+
+def layers_exchanged(first: int, second: int) -> str:
+    return f"layers {first} and {second} exchanged"
+
+
+def shifted(rows: Tokens, shift: int, vocab_size: int) -> list[list[int]]:
+    """Returns the ids of these tokens in a vocabulary with `shift` more tokens at its beginning."""
+    return [[(token + shift) % vocab_size for token in row] for row in rows]
+
+
+def other_templates(trial: Trial) -> dict[str, list[list[int]]]:
+    """Returns the prompts as Heed's other templates write them, by name, if they differ."""
+    found = dict[str, list[list[int]]]()
+    for name, template in CHAT_TEMPLATES.items():
+        with suppress(ValueError):  # a template may need a token that this vocabulary lacks
+            tokenizer = trial.tokenizer.with_template(template)
+            prompts = [tokenizer.encode_prompt(messages) for messages in trial.conversations]
+            if prompts != trial.prompts and all(prompts):
+                found[f'{OTHER_TEMPLATE}: "{name}"'] = prompts
+    return found
+
+
+def _without_ends(trial: Trial) -> dict[str, list[list[int]]]:
+    tokenizer = trial.tokenizer
+    texts = [tokenizer.render(messages, add_generation_prompt=False) for messages in trial.conversations]
+    prompts = [tokenizer.encode_rendered(text) for text in texts]
+    return {f"{OTHER_TEMPLATE}: without what begins a response": prompts} if prompts != trial.prompts else {}
+
+
+def _pairs(num_layers: int) -> list[tuple[int, int]]:
+    pairs = sorted(combinations(range(num_layers), 2), key=lambda pair: (pair[1] - pair[0], pair))
+    return pairs[:MAX_EXCHANGES]
 
 
 @dataclass(frozen=True)
@@ -45,52 +342,21 @@ class Check:
     found: str
 
 
-@dataclass(frozen=True)
-class Verification:
-    checks: tuple[Check, ...]
-
-    @property
-    def passed(self) -> bool:
-        return all(check.passed for check in self.checks)
-
-
-def verify_sampler(
-    load: LoadEngine,
-    folder: Path,
-    *,
-    precision: Precision = "fp32",
-    seed: int = 0,
-    tell: Callable[[Check], None] = lambda _check: None,
-) -> Verification:
-    """Test the sampler that `load(folder, precision)` makes of a model directory. `tell` is called with each check.
+def verify_sampler(load: LoadEngine, folder: Path, *, precision: Precision = "fp32") -> Iterator[Check]:
+    """Yields the checks of the sampler that `load(folder, precision)` makes of a model directory, as they finish. They
+    end with the first rollout of a wrong form.
 
     Raises: ValueError for a directory without a language model, or whose context is too short.
     """
-    trial, checks = Trial(folder, precision, seed), list[Check]()
-
-    def note(found: Iterator[Check]) -> None:
-        for check in found:
-            checks.append(check)
-            tell(check)
-
+    trial = Trial(folder, precision)
     sampler = load(folder, precision)
-    note(_honest(sampler, trial))
-    if not all(check.passed for check in checks):  # faults planted into a faulty sampler would prove nothing
+    try:
+        yield from _checks(sampler, trial)
+    finally:
         sampler.close()
-        return Verification(tuple(checks))
-    with tempfile.TemporaryDirectory() as untied:
-        if trial.shape.tie_word_embeddings:
-            # A head that is the embedding cannot be older than it, so faults are planted into an untied copy.
-            save_untied(folder, Path(untied))
-            sampler.close()
-            trial = Trial(Path(untied), precision, seed)
-            sampler = load(trial.folder, precision)
-        note(_planted(sampler, trial))
-        sampler.close()
-    return Verification(tuple(checks))
 
 
-def _honest(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
+def _checks(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
     rollouts = list[Generated]()
     for version in range(NUM_VERSIONS):
         name = "the model as loaded" if not version else f"after update {version}"
@@ -131,17 +397,6 @@ def _biased(evidence: Evidence) -> str:
     return f"{NOT_DRAWS} ({evidence.nats:.1f} nats of evidence): {evidence}" if evidence.is_alarm else ""
 
 
-def _planted(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
-    for name, (plant, expected) in FAULTS.items():
-        faulty = plant(sampler, trial)
-        fault, measured = judge(trial, trial.last_rollout(faulty), NUM_VERSIONS - 1)
-        faulty.unplant()
-        if not fault and plant is StaleCache and not isinstance(sampler, HeedSampler):
-            yield Check(f"planted: {name}", True, "nothing to find: the engine keeps no keys and values of prompts")
-            continue
-        yield Check(f"planted: {name}", fault.startswith(expected), fault or f"not found: {measured}")
-
-
 def judge(trial: Trial, generated: Generated, version: int) -> tuple[str, str]:
     """Returns what is wrong with a rollout after `version` updates ("" if nothing is), and what was measured."""
     policy = trial.policy(version)
@@ -174,3 +429,51 @@ def _form(name: str, generated: Generated, trial: Trial) -> Check:
             wrong.append(f"response {row} has {len(logprobs)} log-probs for {len(response)} tokens")
     tokens = sum(map(len, generated.responses))
     return Check(name, not wrong, wrong[0] if wrong else f"{len(generated.responses)} responses, {tokens} tokens")
+
+
+def loader_of(engine: str, team_size: int) -> LoadEngine:
+    """Returns the loader of an engine: "heed", "vllm", or a function, "FILE.py:FUNCTION" or "MODULE:FUNCTION".
+
+    Raises: ValueError for anything else, and for a team whose ranks would share the weights of a function's engine.
+    """
+    if engine == "heed":
+        from lm.samplers.heed_engine import HeedSampler
+        from lm.tensor_parallel import Rendezvous, Team
+
+        if team_size == 1:
+            return HeedSampler.load
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return partial(HeedSampler.load, team=Team.join(Rendezvous(host, port, team_size, TIMEOUT_SECONDS)))
+    if engine == VLLM:
+        from lm.samplers.vllm_engine import VLLMSampler
+
+        return partial(VLLMSampler, tensor_parallel_size=team_size)
+    if team_size > 1:
+        raise ValueError(
+            f"--tensor-parallel-size is {team_size}; 1 was expected for an engine other than heed and vllm"
+        )
+    if ":" not in engine:
+        raise ValueError(f'engine {engine!r}: "heed", "vllm", "FILE.py:FUNCTION" or "MODULE:FUNCTION" was expected')
+    return load_function(engine, "sampler")
+
+
+def main(engine: str, model: str, precision: Precision, team_size: str, pipe: str) -> int:
+    with os.fdopen(int(pipe), "w") as checks:
+
+        def write(line: object) -> None:
+            print(json.dumps(line), file=checks, flush=True)
+
+        num_checks = 0
+        try:
+            for check in verify_sampler(loader_of(engine, int(team_size)), Path(model), precision=precision):
+                write(asdict(check))
+                num_checks += 1
+        except ValueError as error:
+            write({MISTAKE: str(error)})
+            return 2
+        write({DONE: num_checks})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from lm.config import Precision
 from lm.generation import Generated, Limits
 from lm.model import LanguageModel
 from lm.samplers.engine import SamplingEngine, SentWeights, chunks, held_tensors, noted, require_same
-from lm.samplers.own import DTYPES
+from lm.samplers.heed_engine import DTYPES
 from lm.source import on_meta
 from lm.tensor_parallel import require_divisible
 from lm.tokenizer import Tokenizer
@@ -122,24 +122,6 @@ class VLLMSampler(SamplingEngine):
         sizes, head_dim = CPUAttentionBackend.get_supported_head_sizes(), self._model.config.head_dim
         if head_dim not in sizes:
             raise ValueError(f"{folder}: head_dim is {head_dim}; vLLM on CPUs has {', '.join(map(str, sizes))}")
-
-    @classmethod
-    def load(
-        cls,
-        folder: Path,
-        precision: Precision,
-        *,
-        end_ids: Sequence[int] = (),
-        on_own_device: bool = False,
-        tensor_parallel_size: int = 1,
-    ) -> Self:
-        return cls(
-            folder,
-            precision,
-            end_ids=end_ids,
-            on_own_device=on_own_device,
-            tensor_parallel_size=tensor_parallel_size,
-        )
 
     def sample(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: Limits, temperature: float

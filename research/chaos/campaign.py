@@ -26,7 +26,6 @@ from typing import Any, Literal
 import tomli_w
 from pydantic import Field, TypeAdapter
 
-from cluster.local_cluster import LocalCluster, Network, host_names, why_no_network
 from cluster.processes import end_by_sigterm
 from files.hashes import derive_seed
 from files.rows import Row
@@ -38,6 +37,7 @@ from ppo.environments.environment import Environment, Episode, Reply
 from ppo.environments.kinds import AnyEnvironment
 from ppo.stage import STAGE as PPO
 from research.chaos.faults import KINDS, Schedule, SmallDisk, small_disk, why_no_disk
+from research.chaos.local_cluster import LocalCluster, Network, host_names, why_no_network
 from research.chaos.result import ChaosResult, Injected, differing_stages
 from research.chaos.round import Driver, Round, wait_for_nodes
 from stages.lineage import LINEAGE

@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import ClassVar
 
-from cluster.local_cluster import LocalCluster, Network, is_alive, kill_process
+from research.chaos.local_cluster import LocalCluster, Network, is_alive, kill_process
 from research.chaos.result import stage_of
 
 KINDS = ("worker", "node", "driver", "hang", "partition", "freeze", "disk", "folder")

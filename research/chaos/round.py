@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from cluster.local_cluster import LocalCluster
 from research.chaos.faults import Fault, Planned, SmallDisk, make_fault
+from research.chaos.local_cluster import LocalCluster
 from research.chaos.result import FAILED, LOSS, RECOVERED, RESTARTED, TOLERATED, Injected, pulse, stage_of, worse
 from stages.lineage import LINEAGE
 

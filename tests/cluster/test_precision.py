@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.connection import ON_CPU, disconnect, fast_precision, resolve_precision
-from cluster.local_cluster import LocalCluster
+from research.chaos.local_cluster import LocalCluster
 from training.config import EngineConfig
 
 

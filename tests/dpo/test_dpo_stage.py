@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from dpo.config import DPOConfig
 from dpo.policy import COMPARISONS, LOGPROBS, REFERENCE
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model
 from preferences.rankings import split_rankings
 from reward.prepared import read_rankings
+from tests.models import load_language_model
 from tests.token_files import train_dpo
 from training.config import EngineConfig
 from training.engine import StageContext

@@ -6,8 +6,9 @@ import pytest
 
 from lm.samplers.vllm_engine import require_vllm
 from tests.heed.jobs.conftest import heed
+from tests.lm.samplers.conftest import untied
 
-__all__ = ["heed"]
+__all__ = ["heed", "untied"]
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,6 @@ from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel
 from lm.source import RandomInit
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.learner import Learner
@@ -35,6 +34,7 @@ from reward.sampling import SamplingSpec, sample_policy
 from sft.stage import SFTConfig
 from sft.stage import train as fine_tune
 from tests.fake_cuda import kernels
+from tests.models import load_language_model
 from tests.token_files import pretrain_tokens, sft_tokens, train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import Prompt

@@ -16,7 +16,7 @@ from heed.cli import main
 from lm.generation import generate
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model
+from tests.models import load_language_model
 
 ASKED = "Where is the fox?"
 OPTIONS = ("--system", "Be kind.", "--max-new-tokens", "6", "--seed")

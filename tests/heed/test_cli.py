@@ -23,7 +23,8 @@ from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.sampling import Choice
 from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model, load_scalar_model, save_model
+from lm.weights import save_model
+from tests.models import load_language_model, load_scalar_model
 
 ROOT = Path(__file__).parents[2]
 DEBUG = str(ROOT / "configs" / "jobs" / "debug.toml")

@@ -20,8 +20,9 @@ from lm.encoder import EncoderDecoder, MaskedLanguageModel, SequenceClassifier
 from lm.model import LanguageModel
 from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
-from lm.weights import load_any, load_language_model, save_model
+from lm.weights import load_any, save_model
 from tests.lm import vocabularies
+from tests.models import load_language_model
 
 TEXT = "The quick fox"
 Call = Callable[..., tuple[int, str, str]]

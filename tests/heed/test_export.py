@@ -20,7 +20,8 @@ from lm.hub import model_directory, on_this_machine
 from lm.model import ScalarModel
 from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model, read_config, save_model
+from lm.weights import read_config, save_model
+from tests.models import load_language_model
 
 ROOT = Path(__file__).parents[2]
 Call = Callable[..., tuple[int, str, str]]

@@ -33,17 +33,10 @@ from lm.families import FAMILIES, family_of
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.source import load
 from lm.tokenizer import Tokenizer
-from lm.weights import (
-    PURPOSES,
-    config_from_hf,
-    load_any,
-    load_language_model,
-    load_model,
-    load_scalar_model,
-    save_model,
-)
+from lm.weights import PURPOSES, config_from_hf, load_any, load_model, save_model
 from reward.stage import network_source
 from tests import examples
+from tests.models import load_language_model, load_scalar_model
 
 EXACT = {"atol": 1e-4, "rtol": 1e-4}
 

@@ -21,7 +21,8 @@ from lm.hub import model_directory, model_hash, on_this_machine
 from lm.model import LanguageModel
 from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model, save_model
+from lm.weights import save_model
+from tests.models import load_language_model
 
 TEXTS = [
     "The quick brown fox, 12345 times!",

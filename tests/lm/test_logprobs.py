@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lm import sampling
-from lm.sampling import entropy, token_logprobs
+from lm.sampling import token_logprobs
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
@@ -50,14 +50,3 @@ def test_parts_give_the_values_and_gradients_of_the_whole(
     (gradient,) = torch.autograd.grad((found * weights).sum(), logits)
     torch.testing.assert_close(found, plain)
     torch.testing.assert_close(gradient, expected)
-
-
-def test_entropy_by_hand() -> None:
-    assert float(entropy(torch.zeros(8))) == pytest.approx(math.log(8), abs=1e-6)
-    assert float(entropy(torch.tensor([50.0, 0.0, 0.0]))) == pytest.approx(0.0, abs=1e-6)
-    # p = (1/4, 3/4)
-    expected = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
-    assert float(entropy(torch.tensor([0.0, math.log(3.0)]))) == pytest.approx(expected, abs=1e-6)
-    # At temperature ½ the odds are squared: p = (1/10, 9/10).
-    expected = -(0.1 * math.log(0.1) + 0.9 * math.log(0.9))
-    assert float(entropy(torch.tensor([0.0, math.log(3.0)]), temperature=0.5)) == pytest.approx(expected, abs=1e-6)

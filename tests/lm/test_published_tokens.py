@@ -15,9 +15,10 @@ from lm.generation import generate
 from lm.model import ScalarModel
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model, save_model
+from lm.weights import save_model
 from reward.scoring import RewardModel
 from tests.lm.published_tokens import CHATML, PUBLISHED, Published
+from tests.models import load_language_model
 
 TURNS = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Good day"}]
 

@@ -14,7 +14,8 @@ from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, init_weights, initial_weight
 from lm.source import load
 from lm.tokenizer import Tokenizer
-from lm.weights import WithNewHead, load_language_model, load_scalar_model, save_model
+from lm.weights import WithNewHead, save_model
+from tests.models import load_language_model, load_scalar_model
 
 TOKENS = torch.randint(2, 288, (3, 11), generator=torch.Generator().manual_seed(0))
 

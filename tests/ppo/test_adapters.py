@@ -17,13 +17,14 @@ from lm.model import LanguageModel, ScalarModel
 from lm.samplers.engine import whole_digest
 from lm.source import load, on_meta
 from lm.tokenizer import Tokenizer
-from lm.weights import ModelFolder, WithNewHead, load_language_model, load_scalar_model, save_model
+from lm.weights import ModelFolder, WithNewHead, save_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.learner import Learner
 from ppo.rank import InitialModels, joined_heads
 from ppo.rollout import Rollout
 from ppo.shared_body import require_same_body
+from tests.models import full_weights, load_language_model, load_scalar_model
 from tests.ppo.one_rank import OneRank
 from tests.ppo.test_workers import batches, naive_adamw, naive_policy_loss, naive_value_loss, sequences
 from training.config import EngineConfig
@@ -88,7 +89,7 @@ def logprobs_of(model: nn.Module, worker: OneRank, rollout: Rollout) -> Tensor:
 
 
 def learned(worker: OneRank) -> dict[str, Tensor]:
-    return {name: weight for name, weight in worker.learner.policy.full_weights().items() if is_adapter(name)}
+    return {name: weight for name, weight in full_weights(worker.learner.policy).items() if is_adapter(name)}
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])

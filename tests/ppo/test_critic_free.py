@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.weights import load_language_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.learner import Learner
 from ppo.rank import InitialModels
 from ppo.rollout import PolicyBatch, Rollout
 from ppo.scorer import Asked
+from tests.models import full_weights, load_language_model
 from tests.ppo.one_rank import OneRank
 from training.config import EngineConfig
 
@@ -81,8 +81,8 @@ def test_a_resumed_run_continues_with_the_same_bits(start: Start, tmp_path: Path
     again.evidence = evidence
     assert again.step(1) == expected
     before = load_language_model(whole.models.sft).state_dict()
-    for name, weight in whole.learner.policy.full_weights().items():
-        assert torch.equal(resumed.learner.policy.full_weights()[name], weight)
+    for name, weight in full_weights(whole.learner.policy).items():
+        assert torch.equal(full_weights(resumed.learner.policy)[name], weight)
         assert not torch.equal(weight, before[name])
 
 

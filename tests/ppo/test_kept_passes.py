@@ -17,6 +17,7 @@ from ppo.kept_passes import NOT_REPEATED, Repeated
 from ppo.learner import Learner
 from ppo.rank import InitialModels
 from ppo.rollout import PolicyBatch, Rollout
+from tests.models import full_weights
 from tests.ppo.one_rank import OneRank
 from training.config import BatchConfig, EngineConfig
 from training.packing import stream_rows
@@ -65,7 +66,7 @@ def run(prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> Callable[.
             metrics.append(controller.step(iteration))
             passes.append(counts.copy())
         engines = worker.learner.engines
-        weights = {f"{name}.{w}": t.clone() for name in engines for w, t in engines[name].full_weights().items()}
+        weights = {f"{name}.{w}": t.clone() for name in engines for w, t in full_weights(engines[name]).items()}
         return Result(weights, metrics, passes)
 
     return build

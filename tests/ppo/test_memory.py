@@ -17,15 +17,23 @@ from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.rank import InitialModels
 from ppo.scorer import ShardedModel
+from tests.models import full_weights
 from tests.ppo.one_rank import OneRank
 from tests.ppo.phases import PHASES
 from training.config import EngineConfig
 from training.distributed import freeze_imports
+from training.optimizers import Offload
 from training.packing import stream_rows
 
 
 def _nbytes(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+
+
+def hosts(offload: Offload) -> list[Tensor]:
+    """Returns all buffers of an offload in CPU memory, in use or kept for reuse."""
+    spare = [host for of_size in offload._spare.values() for host in of_size]
+    return [host for _, host in offload._away] + spare
 
 
 def _live_bytes() -> dict[int, int]:
@@ -73,7 +81,7 @@ class Measured:
             if isinstance(model, ShardedModel):
                 yield from (bundle.share.data_ptr() for bundle in model.bundles)
         for engine in (learner.policy, learner.value):
-            yield from (host.data_ptr() for host in engine.offload.hosts)
+            yield from (host.data_ptr() for host in hosts(engine.offload))
         if learner.config.memory != "fast":
             yield from (shard.storage.data_ptr() for shard in learner.average.shards.values())
 
@@ -117,7 +125,7 @@ def outcomes(
             hook = nn.modules.module.register_module_forward_hook(measured.look)
             metrics = _run(worker, prompts, 2)
             hook.remove()
-        weights = {name: w.numpy().tobytes() for name, w in worker.learner.policy.full_weights().items()}
+        weights = {name: w.numpy().tobytes() for name, w in full_weights(worker.learner.policy).items()}
         peaks = {phase: peak - before for phase, peak in measured.peaks.items()}
         found[memory] = Outcome(metrics, weights, peaks, _sizes(worker))
         worker.close()
@@ -177,7 +185,7 @@ def test_a_checkpoint_is_loaded_and_written_while_optimizer_states_are_away(
     _run(worker, prompts, 1)
     for name in ("first", "second"):
         worker.roles.learners.make_room()
-        assert sum(host.nbytes for host in worker.learner.policy.offload.hosts) > 0
+        assert sum(host.nbytes for host in hosts(worker.learner.policy.offload)) > 0
         worker.roles.learners.save(tmp_path / name, 1, {}, {})
         worker.roles.learners.finish_saving()
         worker.roles.learners.make_room()

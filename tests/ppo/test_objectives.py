@@ -9,10 +9,11 @@ import torch
 
 from lm.source import load
 from lm.tokenizer import Tokenizer
-from lm.weights import load_scalar_model, save_model
+from lm.weights import save_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.rank import InitialModels, ScoreScale, value_source
+from tests.models import load_scalar_model
 from tests.ppo.one_rank import OneRank
 from training.config import EngineConfig
 

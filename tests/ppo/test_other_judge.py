@@ -9,13 +9,14 @@ import torch
 
 from lm.source import load
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model, save_model
+from lm.weights import save_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.rank import InitialModels
 from ppo.scorer import Asked
 from reward.scoring import network_folder
 from reward.stage import network_source
+from tests.models import load_language_model
 from tests.ppo.one_rank import OneRank
 from training.config import EngineConfig
 

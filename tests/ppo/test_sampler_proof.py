@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from benchmarks.draw_power import Change, WrongDraws, shifted
 from lm.model import LanguageModel
 from lm.samplers.engine import max_difference
-from lm.samplers.own import HeedSampler
-from lm.samplers.trial import Trial
+from lm.samplers.heed_engine import HeedSampler
+from lm.samplers.verify import Trial
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.experience import require_one_policy, sampler_agreement

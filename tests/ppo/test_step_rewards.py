@@ -10,7 +10,6 @@ from torch import Tensor
 
 from files.atomic import write_json
 from lm.tokenizer import read_json
-from lm.weights import load_scalar_model
 from ppo.algorithm import GAE, GroupMean, LeaveOneOut, token_rewards
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
@@ -18,6 +17,7 @@ from ppo.groups import StepRewards, step_advantages
 from ppo.rank import InitialModels, ScoreScale
 from reward.scoring import STEP_SEPARATOR, RewardModel
 from reward.steps import step_ends
+from tests.models import load_scalar_model
 from tests.ppo.one_rank import OneRank
 from training.config import EngineConfig, OptimizerConfig
 

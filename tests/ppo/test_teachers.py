@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.weights import load_language_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.rank import InitialModels, ScoreScale, value_source
 from ppo.rollout import PPOBatch, Rollout
+from tests.models import load_language_model
 from tests.ppo.one_rank import OneRank
 from training.config import EngineConfig
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lm.samplers.engine import SentWeights, held_tensors
 from lm.tokenizer import Messages, Tokenizer
-from lm.weights import load_language_model, load_scalar_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.learner import Learner
@@ -23,6 +22,7 @@ from ppo.rank import InitialModels
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from ppo.scorer import HeldModel
 from reward.scoring import RewardModel
+from tests.models import full_weights, load_language_model, load_scalar_model
 from tests.ppo.one_rank import OneRank
 from training.config import EngineConfig
 from training.packing import stream_rows
@@ -420,15 +420,13 @@ def test_an_update_without_a_finite_gradient_is_skipped(
     old_BR, mask_BR = worker.policy_logprobs(rollout), rollout.response_mask_BR
     advantages_BR = torch.ones_like(old_BR)
     advantages_BR[3] = torch.nan
-    before = {name: weight.clone() for name, weight in worker.learner.policy.full_weights().items()}
+    before = {name: weight.clone() for name, weight in full_weights(worker.learner.policy).items()}
     num_tokens = int(mask_BR.sum())
     for rows in (slice(0, 8), slice(8, 16)):
         batch = PolicyBatch(
             rollout.rows(rows), old_BR[rows], advantages_BR[rows], mask_BR[rows], num_tokens, torch.arange(0), 0
         )
         worker.roles.learners.update(Learner.update_policy, batch, 1e-3, 4)
-        is_same = all(
-            torch.equal(weight, before[name]) for name, weight in worker.learner.policy.full_weights().items()
-        )
+        is_same = all(torch.equal(weight, before[name]) for name, weight in full_weights(worker.learner.policy).items())
         assert is_same == (rows.start == 0)
     assert caplog.text.count("ppo: update 5 of the policy is skipped: its gradient is not finite") == 1

@@ -11,9 +11,9 @@ import torch
 
 from lm.config import ModelConfig
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model
 from pretrain import stage
 from pretrain.stage import PretrainConfig, bits_per_byte, prepare_tokenizer, train
+from tests.models import load_language_model
 from tests.token_files import pretrain_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import TextConfig

@@ -14,8 +14,9 @@ from lm.gguf_files import export_gguf
 from lm.model import LanguageModel
 from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model, save_model
+from lm.weights import save_model
 from tests.lm.test_gguf import BASE, SHAPES
+from tests.models import load_language_model
 from tests.real.packages import read_by_llama_cpp
 from tests.real.texts import TEXTS
 

@@ -14,7 +14,7 @@ from heed.cli import main
 from lm.gguf_files import export_gguf
 from lm.hub import model_directory
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model
+from tests.models import load_language_model
 from tests.real.texts import TEXTS
 
 pytestmark = pytest.mark.long

@@ -14,8 +14,8 @@ from heed.jobs.replay import replay_response
 from lm.gguf_files import export_gguf
 from lm.hub import model_directory
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model
 from tests.heed.jobs.conftest import HeedCommand
+from tests.models import load_language_model
 
 pytestmark = pytest.mark.long
 

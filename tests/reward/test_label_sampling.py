@@ -10,9 +10,10 @@ import torch
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
-from lm.weights import load_scalar_model, save_model
+from lm.weights import save_model
 from preferences.store import LabelStore
 from reward import label_sampling
+from tests.models import load_scalar_model
 
 Call = Callable[..., tuple[int, str, str]]
 

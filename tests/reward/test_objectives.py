@@ -15,13 +15,14 @@ from lm.encoder import SequenceClassifier
 from lm.model import ScalarModel, init_weights
 from lm.source import load
 from lm.tokenizer import Tokenizer
-from lm.weights import load_scalar_model, save_model
+from lm.weights import save_model
 from preferences.records import Message, Ranking
 from reward.comparisons import Comparison, Verdict, encode_rankings
 from reward.config import RankingsConfig, RewardConfig
 from reward.objective import AuxiliaryParameters, RankingObjective, RewardLearner
 from reward.scoring import RewardModel, head_scores, weights_by_label
 from reward.stage import network_source
+from tests.models import load_scalar_model
 from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig

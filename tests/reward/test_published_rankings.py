@@ -9,9 +9,10 @@ from pydantic import ValidationError
 from lm.config import ModelConfig
 from lm.model import LanguageModel, init_weights
 from lm.tokenizer import Tokenizer
-from lm.weights import load_scalar_model, save_model
+from lm.weights import save_model
 from reward.config import RankingsConfig, RewardConfig
 from reward.prepared import WARNINGS, read_judgments, read_rankings, warnings_about
+from tests.models import load_scalar_model
 from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig

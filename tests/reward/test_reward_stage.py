@@ -14,7 +14,6 @@ import torch
 from lm.config import ModelConfig
 from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model, load_scalar_model
 from preferences.rankings import split_rankings
 from reward import metrics
 from reward.comparisons import Comparison, Verdict
@@ -22,6 +21,7 @@ from reward.config import RankingsConfig, RewardConfig
 from reward.objective import AuxiliaryParameters, RankingObjective, RewardLearner, ranking_loss
 from reward.prepared import read_rankings
 from reward.scoring import head_scores, read_by, scores_of
+from tests.models import load_language_model, load_scalar_model
 from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig

@@ -16,8 +16,9 @@ from lm.sampling import LOGITS_AT_ONCE
 from lm.sequence_logprobs import sequence_logprobs
 from lm.tokenizer import Tokenizer
 from lm.transfer import batches_of
-from lm.weights import load_language_model, load_scalar_model, save_model
+from lm.weights import save_model
 from reward.sampling import Sample, SamplingSpec, length_that_fits, sample_policy
+from tests.models import load_language_model, load_scalar_model
 from training.data import Prompt
 
 WORDS = ["one", "red", "bird", "saw", "two", "green", "hills", "and", "sang"]

@@ -16,8 +16,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 from lm.model import Transformer
-from lm.weights import load_scalar_model
 from reward.config import RewardConfig
+from tests.models import load_scalar_model
 from tests.token_files import train_reward
 from training.config import EngineConfig
 from training.engine import StageContext

@@ -15,9 +15,10 @@ from lm.hub import model_directory
 from lm.model import LanguageModel
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
-from lm.weights import ModelFolder, load_language_model
+from lm.weights import ModelFolder
 from sft.demonstrations import Limit, demonstration_parts
 from sft.stage import SFTConfig, make_objective, policy_source, train
+from tests.models import load_language_model
 from tests.token_files import sft_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig

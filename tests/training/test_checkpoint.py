@@ -15,6 +15,7 @@ from torch import Tensor
 
 import training.checkpoint as checkpoint_module
 from files.hashes import folder_hashes
+from tests.training.checkpoints import latest_checkpoint
 from training.checkpoint import (
     ParamShard,
     SavedState,
@@ -25,7 +26,6 @@ from training.checkpoint import (
     choose_sound,
     commit_checkpoint,
     find_resumption,
-    latest_checkpoint,
     read_manifest,
     share_of_files,
     state_of,

@@ -22,6 +22,7 @@ from lm.source import RandomInit
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, save_model
 from ppo.learner import MovingAverage
+from tests.models import full_weights
 from tests.tiers import in_ci, tried
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
@@ -68,7 +69,7 @@ def step(engine: Engine[LanguageModel]) -> None:
 
 
 def check_weights_are_the_rounded_masters(engine: Engine[LanguageModel], dtype: torch.dtype) -> None:
-    expected = {name: tensor.to(dtype) for name, tensor in engine.full_weights().items()}
+    expected = {name: tensor.to(dtype) for name, tensor in full_weights(engine).items()}
     found = {name: tensor.clone() for name, tensor in engine.weights(dtype)}
     assert list(found) == [name for name, _ in engine.module.named_parameters()]
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
@@ -78,11 +79,11 @@ def check_weights_are_the_rounded_masters(engine: Engine[LanguageModel], dtype: 
 
 
 def check_files_and_average(engine: Engine[LanguageModel]) -> None:
-    everywhere = {name: tensor.clone() for name, tensor in engine.full_weights().items()}
+    everywhere = {name: tensor.clone() for name, tensor in full_weights(engine).items()}
     average = MovingAverage(engine, 0.75)
     step(engine)
     average.advance()
-    later, averaged = engine.full_weights(), dict(average.weights_for_file())
+    later, averaged = full_weights(engine), dict(average.weights_for_file())
     assert averaged.keys() == (everywhere.keys() if engine.is_main else set())
     for name, tensor in averaged.items():
         assert torch.equal(tensor, everywhere[name].lerp(later[name], 0.25)), name
@@ -107,7 +108,7 @@ def peak_of_saving(engine: Engine[LanguageModel], folder: Path, live: LiveBytes)
         if engine.is_main:
             save_model(folder, engine.module, weights, tokenizer, FILE_BYTES)
         engine.barrier()
-    expected = engine.full_weights()
+    expected = full_weights(engine)
     if engine.is_main:
         assert len([*folder.glob("model-*-of-*.safetensors")]) > 5
         saved = dict(ModelFolder(folder, LanguageModel).tensors())

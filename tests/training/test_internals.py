@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import RandomInit
+from tests.models import full_weights
 from training import internals
 from training.checkpoint import ParamShard
 from training.config import EngineConfig, OptimizerConfig
@@ -158,7 +159,7 @@ def check_get_global_grad_norm(engine: Engine[LanguageModel]) -> None:
     assert norm > engine.optimizer_config.max_grad_norm
     alone = RandomInit(lambda: LanguageModel(CONFIG), seed=3).build()
     with torch.no_grad():
-        for name, weight in engine.full_weights().items():
+        for name, weight in full_weights(engine).items():
             alone.get_parameter(name).copy_(weight)
     # The step was tiny, so the gradient is nearly unchanged: fp32 here, bf16 there.
     alone(torch.tensor([[1, 2, 3]])).square().mean().backward()
@@ -176,7 +177,7 @@ def shards_of(engine: Engine[LanguageModel]) -> list[ParamShard]:
 
 
 def check_shards_are_all_fp32_weights_once(engine: Engine[LanguageModel]) -> None:
-    whole = engine.full_weights()
+    whole = full_weights(engine)
     own = {shard.name: (shard.offset, shard.view(shard.storage).tolist()) for shard in shards_of(engine)}
     found: dict[str, dict[int, float]] = {name: {} for name, _ in engine.module.named_parameters()}
     for ranges in engine.gather(own):

@@ -17,6 +17,7 @@ from torch import Tensor
 from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import RandomInit, load
+from tests.models import full_weights
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
@@ -92,7 +93,7 @@ def run(folder: Path, config: ModelConfig, **options: Any) -> dict[str, Tensor]:
     engine, loop = make(folder, config, **options)
     try:
         loop.run()
-        return {name: weight.clone() for name, weight in engine.full_weights().items()}
+        return {name: weight.clone() for name, weight in full_weights(engine).items()}
     finally:
         engine.close()
 
@@ -199,7 +200,7 @@ def test_a_finished_run_is_measured_again_and_not_trained(
     engine, loop = make(tmp_path, tiny_config, passes=0)
     heldout = loop.run()
     assert "test: resumes from step 6 of 6" in caplog.text
-    assert all(torch.equal(weight, untouched[0][name]) for name, weight in engine.full_weights().items())
+    assert all(torch.equal(weight, untouched[0][name]) for name, weight in full_weights(engine).items())
     assert heldout["loss"] == read_metrics(tmp_path / "metrics.jsonl")[-1]["heldout_loss"]
     engine.close()
 

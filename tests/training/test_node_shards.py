@@ -17,6 +17,7 @@ from torch import Tensor
 from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import RandomInit
+from tests.models import full_weights
 from training.config import EngineConfig, OptimizerConfig, ranks_sharing_weights
 from training.distributed import _ranks_sharing_weights, write_back
 from training.engine import Engine
@@ -102,7 +103,7 @@ def trained(engine: Engine[LanguageModel]) -> list[Any]:
     """Losses of steps, before and after a checkpoint is loaded, and the weights."""
     losses = [step(engine), step(engine)]
     state = {key: part.values.clone() for key, part in engine.state().items()}
-    whole = {name: tensor.clone() for name, tensor in engine.full_weights().items()}
+    whole = {name: tensor.clone() for name, tensor in full_weights(engine).items()}
     losses.append(step(engine))
     for shard in engine.shards():  # as a checkpoint is loaded, while the node's copy has later weights
         shard.view(shard.storage).copy_(state[f"weight/{shard.name}"])

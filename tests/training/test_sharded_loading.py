@@ -20,6 +20,7 @@ from lm.source import RandomInit, load
 from lm.tensor_files import Checkpoint
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, save_model
+from tests.models import full_weights
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
 
@@ -64,7 +65,7 @@ def rank_program(folder: Path) -> None:
 
     engines.build_sharded = watched  # type: ignore[assignment]
     engine = Engine(source, optimizer, config, world_size=2, micro_batch=1)
-    weights = engine.full_weights()
+    weights = full_weights(engine)
     engine.close()
     model, whole = peak_growth(lambda: load(source))
     same = all(torch.equal(weights[name], tensor) for name, tensor in model.named_parameters())

@@ -19,6 +19,7 @@ from benchmarks.speed.process import peak_growth
 from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import RandomInit
+from tests.models import full_weights
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.objectives import CausalLMObjective
@@ -73,7 +74,7 @@ def learn(precision: str, zero_stage: int) -> dict[str, Any]:
     """Returns the loss of every step, and how many stored weights have more digits than bf16."""
     engine = build(SMALL, precision=precision, zero_stage=zero_stage)
     losses = [step(engine, stream(13)) for _ in range(NUM_STEPS)]
-    weights = torch.cat([weight.flatten() for weight in engine.full_weights().values()])
+    weights = torch.cat([weight.flatten() for weight in full_weights(engine).values()])
     used = next(engine.module.parameters()).dtype
     engine.close()
     return {"losses": losses, "used": str(used), "longer": float((weights != weights.bfloat16()).float().mean())}

@@ -17,6 +17,7 @@ from torch import Tensor
 from lm.config import ModelConfig, Precision
 from lm.model import LanguageModel
 from lm.source import RandomInit
+from tests.models import full_weights
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
@@ -67,7 +68,7 @@ def train(folder: Path, zero_stage: int, precision: Precision, num_ranks: int, r
     batch = BatchConfig(batch_size=BATCH, micro_batch_size=1)
     config = LoopConfig("test", 5, NUM_STEPS, batch, save_every_steps=9, evaluate_every_steps=9)
     TrainingLoop(engine, config, Poisoned(num_ranks, rank), CausalLMObjective(ROWS[:2]), folder).run()
-    weights = {name: weight.clone() for name, weight in engine.full_weights().items()}
+    weights = {name: weight.clone() for name, weight in full_weights(engine).items()}
     engine.close()
     return weights
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from lm.config import ModelConfig, Precision
 from lm.model import LanguageModel
 from lm.source import RandomInit
+from tests.models import full_weights
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
@@ -84,7 +85,7 @@ def train(
     heldout = objective(9, 4)
     loop = TrainingLoop(engine, loop_config, objective(8, 12), heldout, folder)
     heldout_loss = loop.run()["loss"]
-    weights = {name: weight.clone() for name, weight in engine.full_weights().items()}
+    weights = {name: weight.clone() for name, weight in full_weights(engine).items()}
     for_a_file = dict(engine.weights_for_file())
     if engine.is_main:
         assert for_a_file.keys() == weights.keys()

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import training.writer as writer_module
-from training.checkpoint import SavedState, ShardRange, State, find_resumption, latest_checkpoint
+from tests.training.checkpoints import latest_checkpoint
+from training.checkpoint import SavedState, ShardRange, State, find_resumption
 from training.notices import CheckpointError
 from training.writer import CheckpointWriter
 

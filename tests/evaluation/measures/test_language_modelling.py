@@ -23,8 +23,9 @@ from evaluation.measures.language_modelling import (
 from lm.config import ModelConfig
 from lm.model import LanguageModel, init_weights
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model, save_model
+from lm.weights import save_model
 from pretrain.stage import bits_per_byte
+from tests.models import load_language_model
 from training.data import DataConfig
 
 TEXTS = [

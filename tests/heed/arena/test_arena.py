@@ -32,6 +32,7 @@ from preferences.page.arena import CHOICES, NO_ANSWER, TOO_LONG, Arena, ArenaSet
 from preferences.page.config import LabelingConfig
 from preferences.records import Message
 from preferences.store import LabelStore
+from tests.models import load_language_model
 from tests.serving import serving
 
 if TYPE_CHECKING:
@@ -93,7 +94,6 @@ def alone(folder: Path, question: str, seed: int) -> str:
     from lm.generation import generate
     from lm.sampling import Choice
     from lm.tokenizer import Tokenizer
-    from lm.weights import load_language_model
 
     tokenizer = Tokenizer.load(folder)
     prompt = tokenizer.encode_prompt([{"role": "user", "content": question}])
@@ -435,7 +435,7 @@ def test_a_real_policy_against_a_changed_copy(
 ) -> None:
     from lm.hub import model_directory
     from lm.tokenizer import Tokenizer
-    from lm.weights import load_language_model, save_model
+    from lm.weights import save_model
 
     folder = model_directory(str(SMOL))
     model = load_language_model(folder)

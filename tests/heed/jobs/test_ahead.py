@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.local_cluster import LocalCluster, kill_process
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
+from research.chaos.local_cluster import LocalCluster, kill_process
 from stages.lineage import outputs_hash
 from training.metrics import read_metrics
 

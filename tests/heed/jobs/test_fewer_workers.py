@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.local_cluster import LocalCluster
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
-from lm.weights import load_language_model
+from research.chaos.local_cluster import LocalCluster
+from tests.models import load_language_model
 
 ROOT = Path(__file__).parents[3]
 DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
@@ -32,7 +32,7 @@ def test_a_lost_node_leaves_one_worker_to_finish(
         # As soon as there is a checkpoint to continue from, so that a busy machine does not finish before.
         while not (folder / "checkpoints" / "step-000004").exists() and time.monotonic() < end:
             time.sleep(0.01)
-        cluster.kill_node_of(cluster.worker_processes()[0])
+        cluster.kill_node(cluster.node_of(cluster.worker_processes()[0]))
 
     with LocalCluster(num_nodes=2, cpus=1) as cluster:
         for name, value in cluster.environment.items():

@@ -15,7 +15,7 @@ from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
 from lm.hub import model_directory
 from lm.tokenizer import END, Tokenizer
-from lm.weights import load_language_model
+from tests.models import load_language_model
 
 ROOT = Path(__file__).parents[3]
 DEBUG = ROOT / "configs" / "jobs" / "debug.toml"

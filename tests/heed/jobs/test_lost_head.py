@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.local_cluster import HEAD, LocalCluster
+from research.chaos.local_cluster import HEAD, LocalCluster
 
 ROOT = Path(__file__).parents[3]
 DEBUG = ROOT / "configs" / "jobs" / "debug.toml"

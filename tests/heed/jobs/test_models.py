@@ -17,9 +17,9 @@ from heed.jobs.run import Run
 from lm.config import ModelConfig
 from lm.model import LanguageModel, count_parameters
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model
 from ppo.rank import InitialModels, ScoreScale
 from tests.hub_server import NAME, Hub, serve
+from tests.models import load_language_model
 from training.engine import StageContext
 
 ROOT = Path(__file__).parents[3]

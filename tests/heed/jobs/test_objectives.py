@@ -21,7 +21,8 @@ from heed.jobs.run import Run
 from lm.config import ModelConfig
 from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
-from lm.weights import load_scalar_model, save_model
+from lm.weights import save_model
+from tests.models import load_scalar_model
 from training.metrics import read_metrics
 
 JOBS = Path(__file__).parents[3] / "configs" / "jobs"

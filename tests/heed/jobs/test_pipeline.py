@@ -24,10 +24,10 @@ from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
 from heed.jobs.registry import BUILT_IN
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model
 from preferences.records import Answer, ShownTask
 from preferences.scripted import answer_all
 from preferences.store import LabelStore
+from tests.models import load_language_model
 
 ROOT = Path(__file__).parents[3]
 DEBUG = ROOT / "configs" / "jobs" / "debug.toml"

@@ -15,8 +15,8 @@ from cluster.config import ClusterConfig
 from cluster.connection import disconnect, living_nodes
 from cluster.failures import WorkerLostError
 from cluster.group import WorkerGroup
-from cluster.local_cluster import LocalCluster
 from heed.jobs.recovery import Workers
+from research.chaos.local_cluster import LocalCluster
 from training.notices import speaking_through
 
 ROOT = Path(__file__).parents[3]
@@ -33,7 +33,7 @@ def test_a_machine_that_comes_back_is_used_again(tmp_path: Path, monkeypatch: py
         try:
             pids = workers().run("sft", os.getpid)
             assert len(pids) == 2
-            cluster.kill_node_of(pids[1])
+            cluster.kill_node(cluster.node_of(pids[1]))
             with pytest.raises(WorkerLostError, match=r"^sft: rank 1 of 2 was lost"):
                 workers().run("sft", time.sleep, 60)
             workers.abandon()
@@ -59,7 +59,7 @@ def test_a_machine_that_is_lost_while_the_first_group_starts_is_waited_for(
             monkeypatch.setenv(name, value)
 
         def lose_a_node(group: WorkerGroup, _folder: Path) -> None:
-            cluster.kill_node_of(group.run("start", os.getpid)[1])
+            cluster.kill_node(cluster.node_of(group.run("start", os.getpid)[1]))
             group.run("start", time.sleep, 60)
 
         workers = Workers([2], tmp_path, ClusterConfig(wait_for_nodes_seconds=90))
@@ -114,7 +114,7 @@ def test_a_job_that_recovers_keeps_its_places_from_a_job_that_waits(
             while "other jobs hold the rest" not in log.read_text():
                 assert other.poll() is None, log.read_text()
                 time.sleep(0.05)
-            for strike in (kill, stop, cluster.kill_node_of):
+            for strike in (kill, stop, lambda worker: cluster.kill_node(cluster.node_of(worker))):
                 strike(pids[1])
                 with pytest.raises(WorkerLostError, match=r"^sft: rank 1 of 2 was lost"):
                     workers().run("sft", time.sleep, 60)

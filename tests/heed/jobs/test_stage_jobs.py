@@ -25,12 +25,13 @@ from lm.encoder import SequenceClassifier
 from lm.model import LanguageModel, ScalarModel
 from lm.source import load
 from lm.tokenizer import Tokenizer
-from lm.weights import WithNewHead, load_language_model, load_model, save_model
+from lm.weights import WithNewHead, load_model, save_model
 from ppo.people import PeopleChecks
 from ppo.stage import was_measured
 from preferences.page.client import answer_in_turns
 from preferences.page.config import LabelingConfig
 from reward.sampling import SamplingSpec, sample_policy
+from tests.models import load_language_model
 from tests.ppo.test_people import Person
 from tests.preferences.page.conftest import Running
 from training.data import DataConfig, read_prompts

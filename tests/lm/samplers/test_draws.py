@@ -10,8 +10,7 @@ from torch import Tensor
 
 from benchmarks.draw_power import planted
 from lm.samplers.draws import ALARM, NO_EVIDENCE, PARTS, Draws, Evidence, evidence
-from lm.samplers.trial import Trial
-from lm.samplers.verify import more_draws
+from lm.samplers.verify import Trial, more_draws
 
 VOCABULARY, ENDS = 70, (3, 65)
 

@@ -8,12 +8,12 @@ import torch
 from benchmarks.sampler_rounding import agreement, prompts_of
 from lm.model import LanguageModel
 from lm.samplers.engine import max_difference
-from lm.samplers.own import HeedSampler
-from lm.samplers.trial import weights_of, with_exchanged, with_weights
-from lm.samplers.verify import verify_sampler
+from lm.samplers.heed_engine import HeedSampler
+from lm.samplers.verify import Trial, verify_sampler, weights_of, with_exchanged, with_weights
 from lm.source import load
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
+from tests.lm.samplers.faults import faults_found
 
 
 # Mean differences of SmolLM2-135M's first layers in bf16, as docs/samplers.md has them.
@@ -42,5 +42,7 @@ def test_thirty_layers_in_bf16_are_well_within_it_and_faults_beyond(deep: Path) 
 
 @pytest.mark.nightly
 def test_a_deep_model_passes_the_test_of_samplers_and_every_fault_is_named(deep: Path) -> None:
-    found = verify_sampler(HeedSampler.load, deep, precision="bf16")
-    assert found.passed, [check for check in found.checks if not check.passed]
+    found = [*verify_sampler(HeedSampler.load, deep, precision="bf16")]
+    assert all(check.passed for check in found), found
+    for name, expected, message in faults_found(HeedSampler.load(deep, "bf16"), Trial(deep, "bf16")):
+        assert message.startswith(expected), f"{name}: {message}"

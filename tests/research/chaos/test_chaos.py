@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from cluster.failures import WorkerLostError
-from cluster.local_cluster import why_no_network
 from files.hashes import derive_seed
 from heed.jobs.job_file import load_job
 from heed.jobs.recovery import run_to_end
@@ -32,6 +31,7 @@ from research.chaos.campaign import (
     with_failures,
 )
 from research.chaos.faults import DiskFull, FolderMissing, Schedule, WorkerHangs, small_disk, why_no_disk
+from research.chaos.local_cluster import why_no_network
 from research.chaos.result import (
     FAILED,
     RECOVERED,

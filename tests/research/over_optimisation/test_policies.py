@@ -13,9 +13,10 @@ from evaluation.measures.kl import Policy, draw, measure_kl
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Messages, Tokenizer
-from lm.weights import load_language_model, save_model
+from lm.weights import save_model
 from research.over_optimisation.policies import Spec, over_optimisation
 from reward.scoring import RewardModel
+from tests.models import load_language_model
 from training.data import Prompt
 
 SPEC = Spec(num_samples=2, pool_samples=4, max_new_tokens=6, temperature=1.0, seed=3)

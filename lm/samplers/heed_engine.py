@@ -104,9 +104,6 @@ class HeedSampler(SamplingEngine):
         require_same(chunk.digests, whole)
         return SentWeights.of({name: policy.cut(name, tensor) for name, tensor in whole.items()})
 
-    def forget_prompts(self) -> None:
-        """Does nothing: keys and values are not kept between calls."""
-
     @property
     def digests(self) -> Mapping[str, int]:
         return self._digests

@@ -1,7 +1,7 @@
 """A Ray cluster of several nodes on this machine, which can be killed, cut off and replaced.
 
 Each node is a separate `ray start --block`, as a supervisor would run it, without processes that Heed does not use
-(`cluster.lean_node`). With a `Network`, each is on a host with its own address; without one, all share this machine's
+(`cluster.local_ray`). With a `Network`, each is on a host with its own address; without one, all share this machine's
 loopback interface.
 
 The hosts of a `Network` are network namespaces joined by a bridge, each with an address and a cable to pull. Their
@@ -30,7 +30,7 @@ from cluster.processes import RAY_ENVIRONMENT, free_port
 
 MARK = "HEED_LOCAL_CLUSTER"
 HEAD = "head"
-RAY = (sys.executable, "-P", str(Path(__file__).with_name("lean_node.py")))
+RAY = (sys.executable, "-P", "-m", "cluster.local_ray")
 START_SECONDS = 180.0
 STORE_BYTES = 150 * 1024 * 1024
 INTERFACE = "eth0"  # on every host
@@ -196,13 +196,6 @@ class LocalCluster:
         _kill_all(f"{MARK}={self.mark}/{name}\0")
         if name in self._nodes:
             self._nodes.pop(name).process.wait()
-
-    def kill_node_of(self, worker: int) -> str:
-        """Like `kill_node`, for the node where this rank runs. Returns its name; "" if the rank has already ended."""
-        name = self.node_of(worker)
-        if name:
-            self.kill_node(name)
-        return name
 
     def node_of(self, worker: int) -> str:
         """Return the node where a rank runs; "" if it has already ended."""

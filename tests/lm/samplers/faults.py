@@ -1,23 +1,34 @@
-"""Faults planted into a sampler from outside, to check that the test of samplers finds them."""
+"""Faults planted into a sampler from outside: the test of samplers must find and name them.
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+`python -m tests.lm.samplers.faults MODEL PRECISION` plants them into vLLM, in a Python that has it.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.draw_power import Faulty, until_end
+from lm.config import Precision
 from lm.generation import Batch, Generated, Limits
 from lm.samplers.engine import SamplingEngine, SentWeights, chunks
-from lm.samplers.own import HeedSampler
-from lm.samplers.trial import (
+from lm.samplers.heed_engine import HeedSampler
+from lm.samplers.verify import (
     LOADED_WEIGHTS,
     MAX_NEW_TOKENS,
     NO_TEMPERATURE,
+    NOT_DRAWS,
+    NUM_VERSIONS,
     OLD_HEAD,
     OLD_WEIGHTS,
     OTHER_TEMPLATE,
     OTHER_TOKENIZER,
     STALE_CACHE,
     Trial,
+    judge,
     layers_exchanged,
     other_templates,
     shifted,
@@ -25,45 +36,7 @@ from lm.samplers.trial import (
 )
 from lm.sampling import Choice, draw_uniforms
 
-NOT_DRAWS = "tokens that are not draws from the policy"
 TRIES = 8  # samples per prompt; the likeliest is kept
-
-
-class Faulty(SamplingEngine):
-    """Passes all calls on to a sampler; each fault overrides what it breaks."""
-
-    def __init__(self, sampler: SamplingEngine, trial: Trial) -> None:
-        self.sampler, self.trial = sampler, trial
-
-    def sample(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: Limits, temperature: float
-    ) -> Generated:
-        return self.sampler.sample(prompts, seeds, max_new_tokens=max_new_tokens, temperature=temperature)
-
-    def receive(self, sent: Iterable[SentWeights]) -> None:
-        self.sampler.receive(sent)
-
-    def forget_prompts(self) -> None:
-        self.sampler.forget_prompts()
-
-    @property
-    def digests(self) -> Mapping[str, int]:
-        return self.sampler.digests
-
-    def slots(self) -> Iterator[tuple[str, Tensor]]:
-        return self.sampler.slots()
-
-    def sleep(self) -> None:
-        self.sampler.sleep()
-
-    def wake(self) -> None:
-        self.sampler.wake()
-
-    def close(self) -> None:
-        self.sampler.close()
-
-    def unplant(self) -> None:
-        """Restore the sampler."""
 
 
 class _Spoiled(Faulty):
@@ -136,7 +109,7 @@ class OtherTokenizer(Faulty):
 
 
 class StaleCache(Faulty):
-    """Keeps a prompt's keys and values when weights change: the engine's `forget_prompts` does nothing.
+    """Keeps a prompt's keys and values when weights change: vLLM's `forget_prompts` does nothing.
 
     Heed's sampler keeps none. It is replaced by one that reads all but the last token of a prompt with the previous
     weights.
@@ -147,7 +120,7 @@ class StaleCache(Faulty):
         self.num_received = 0
         self.caches = not isinstance(sampler, HeedSampler)
         if self.caches:
-            sampler.forget_prompts = lambda: None  # type: ignore[method-assign]
+            vars(sampler)["forget_prompts"] = lambda: None
 
     def receive(self, sent: Iterable[SentWeights]) -> None:
         self.num_received += 1
@@ -175,22 +148,10 @@ class StaleCache(Faulty):
             batch.feed(drawn[-1][0])
         return until_end(drawn, end_ids)
 
-    def unplant(self) -> None:
+    def restore(self) -> None:
+        """Restore the sampler, which other faults are planted into."""
         if self.caches:
-            del self.sampler.forget_prompts
-
-
-def until_end(drawn: Sequence[tuple[Tensor, Tensor]], end_ids: Collection[int]) -> Generated:
-    """Returns responses made of the tokens and log-probs [B] of each step. Tokens after an end token are dropped."""
-    responses, logprobs = (torch.stack(side, dim=1).tolist() for side in zip(*drawn, strict=True))
-    places = ([place for place, token in enumerate(row) if token in end_ids] for row in responses)
-    ends = [found[0] + 1 if found else len(drawn) for found in places]
-    responses = [row[:end] for row, end in zip(responses, ends, strict=True)]
-    return Generated(
-        responses,
-        [row[-1] in end_ids for row in responses],
-        [row[:end] for row, end in zip(logprobs, ends, strict=True)],
-    )
+            del vars(self.sampler)["forget_prompts"]
 
 
 class LikelyTokens(Faulty):
@@ -226,3 +187,31 @@ FAULTS: dict[str, tuple[Callable[[SamplingEngine, Trial], Faulty], str]] = {
     "another tokenizer": (OtherTokenizer, OTHER_TOKENIZER),
     "likely tokens preferred": (LikelyTokens, NOT_DRAWS),
 }
+
+
+def faults_found(sampler: SamplingEngine, trial: Trial) -> Iterator[tuple[str, str, str]]:
+    """Plants each fault into a sampler that has none. Yields its name, how the message about it must begin, and the
+    message about the rollout after the last update.
+    """
+    for name, (plant, expected) in FAULTS.items():
+        faulty = plant(sampler, trial)
+        for version in range(NUM_VERSIONS):  # it also samples before each update, which fills its caches
+            faulty.receive(trial.sent(version))
+            generated = trial.sample(faulty)
+        found, measured = judge(trial, generated, NUM_VERSIONS - 1)
+        if isinstance(faulty, StaleCache):
+            faulty.restore()
+        yield name, expected, found or f"not found: {measured}"
+
+
+def plant_into_vllm(model: str, precision: Precision) -> None:
+    """Print a JSON line per fault: its name, whether it was named, and the message."""
+    from lm.samplers.vllm_engine import VLLMSampler
+
+    folder = Path(model)
+    for name, expected, found in faults_found(VLLMSampler(folder, precision), Trial(folder, precision)):
+        print(json.dumps([name, found.startswith(expected), found]), flush=True)
+
+
+if __name__ == "__main__":
+    plant_into_vllm(*sys.argv[1:])  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.local_cluster import HEAD, LocalCluster, Network, host_names, is_alive, kill_process, why_no_network
+from research.chaos.local_cluster import HEAD, LocalCluster, Network, host_names, is_alive, kill_process, why_no_network
 
 pytestmark = pytest.mark.long
 
