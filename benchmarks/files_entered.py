@@ -2,8 +2,7 @@
 
 The walks are what a new reader follows: one PPO iteration, one forward pass of a language model with two layers, and
 training a reward model from a file of rankings. A file counts if one of its functions is called; imports and start-up
-do not count. `--list` names the files. The exit status is 1 if a walk enters more files than its bound; lower a bound
-when its walk gets shorter.
+do not count. `--list` names the files. tests/test_budgets.py has the bounds.
 """
 
 import json
@@ -38,7 +37,6 @@ from training.engine import StageContext
 from training.tokens import write_arrays
 
 ROOT = Path(__file__).parents[1]
-BOUNDS = {"one PPO iteration": 41, "a forward pass of two layers": 9, "rankings to a reward model": 62}
 SHAPE = ModelConfig(
     vocab_size=300,
     max_position_embeddings=64,
@@ -122,20 +120,21 @@ def reward_model(folder: Path) -> Callable[[], Any]:
     return walk
 
 
-def main() -> int:
-    beyond = 0
+def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_models(folder)
-        walks = (ppo_iteration(folder), forward_pass(), reward_model(folder))
-        for (what, bound), walk in zip(BOUNDS.items(), walks, strict=True):
+        walks = {
+            "one PPO iteration": ppo_iteration(folder),
+            "a forward pass of two layers": forward_pass(),
+            "rankings to a reward model": reward_model(folder),
+        }
+        for what, walk in walks.items():
             entered = files_entered(walk)
-            beyond += len(entered) > bound
-            print(f"{what}: {len(entered)} files (bound {bound})")
+            print(f"{what}: {len(entered)} files")
             if "--list" in sys.argv[1:]:
                 print("".join(f"    {path}\n" for path in entered), end="")
-    return int(beyond > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

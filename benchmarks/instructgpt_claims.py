@@ -1,7 +1,7 @@
 """Which claims of InstructGPT's paper do its published samples bear out?
 
-`python -m benchmarks.instructgpt_claims FOLDER` prints the tables of docs/findings.md from the folder with OpenAI's
-three files (`evaluation.suites.instructgpt`); tests/benchmarks/test_published_outputs.py checks the docs.
+`python -m benchmarks.instructgpt_claims FOLDER` prints the tables of research/findings/instructgpt.md from the folder
+with OpenAI's three files (`evaluation.suites.instructgpt`); tests/benchmarks/test_published_outputs.py checks the docs.
 
 The claims and rules were fixed before any test was computed (the models' means had been seen):
 

@@ -1,8 +1,8 @@
 """Kills each algorithm's run ten times: `python -m benchmarks.kills FOLDER [ALGORITHM ...] [--faults 10]`.
 
 The debug job runs once. Each algorithm then starts from that job's models and rankings, as a one-stage job with at
-least a hundred steps, while `heed chaos` kills its workers and drivers. Each algorithm has the settings of its job in
-configs/jobs, except sizes.
+least a hundred steps, while `research.chaos` kills its workers and drivers. Each algorithm has the settings of its job
+in configs/jobs, except sizes.
 """
 
 import argparse
@@ -15,8 +15,8 @@ from typing import Any
 
 import tomli_w
 
-from heed.chaos.campaign import run_chaos
-from heed.chaos.result import summary
+from research.chaos.campaign import run_chaos
+from research.chaos.result import summary
 from stages.progress import results_console
 
 JOBS = Path(__file__).parents[1] / "configs" / "jobs"

@@ -14,11 +14,11 @@ import numpy as np
 from scipy.special import expit
 
 from benchmarks.label_coverage import Covered
-from evaluation.measures.curves import Curve, Kind
 from evaluation.measures.kl import ResponseKLs, summarise_kl
-from evaluation.measures.overoptimisation import fit_curve, gain_at
 from evaluation.measures.reward_model import ScoredPairs, calibration
 from preferences.statistics.estimates import Floats, Interval
+from research.over_optimisation.curves import Curve, Kind
+from research.over_optimisation.fits import fit_curve, gain_at
 
 DISTANCES = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)  # √KL of the planted policies
 PLANTED = {"best_of_n": (0.9, 0.2), "rl": (0.8, 0.5)}  # α and β; optima at 2.25 and e^0.6 = 1.82

@@ -6,7 +6,7 @@
 Both train the same reward model from the same SFT policy on the same pairs, with equally many pairs and the same
 learning rate in every step, so equally many steps per epoch. They differ in which pairs share a step: all pairs of a
 prompt, so each completion is read once per epoch, or any pairs, so a completion appears in K - 1 steps.
-docs/findings.md has the table that this prints.
+research/findings/pairs-of-a-prompt.md has the table that this prints.
 """
 
 import argparse

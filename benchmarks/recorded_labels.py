@@ -1,14 +1,14 @@
 """Which recorded human labels are worth revealing? The rules of `heed label sample`, replayed on published comparisons.
 
 `python -m benchmarks.recorded_labels NAME=FILE... --model MODEL --measures FOLDER` measures five random splits of each
-file and prints the tables of docs/findings.md. Without files, it prints those of the measures in FOLDER. A file has
-rankings in any format of docs/labels.md.
+file and prints the tables of research/findings/label-choice.md. Without files, it prints those of the measures in
+FOLDER. A file has rankings in any format of docs/labels.md.
 
 People have judged some pairs of each prompt's responses. A replay reveals pairs of the training prompts: random ones
 first, and then three times as many again as there are, chosen by a rule. Scores are linear in features of a frozen
 language model: principal components of the mean state of a response's tokens after its first blocks. The head's
-posterior given the labels so far (`heed.studies.label_choice.HeadPosterior`) is the rule's ensemble. Accuracy is the
-share of pairs on held-out prompts that the head orders as most labelers do.
+posterior given the labels so far (`research.studies.label_choice.HeadPosterior`) is the rule's ensemble. Accuracy is
+the share of pairs on held-out prompts that the head orders as most labelers do.
 
 Shape letters: C candidates, D features, E heads, L labels, P pairs, R rounds, T held-out prompts.
 """
@@ -25,9 +25,6 @@ import torch
 
 from files.atomic import atomic_file
 from files.hashes import derive_seed
-from heed.studies.label_choice import NUM_HEADS, HeadPosterior
-from heed.studies.study import spread
-from heed.studies.verdicts import Claim, Contrast, Rule, decide
 from lm.hub import model_directory
 from lm.model import LanguageModel
 from lm.source import load_for_inference
@@ -39,6 +36,9 @@ from preferences.records import Message, Ranking
 from preferences.statistics.estimates import Floats, Interval
 from preferences.statistics.intervals import bootstrap_ratio
 from preferences.task_selection import RULES, UNIFORM_SHARE, inclusion_probabilities, mixed, systematic_sample
+from research.studies.label_choice import NUM_HEADS, HeadPosterior
+from research.studies.study import spread
+from research.studies.verdicts import Claim, Contrast, Rule, decide
 from reward.comparisons import RankingsConfig, encode_answered, read_rankings
 
 NUM_SPLITS, NUM_REPLAYS = 5, 10

@@ -1,7 +1,7 @@
 """How well do a rule on how answers begin, and GPT-4 as a judge, agree with people on what is a refusal?
 
-`python -m benchmarks.xstest_agreement FOLDER` prints the table of docs/findings.md from the folder with XSTest's
-completions (`evaluation.suites.xstest`); tests/benchmarks/test_published_outputs.py checks the docs.
+`python -m benchmarks.xstest_agreement FOLDER` prints the table of research/findings/xstest.md from the folder with
+XSTest's completions (`evaluation.suites.xstest`); tests/benchmarks/test_published_outputs.py checks the docs.
 
 Accuracy is the share of completions that get the same class as people's final one: refused, in full or partly, or not.
 Alpha is Krippendorff's, for the same two classes. Cohen's kappa differs from it in what agreement by chance is: alpha

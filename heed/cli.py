@@ -232,97 +232,18 @@ def few_shot(
     results_console().print(table)
 
 
-@app.command(rich_help_panel=RESEARCH)
-def chaos(
-    job: JobFile = None,
-    faults: Annotated[int, typer.Option(min=1, help="Number of faults, injected one after another.")] = 10,
-    kinds: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated list of worker,node,driver,hang,partition,freeze,disk,folder; default: all possible."
-        ),
-    ] = "",
-    seed: Annotated[int, typer.Option(min=0, help="Seed for drawing the faults, their targets and times.")] = 0,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the cluster that is started on this machine.")] = 2,
-    environment_failures: Annotated[
-        float,
-        typer.Option(
-            min=0, max=0.9, help="Share of PPO's conversations that hang, die, answer nonsense or flood, in every run."
-        ),
-    ] = 0.0,
-    override: Overrides = None,
-    runs: RunsFolder = Path("runs"),
-) -> None:
-    """Run a job under random faults, and compare its outputs with those of an undisturbed run.
-
-    Exit code 1: outputs differ, or a run did not recover as documented.
-    """
-    from heed.chaos.campaign import run_chaos
-    from heed.chaos.result import summary
-
-    chosen = [kind.strip() for kind in kinds.split(",") if kind.strip()]
-    result = run_chaos(
-        job, override or [], runs, num_faults=faults, seed=seed, num_nodes=nodes, kinds=chosen,
-        environment_failures=environment_failures,
-    )  # fmt: skip
-    results_console().print(summary(result))
-    if result.has_failed:
-        raise typer.Exit(1)
-
-
-@app.command(rich_help_panel=RESEARCH)
-def study(
-    finding: Annotated[
-        str,
-        typer.Argument(
-            help="Findings of docs/findings.md, with commas between; all for the first five; algorithms; lora; judge;"
-            " distillation; label-choice."
-        ),
-    ],
-    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds; at least 2 for any verdict.")] = 3,
-    runs: Annotated[Path, typer.Option("--runs", help="Folder for run folders and findings.")] = Path("runs/study"),
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Use the debug job's size to try the command; results mean nothing.")
-    ] = False,
-    measures: Annotated[
-        Path | None,
-        typer.Option("--measures", help="Folder with measures of earlier seeds (seed-N.npz), which are not run again."),
-    ] = None,
-    job: Annotated[
-        Path | None,
-        typer.Option(
-            "--job",
-            help="Job that the arms are made of (default: configs/jobs/study.toml, the playground; study-judge.toml for"
-            " judge, study-distillation.toml for distillation, study-choice.toml for label-choice).",
-        ),
-    ] = None,
-    override: Overrides = None,
-) -> None:
-    """Test published findings (docs/findings.md), by default in the playground. An interrupted study continues."""
-    from importlib.resources import files
-
-    from heed.studies.study import QUICK, run_study
-
-    if job is not None and quick:
-        raise ValueError(f"--quick with --job {job}: one of them was expected")
-    if job is None:
-        is_choice = finding == "label-choice" or finding.startswith("choose-")
-        name = "choice" if is_choice else finding
-        own = f"study-{name}.toml" if name in ("judge", "distillation", "choice") else "study.toml"
-        job = Path(str(files("configs").joinpath("jobs", "debug.toml" if quick else own)))
-    overrides = [*(QUICK if quick else ()), *(override or [])]
-    found = run_study(finding, job, runs, num_seeds=seeds, overrides=overrides, stored=measures)
-    for one in found:
-        out.print(f"{one.finding.title}: [bold]{one.verdict}[/]")
-
-
 app.command(rich_help_panel=RESEARCH)(replay)
 app.command("verify-sampler", rich_help_panel=RESEARCH)(verify_sampler)
 app.add_typer(inspect_app, name="inspect", rich_help_panel=LOOK)
 
 
 def main() -> None:
-    """Entry point. Mistakes of the user, and failures with a known cause, become one line without a traceback."""
+    """Entry point."""
+    run_app(app)
+
+
+def run_app(app: typer.Typer) -> None:
+    """Run a command. Mistakes of the user, and failures with a known cause, become one line without a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     gc.set_threshold(10_000, 50, 100)  # imports make many objects that stay: collect less often than by default
     atexit.register(gc.freeze)  # otherwise exit takes another second, searching torch's objects for garbage

@@ -86,14 +86,6 @@ heed complete runs/demo/pretrain/model "Mia has a red kite." --tokens
 heed few-shot runs/demo/pretrain/model examples.jsonl --shots 0 --shots 4
 heed few-shot models/SmolLM2-135M-Instruct.gguf configs/few_shot/grammar.jsonl --shots 0 --shots 4 --shots 16
 """,
-    "heed chaos": """
-heed chaos configs/jobs/debug.toml --faults 10 --set workers=2
-heed chaos configs/jobs/debug.toml --kinds worker,node --seed 7
-""",
-    "heed study": """
-heed study all --seeds 3
-heed study lora --seeds 2 --quick                   # tries the command; its results mean nothing
-""",
     "heed replay": """
 heed replay runs/demo --iteration 17 --response 12
 heed replay labels.sqlite --task arena/Xq3vB0dPz8KtY2mA/1/0      # both answers of a turn in the arena
@@ -184,9 +176,6 @@ heed measure reward runs/mine/reward/model rankings.jsonl --heldout-share 0.1 --
 """,
     "heed measure kl": """
 heed measure kl runs/mine/ppo/model runs/mine/sft/model --prompts heldout_prompts.jsonl
-""",
-    "heed measure over-optimisation": """
-heed measure over-optimisation runs/demo --samples 4 --pool 64 --json over.json    # needs ppo.keep_policies_every
 """,
     "heed measure tax": """
 heed measure tax runs/demo/pretrain/model runs/demo/ppo/model --text heldout.txt --few-shot examples.jsonl

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
+
+from pydantic import BaseModel
 
 from preferences.records import Labeler, Ranking
 
@@ -10,7 +12,11 @@ Turns = list[dict[str, str]]  # messages of role and content
 
 
 class World(Protocol):
-    """What stages and reports need from a world."""
+    """What stages and reports need from a world. A world is made from its section of the job, a `config_type`."""
+
+    config_type: ClassVar[type[BaseModel]]
+
+    def __init__(self, config: Any) -> None: ...
 
     @property
     def judge_names(self) -> tuple[str, ...]:

@@ -57,11 +57,11 @@ def test_code_that_came_with_a_job_wins(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_every_top_package_is_listed() -> None:
-    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == {*PACKAGES, "benchmarks"}
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == {*PACKAGES, "benchmarks", "research"}
     assert all((ROOT / name / "py.typed").is_file() for name in PACKAGES)
     # configs holds values only: there is nothing to keep apart.
     layered = PYPROJECT["tool"]["importlinter"]["root_packages"]
-    assert set(layered) == {*PACKAGES, "benchmarks"} - {"configs"}
+    assert set(layered) == {*PACKAGES, "benchmarks", "research"} - {"configs"}
     floors = PYPROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
     assert {name for floor in floors for name in floor.split(" | ")} == set(layered)
 
@@ -78,12 +78,14 @@ def test_the_map_of_a_package_names_each_of_its_modules_once(package: str) -> No
     assert sorted(named) == sorted(modules | folders)
 
 
-def test_the_wheel_has_every_package_and_no_test() -> None:
+def test_the_wheel_has_every_package_but_neither_research_nor_tests() -> None:
     options = PYPROJECT["tool"]["setuptools"]["packages"]["find"]
-    assert options == {"namespaces": False}  # `find_packages` has the same default
+    assert options == {"namespaces": False, "exclude": ["research", "research.*"]}
     paths = [
         path.parent.relative_to(ROOT)
         for name in (*PACKAGES, "benchmarks")
         for path in (ROOT / name).rglob("__init__.py")
     ]
-    assert sorted(find_packages(str(ROOT))) == sorted(".".join(path.parts) for path in paths)
+    assert sorted(find_packages(str(ROOT), exclude=options["exclude"])) == sorted(
+        ".".join(path.parts) for path in paths
+    )

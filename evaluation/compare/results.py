@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from evaluation.measures.curves import BestOfN
+from evaluation.measures.best_of_n import BestOfN
 from evaluation.measures.reward_hacking import RewardHacking
 from lm.tokenizer import Messages
 from preferences.statistics.estimates import Interval

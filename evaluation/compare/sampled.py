@@ -27,7 +27,7 @@ from evaluation.compare.results import (
 from evaluation.inputs import clusters_of
 from evaluation.judges.judge import ScoreJudge, pairs_of
 from evaluation.judges.people import PeopleJudge
-from evaluation.measures.curves import BestOfN, best_of_n_scores
+from evaluation.measures.best_of_n import BestOfN, best_of_n_scores
 from evaluation.measures.policies import PolicyMeasures, PolicyScores, Scores, response_scores
 from evaluation.measures.reward_hacking import RewardHacking, TrainingScore, measure_reward_hacking
 from evaluation.policies import response_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from evaluation.measures.curves import best_of_n_kl
+from evaluation.measures.best_of_n import best_of_n_kl
 from evaluation.verdicts import NO_CLUSTERS, Clusters, Response, Verdict, places_of
 from preferences.statistics.estimates import UNKNOWN, Interval, Ints
 from preferences.statistics.intervals import clustered_mean, share_interval

@@ -15,11 +15,8 @@ from stages.progress import console, results_console
 
 if TYPE_CHECKING:
     from evaluation.harness import TaskResult
-    from evaluation.measures.checkpoints import OverOptimisation
-    from evaluation.measures.curves import AtEqual, Point
     from evaluation.measures.kl import KL
     from evaluation.measures.language_modelling import Change, Tax
-    from evaluation.measures.overoptimisation import Overoptimised
     from evaluation.measures.reward_model import RewardMeasures
     from preferences.statistics.estimates import Interval, Share
 
@@ -57,7 +54,7 @@ def measure_reward(
         judged = heldout_only(judged, heldout_share, seed)
     with console.status(f"scoring {len(judged.rankings):,} rankings"):
         measures = measure_reward_model(model_folder(model), judged, seed=seed, weights=read_weights(weight))
-    _print(reward_tables(measures), measures, json_file)
+    print_measures(reward_tables(measures), measures, json_file)
 
 
 @measure_app.command("kl")
@@ -86,39 +83,7 @@ def measure_kl(
     with console.status(f"sampling {samples} responses to {len(prompt_rows):,} prompts"):
         drawn = draw(ours, prompt_rows, num_samples=samples, max_new_tokens=length, temperature=temperature, seed=seed)
         kl = measured(ours, theirs, drawn)
-    _print([kl_table(kl)], kl, json_file)
-
-
-@measure_app.command("over-optimisation")
-def measure_over_optimisation(
-    run: Annotated[Path, typer.Argument(help="A run folder whose job set ppo.keep_policies_every.")],
-    prompts: Annotated[
-        str, typer.Option(help="Prompts: JSONL, CSV, Parquet or a hub id (default: those of the compare stage).")
-    ] = "",
-    gold: Annotated[
-        str, typer.Option(help="Scoring function, FILE.py:FUNCTION (default: the gold scorer of the job's world).")
-    ] = "",
-    samples: Annotated[int, typer.Option(min=1, help="Responses per policy and prompt.")] = 4,
-    pool: Annotated[
-        int, typer.Option(min=2, help="Responses of the reference per prompt, for best-of-n up to this n.")
-    ] = 64,
-    seed: Seed = 0,
-    json_file: JsonFile = None,
-) -> None:
-    """Measure over-optimisation: proxy and gold score against √KL, for PPO and best-of-n, and where to stop."""
-    from heed.studies.over_optimisation import measure_run
-
-    with console.status("sampling") as status:
-        curves = measure_run(
-            run,
-            prompts=prompts,
-            gold=gold,
-            num_samples=samples,
-            pool_samples=pool,
-            seed=seed,
-            progress=lambda what: status.update(f"measuring {what}"),
-        )
-    _print(over_optimisation_tables(curves), curves, json_file)
+    print_measures([kl_table(kl)], kl, json_file)
 
 
 @measure_app.command("tax")
@@ -153,7 +118,7 @@ def measure_tax(
     ]
     with console.status(f"{len(policies)} policies, {len(texts):,} texts, {len(tasks)} tasks"):
         tax = measured(policies, texts, tasks, seed=seed)
-    _print(tax_tables(tax), tax, json_file)
+    print_measures(tax_tables(tax), tax, json_file)
 
 
 @measure_app.command("harness")
@@ -185,10 +150,10 @@ def measure_harness(
         chat=chat,
         seed=seed,
     )
-    _print([harness_table(results)], results, json_file)
+    print_measures([harness_table(results)], results, json_file)
 
 
-def _print(renderables: Sequence[Any], record: Any, json_file: Path | None) -> None:
+def print_measures(renderables: Sequence[Any], record: Any, json_file: Path | None) -> None:
     """Prints tables and notes to the terminal, and writes all numbers to the file."""
     from files.records import as_json
 
@@ -272,52 +237,6 @@ def _who_agrees(measures: "RewardMeasures") -> str:
 
     who = count_of(measures.num_labelers, "labeler")
     return f"{who}; no pair was ordered by two of them" if math.isnan(measures.agreement.mean) else who
-
-
-def over_optimisation_tables(curves: "OverOptimisation") -> list[RenderableType]:
-    tables: list[RenderableType] = [
-        table(
-            "policy", "√KL", "KL, nats (95%)", "gold gain (95%)", "proxy gain (95%)",
-            rows=[_point(point) for point in (*curves.rl_points, *curves.best_of_n_points)],
-            title=f"{curves.num_prompts:,} prompts; the KL of best-of-n is an upper bound",
-        )
-    ]  # fmt: skip
-    for name, fit in (("PPO", curves.rl), ("best-of-n", curves.best_of_n)):
-        if fit is None:
-            tables.append(f"{name}: fewer than three policies at distinct distances, so nothing is fitted")
-        else:
-            tables += [_fit_table(name, fit), fit.advice]
-    for axis, rows in (("KL, nats", curves.at_equal_kl), ("proxy gain", curves.at_equal_proxy)):
-        if rows:
-            title = f"PPO minus best-of-n at equal {axis.split(',')[0]}"
-            tables.append(table(axis, "PPO", "best-of-n", "lead (95%)", rows=[_at(row) for row in rows], title=title))
-        else:
-            tables.append(f"PPO and best-of-n share no range of {axis.split(',')[0]}")
-    if curves.num_dropped:
-        tables.append(f"{curves.num_dropped:,} prompts left out because scores failed: {curves.first_failure}")
-    return tables
-
-
-def _point(point: "Point") -> list[str]:
-    return [point.name, number(point.d, 2), spread(point.kl_nats), spread(point.gold), spread(point.proxy)]
-
-
-def _at(row: "AtEqual") -> list[str]:
-    return [number(row.place), number(row.rl), number(row.best_of_n), spread(row.lead)]
-
-
-def _fit_table(name: str, fit: "Overoptimised") -> Table:
-    rows = [
-        ["gold α", spread(fit.gold.alpha)],
-        ["gold β", spread(fit.gold.beta)],
-        ["proxy α", spread(fit.proxy.alpha)],
-        ["proxy β", spread(fit.proxy.beta)],
-        ["optimum, √KL", spread(fit.optimum.d)],
-        ["optimum, KL in nats", spread(fit.optimum.kl_nats)],
-        ["gold gain there", spread(fit.optimum.gain)],
-        ["largest misfit, standard errors", number(fit.gold.misfit, 1)],
-    ]
-    return table(name, "95%", rows=rows)
 
 
 def tax_tables(tax: "Tax") -> list[RenderableType]:

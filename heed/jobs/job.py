@@ -2,16 +2,18 @@
 
 import math
 import re
+import sys
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from types import ModuleType
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, create_model, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
 
 from cluster.config import ClusterConfig
 from evaluation.compare.judges import without_password
+from files.importing import load_function
 from heed.jobs.registry import BUILT_IN, WORLD, AnyStage, Registry, section_of_round, with_rounds
 from heed.loop.config import LoopConfig
-from heed.worlds.reviews import ReviewsConfig, ReviewsWorld
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from lm.config import ModelConfig
 from lm.sequence_parallel import check_sequence_split
@@ -31,10 +33,28 @@ class PlaygroundSection(PlaygroundConfig):
     kind: Literal["playground"] = Field(description="Selects this world.")
 
 
-class ReviewsSection(ReviewsConfig):
-    """A world of film reviews: real text, with labelers and a judge fitted to human labels."""
+class _WorldSection(BaseModel):
+    """The section of a world that a job names by its place."""
 
-    kind: Literal["reviews"] = Field(description="Selects this world.")
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str = Field(description='The class, as "FILE.py:NAME" or "MODULE:NAME".')
+
+
+def world_at(place: str) -> type[World]:
+    """Returns the world "FILE.py:NAME" or "MODULE:NAME": a class that is made from its `config`, a pydantic model.
+
+    Raises: ValueError if there is no such class, or if it lacks a part of `stages.world.World`.
+    """
+    world = load_function(place, "world")
+    if not isinstance(world, type) or not issubclass(getattr(world, "config_type", object), BaseModel):
+        raise ValueError(
+            f"{place} has no `config_type`; a class with the pydantic model that it is made from was expected"
+        )
+    missing = [name for name in vars(World) if not name.startswith("_") and not hasattr(world, name)]
+    if missing:
+        raise ValueError(f"{place} has no `{missing[0]}`, which stages.world.World lists")
+    return world
 
 
 class JobConfig(Config):
@@ -45,6 +65,7 @@ class JobConfig(Config):
     """
 
     known_stages: ClassVar[Registry] = Registry(())
+    world_type: ClassVar[type[World]] = PlaygroundWorld
 
     name: str = Field(description="Name of the job, and of its folder below the runs folder.")
     note: str = Field(default="", description="A caution to show in the report.")
@@ -68,8 +89,10 @@ class JobConfig(Config):
     )
     engine: EngineConfig = Field(default=EngineConfig(), description="Precision, sharding and checkpoints.")
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="Timeouts and resources of the cluster.")
-    world: Annotated[PlaygroundSection | ReviewsSection, Field(discriminator="kind")] | None = Field(
-        default=None, description="A built-in world that writes data, labels it and judges; none by default."
+    world: PlaygroundSection | None = Field(
+        default=None,
+        description="What writes data, labels it and judges: the playground, or a class of your own with `kind ="
+        ' "FILE.py:NAME"` and the keys of its config (CONTRIBUTING.md, "Adding a world"). None by default.',
     )
     model: ModelConfig | None = Field(
         default=None,
@@ -392,16 +415,25 @@ class JobConfig(Config):
         """Opens the world that the job names, if any. Raises: ValueError for files that are missing or malformed."""
         if self.world is None:
             return None
-        if isinstance(self.world, PlaygroundSection):
-            return PlaygroundWorld(self.world)
-        return ReviewsWorld(self.world)
+        return self.world_type(self.world)
+
+    @property
+    def world_module(self) -> ModuleType | None:
+        """The module of a world that the job names by its place; its file's hash is part of the inputs."""
+        return None if self.world_type is PlaygroundWorld else sys.modules[self.world_type.__module__]
 
 
-def job_type(registry: Registry) -> type[JobConfig]:
-    """Returns the config of a job that may have these stages, with a section for each. It refuses unknown keys."""
+def job_type(registry: Registry, world: type[World] = PlaygroundWorld) -> type[JobConfig]:
+    """Returns the config of a job that may have these stages, with a section for each, and this world's section. It
+    refuses unknown keys.
+    """
     sections: dict[str, Any] = {stage.name: (stage.config | None, None) for stage in registry}
+    if world is not PlaygroundWorld:
+        section = create_model("WorldSection", __base__=(world.config_type, _WorldSection))
+        sections["world"] = (section | None, JobConfig.model_fields["world"])
     made = create_model("JobConfig", __base__=JobConfig, **sections)
     made.known_stages = registry
+    made.world_type = world
     return made
 
 

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from files.fields import remember_job
 from heed.jobs.foreign_keys import KINDS, counterpart
-from heed.jobs.job import BUILT_IN_JOB, JobConfig, job_type
+from heed.jobs.job import BUILT_IN_JOB, JobConfig, job_type, world_at
 from heed.jobs.models import take_shape
 from heed.jobs.registry import registry_with
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
@@ -209,14 +209,23 @@ def _apply(name: str, values: dict[str, Any], override: Override) -> None:
 
 
 def _job_type(name: str, values: Mapping[str, Any]) -> type[JobConfig]:
-    """Returns the job's config class, with a section for each of the job's custom stages."""
-    places = values.get("custom_stages")
+    """Returns the job's config class, with sections for the job's custom stages and for a world that it names."""
+    places, world = values.get("custom_stages", []), values.get("world")
+    kind = world.get("kind") if isinstance(world, dict) else None
     if not isinstance(places, list) or not all(isinstance(place, str) for place in places):
         return BUILT_IN_JOB  # which refuses this value, together with other wrong keys
     try:
-        return job_type(registry_with(places))
+        registry = registry_with(places)
     except ValueError as error:
         raise ValueError(f"{name}: custom_stages: {error}") from None
+    if not isinstance(kind, str) or kind == PLAYGROUND:
+        return job_type(registry) if places else BUILT_IN_JOB
+    if ":" not in kind:
+        raise ValueError(f"{name}: world.kind is {kind!r}; {PLAYGROUND!r}, or a world as 'FILE.py:NAME', was expected")
+    try:
+        return job_type(registry, world_at(kind))
+    except ValueError as error:
+        raise ValueError(f"{name}: world.kind: {error}") from None
 
 
 def open_world(place: str) -> World:

@@ -32,7 +32,7 @@ from heed.jobs.models import hub_models
 from heed.jobs.recovery import Workers, missing_in_one_line, run_to_end, saving_on_interrupt
 from heed.jobs.registry import PREPARED, WORLD, AnyStage
 from heed.jobs.report import StatusFile, write_run_report
-from heed.jobs.run import Run, inputs_of, is_replaced, open_folder, put_aside, words
+from heed.jobs.run import Run, inputs_of, is_replaced, open_folder, put_aside, words, world_hash
 from heed.jobs.submission import named_paths
 from stages.contract import Preparation, Stage, StageWaitsError
 from stages.data import SAMPLES
@@ -117,6 +117,8 @@ def _work(job: JobConfig, folder: Path, first: str, only: str, last: str) -> Non
         for stage in job.stages:
             if stage.module is not None:
                 send_by_value(stage.module)
+        if job.world_module is not None:
+            send_by_value(job.world_module)
         _write_job(job, folder / "job.toml")
         _prepare_world(run)
         _prepare_stages(run)
@@ -335,7 +337,8 @@ def _prepare_world(run: Run) -> None:
     assert world is not None
     config = {WORLD: section.model_dump(mode="json")}
     files = [value for value in config[WORLD].values() if isinstance(value, str) and Path(value).is_file()]
-    inputs = Inputs(WORLD, run.job.seed, config, {}, {path: file_hash(Path(path)) for path in files})
+    hashes = {path: file_hash(Path(path)) for path in files} | world_hash(run)
+    inputs = Inputs(WORLD, run.job.seed, config, {}, hashes)
     _prepare(run, inputs, lambda folder: world.write_data(folder, run.job.seed))
 
 

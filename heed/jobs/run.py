@@ -17,7 +17,7 @@ from files.atomic import write_json, write_text
 from files.hashes import file_hash
 from files.importing import file_of, load_function
 from heed.jobs.job import JobConfig
-from heed.jobs.registry import AnyStage
+from heed.jobs.registry import WORLD, AnyStage
 from lm.hub import model_hash
 from stages.contract import StageWaitsError
 from stages.lineage import LINEAGE, Inputs, outputs_hash, started_with
@@ -71,7 +71,15 @@ def inputs_of(run: Run, stage: AnyStage) -> Inputs:
     config = {name: _without(section, LAYOUT_KEYS | stage.layout_keys) for name, section in sections.items()}
     config["precision"] = run.job.engine.resolved_precision()
     parents = {parent: outputs_hash(run.output(parent)) for parent in run.job.parents(stage.name)}
-    return Inputs(stage.name, run.job.seed, config, parents, _data_hashes(run.of(stage.name), stage, config))
+    hashes = _data_hashes(run.of(stage.name), stage, config)
+    hashes |= world_hash(run) if WORLD in sections else {}
+    return Inputs(stage.name, run.job.seed, config, parents, hashes)
+
+
+def world_hash(run: Run) -> dict[str, str]:
+    """Returns the SHA-256 of the source file of a world that the job names by its place; empty for the playground."""
+    module = run.job.world_module
+    return {} if module is None else {WORLD: file_hash(Path(str(module.__file__)))}
 
 
 def _without(value: Any, left_out: frozenset[str]) -> Any:

@@ -158,6 +158,8 @@ def named_paths(job: JobConfig) -> Iterator[tuple[str, str]]:
     for number, place in enumerate(job.custom_stages):
         if ".py:" in place:
             yield f"custom_stages.{number}", place.partition(":")[0]
+    if job.world is not None and ".py:" in job.world.kind:
+        yield "world.kind", job.world.kind.partition(":")[0]
     models = {f"{stage.name}.{field}" for stage in job.known_stages for field in stage.model_fields}
     functions = {f"{stage.name}.{field}" for stage in job.known_stages for field in stage.function_fields}
     yield from _named_in(job.model_dump(), models, functions, "")

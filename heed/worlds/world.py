@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -31,7 +31,6 @@ from heed.worlds.instructions import (
     kind_of,
 )
 from heed.worlds.labelers import LabelerConfig, ScriptedLabeler, draw_labelers
-from heed.worlds.translations import draw_pairs
 
 Turns = list[dict[str, str]]  # messages of role and content
 NamedRows = tuple[str, Iterable[dict[str, Any]]]  # a file's name without .jsonl, and its rows
@@ -65,10 +64,6 @@ class PlaygroundConfig(BaseModel):
     num_collect_prompts: int = Field(default=1_200, gt=0, description="Prompts of the collect stage.")
     num_ppo_prompts: int = Field(default=4_000, gt=0, description="Prompts of PPO.")
     num_compare_prompts: int = Field(default=300, gt=0, description="Prompts of the compare stage.")
-    num_translations: int = Field(
-        default=0, ge=0, le=100_000, description="English sentences with French translations; 0 = none."
-    )
-    num_translations_heldout: int = Field(default=500, gt=0, description="Held-out translations.")
     num_grammar: int = Field(default=0, ge=0, description="Sentences labelled for grammar, for [classify].")
     num_entities: int = Field(default=0, ge=0, description="Sentences with tagged entities, for [classify].")
     num_questions: int = Field(default=0, ge=0, description="Questions on texts, for [classify].")
@@ -125,6 +120,8 @@ class PlaygroundConfig(BaseModel):
 class PlaygroundWorld:
     """Simple English, six kinds of instruction, careless demonstrations. Implements World."""
 
+    config_type: ClassVar[type[BaseModel]] = PlaygroundConfig
+
     def __init__(self, config: PlaygroundConfig) -> None:
         self.config = config
 
@@ -165,7 +162,6 @@ class PlaygroundWorld:
             self._pretraining_files(seed),
             self._prompt_files(seed, prompts),
             self._labelled_files(seed),
-            self._translation_files(seed),
             self._verified_files(seed, prompts),
             self._graded_files(seed, prompts),
             self._calculation_files(seed),
@@ -216,17 +212,6 @@ class PlaygroundWorld:
             for name, size in ((f"{kind}_heldout", config.num_labelled_heldout), (kind, num_rows)):
                 if num_rows:
                     yield name, draw_rows(kind, size, random.Random(f"{seed}/{name}"), seen)
-
-    def _translation_files(self, seed: int) -> Iterator[NamedRows]:
-        config, sentences = self.config, set[str]()
-        if not config.num_translations:
-            return
-        for name, num_pairs in (
-            ("translations_heldout", config.num_translations_heldout),
-            ("translations", config.num_translations),
-        ):
-            if pairs := draw_pairs(num_pairs, random.Random(f"{seed}/{name}"), sentences):
-                yield name, [{"prompt": english, "completion": french} for english, french in pairs]
 
     def _verified_files(self, seed: int, prompts: set[str]) -> Iterator[NamedRows]:
         """Yields prompts whose responses a program can check."""

@@ -22,7 +22,7 @@ from preferences.statistics.estimates import Floats
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 SAMPLES, XSTEST = DATA / "instructgpt", DATA / "benchmarks" / "xstest"
-PAGE = Path(__file__).parents[2] / "docs" / "findings.md"
+FINDINGS = Path(__file__).parents[2] / "research" / "findings"
 COMPLIANCE, REFUSAL, PARTIAL = CLASSES
 
 
@@ -97,7 +97,7 @@ def test_a_rater_without_a_class_is_left_out() -> None:
 
 @pytest.mark.skipif(not SAMPLES.is_dir(), reason=f"needs OpenAI's published samples in {SAMPLES}")
 def test_the_docs_show_what_the_published_samples_decide() -> None:
-    page = PAGE.read_text(encoding="utf-8")
+    page = (FINDINGS / "instructgpt.md").read_text(encoding="utf-8")
     decided = decide_all(str(SAMPLES))
     assert len(decided) == len(CLAIMS)
     assert claims_table(decided) in page, "run python -m benchmarks.instructgpt_claims FOLDER"
@@ -108,5 +108,5 @@ def test_the_docs_show_what_the_published_samples_decide() -> None:
 
 @pytest.mark.skipif(not XSTEST.is_dir(), reason=f"needs XSTest's published files in {XSTEST}")
 def test_the_docs_show_the_agreement_on_xstest() -> None:
-    assert xstest_agreement.table(str(XSTEST)) in PAGE.read_text(encoding="utf-8")
+    assert xstest_agreement.table(str(XSTEST)) in (FINDINGS / "xstest.md").read_text(encoding="utf-8")
     assert sum(len(own) for own in completions_of(XSTEST).values()) == 900

@@ -102,8 +102,8 @@ def test_a_difference_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_documented_tables_come_from_the_measures(name: str) -> None:
-    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
-    for line in table(name, read(ROOT / "docs" / "findings" / "measures-recorded" / f"{name}.npz")).splitlines():
+    page = (ROOT / "research" / "findings" / "label-choice.md").read_text(encoding="utf-8")
+    for line in table(name, read(ROOT / "research" / "findings" / "measures-recorded" / f"{name}.npz")).splitlines():
         assert line in page
 
 

@@ -305,7 +305,7 @@ def test_settings_without_effect_are_refused(changes: dict[str, Any], message: s
 
 @pytest.mark.parametrize("loss", get_args(Loss))
 def test_what_a_run_records_can_be_read_again(loss: str) -> None:
-    """`heed replay`, `heed study` and `heed run RUN/job.toml` read the job with all defaults."""
+    """`heed replay`, `python -m research.study` and `heed run RUN/job.toml` read the job with all defaults."""
     config = DPOConfig.model_validate({"rankings": {"source": "x"}, "loss": loss})
     assert DPOConfig.model_validate(config.model_dump(mode="json", exclude_none=True)) == config
 

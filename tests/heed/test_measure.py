@@ -16,7 +16,6 @@ from evaluation.measures.reward_model import measures_of_scores, read_judged
 from files.atomic import write_json
 from heed.cli import app
 from heed.commands.measure import reward_tables, spread
-from heed.studies.over_optimisation import kept_policies
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
@@ -81,34 +80,6 @@ def test_why_agreement_is_unknown_is_said(tmp_path: Path) -> None:
     assert "-0.000" not in text
 
 
-def test_policies_of_a_run_are_those_that_were_kept_and_the_last(run_folder: Path, tmp_path: Path) -> None:
-    assert list(kept_policies(run_folder / "ppo")) == ["iteration 2", "iteration 4", "iteration 6", "final"]
-    shutil.copytree(run_folder / "ppo", tmp_path / "ppo")
-    write_json(tmp_path / "ppo" / "results.json", asdict(PPOResults(6, 0.05, 0.0, 1.0)))
-    assert list(kept_policies(tmp_path / "ppo")) == ["iteration 2", "iteration 4", "iteration 6"]
-    with pytest.raises(ValueError, match=r"no results.json; a finished PPO stage was expected"):
-        kept_policies(tmp_path)
-
-
-def test_over_optimisation_of_a_run(
-    run_folder: Path, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "gold.py").write_text("def shortest(prompts, responses):\n    return [-len(r) for r in responses]\n")
-    how = ("over-optimisation", run_folder, "--prompts", prompts, "--samples", 2, "--pool", 8)
-    shown = heed(*how, "--gold", "gold.py:shortest", "--json", "found.json")
-    assert "iteration 6" in shown
-    assert "PPO minus best-of-n at equal proxy gain" in shown or "share no range of proxy gain" in shown
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert [point["name"] for point in found["rl_points"]] == ["iteration 2", "iteration 4", "iteration 6", "final"]
-    assert [point["name"] for point in found["best_of_n_points"]] == ["best of 2", "best of 4", "best of 8"]
-    twin, last = found["rl_points"][1], found["rl_points"][3]
-    assert {**twin, "name": ""} == {**last, "name": ""}  # the same weights, the same seeds
-    again = heed(*how, "--gold", "gold.py:shortest", "--json", "again.json")
-    assert again.splitlines()[:-1] == shown.splitlines()[:-1]
-    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "found.json").read_bytes()
-
-
 def test_reward_of_a_file(run_folder: Path, tmp_path: Path) -> None:
     rows = [
         {"task_id": w, "prompt": [{"role": "user", "content": w}], "responses": ["a fox", "a dog", "the hand"],
@@ -168,26 +139,12 @@ def test_harness(run_folder: Path, tmp_path: Path) -> None:
         assert found["value"] in (0, 1)
 
 
-def test_mistakes_are_reported(run_folder: Path, prompts: str, tmp_path: Path) -> None:
+def test_mistakes_are_reported(run_folder: Path) -> None:
     model = run_folder / "sft" / "model"
     with pytest.raises(ValueError, match="named only once"):
         heed("tax", model, model)
     with pytest.raises(ValueError, match="something to measure"):
         heed("tax", model, run_folder / "ppo" / "model")
-    with pytest.raises(ValueError, match="the folder of a run was expected"):
-        heed("over-optimisation", tmp_path, "--prompts", prompts)
-    (tmp_path / "gold.py").write_text("")
-    with pytest.raises(ValueError, match="has no function 'missing'"):
-        heed("over-optimisation", run_folder, "--prompts", prompts, "--gold", f"{tmp_path / 'gold.py'}:missing")
-
-
-def test_a_run_that_kept_no_policies_is_refused_before_anything_is_sampled(
-    run_folder: Path, prompts: str, tmp_path: Path
-) -> None:
-    shutil.copytree(run_folder, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "ppo" / "policies")
-    with pytest.raises(ValueError, match=r"1 of PPO's policies are kept; at least 3 .* set ppo.keep_policies_every"):
-        heed("over-optimisation", tmp_path / "run", "--prompts", prompts)
 
 
 def test_what_is_unknown_and_zeros_are_shown_as_such() -> None:

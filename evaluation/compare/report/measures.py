@@ -4,31 +4,25 @@
     tax                 evaluation.measures.language_modelling.Tax: likewise
     anything else       a table with a figure per row, and a separate table for every list of objects
 
-Two measures are also drawn as charts: `over_optimisation` (evaluation.measures.checkpoints.OverOptimisation), the gold
-and proxy score of policies at growing distance from the reference with the fitted curves, and `reward_model`
-(evaluation.measures.reward_model.RewardMeasures), a reward model's accuracy against its confidence.
+`reward_model` (evaluation.measures.reward_model.RewardMeasures) is also drawn: a reward model's accuracy against its
+confidence.
 
 A figure is a number, a text, or {mean, low, high}. Objects nest; a figure's place is its dotted path, such as
 diversity.within.identical.
 """
 
 from collections.abc import Mapping, Sequence
-from math import isfinite, nan
-from typing import Any, Literal
-
-import numpy as np
+from math import isfinite
+from typing import Any
 
 from evaluation.compare.report.answer import Styles
-from evaluation.measures.checkpoints import OverOptimisation
-from evaluation.measures.curves import Kind, Point
 from evaluation.measures.language_modelling import Tax
-from evaluation.measures.overoptimisation import Overoptimised, gain_at
 from evaluation.measures.reward_model import RewardMeasures
 from files.records import as_json, record_of
 from preferences.statistics.estimates import Interval
-from stages.reports.parts import Cell, Columns, Details, Figure, Key, Note, Part, Row, Table
-from stages.reports.plots import MARGINS, WIDE_SIZE, KLPoint, KLSeries, draw, kl_figure, set_ticks, show_percent, tone
-from stages.reports.text import UNKNOWN, ends_of, number, percent
+from stages.reports.parts import Cell, Details, Figure, Key, Part, Row, Table
+from stages.reports.plots import MARGINS, WIDE_SIZE, draw, set_ticks, show_percent, tone
+from stages.reports.text import UNKNOWN, number, percent
 
 # Labels of places in PolicyMeasures. Other places are labeled by their own words (`_title`).
 TITLES = {
@@ -57,79 +51,21 @@ TITLES = {
 }
 FROM_FILE = "From measures.json."
 SMALL = 0.01  # a smaller number is shown with two significant digits
-CURVE_STYLES: Mapping[Kind, tuple[str, str, str]] = {
-    "rl": ("RL", "ppo", "^"),
-    "best_of_n": ("best-of-n", "best-of-n", "D"),
-}
-NUM_PLACES = 120  # points of a drawn curve
 
 
-def curve_parts(measures: Mapping[str, Any]) -> tuple[Part, ...]:
-    """Returns charts of gold and proxy score against KL, each with RL and best-of-n, the reward model's reliability,
-    and notes on the optimum and where to stop.
+def reliability_figures(measures: Mapping[str, Any]) -> tuple[Part, ...]:
+    """Returns a chart of a reward model's accuracy in bins of confidence; a calibrated one is on the diagonal. Empty
+    without bins.
 
-    Raises: ValueError naming the field if a measure is not as `heed measure` writes it.
+    Raises: ValueError naming the field if the measure is not as `heed measure reward` writes it.
     """
-    charts, notes = [], []
-    if measures.get("over_optimisation"):
-        curves = record_of(measures["over_optimisation"], OverOptimisation, "measures.json: over_optimisation")
-        counts, trained = "above the reference's; what counts", "above the reference's; what RL is trained on"
-        charts.append(_gain_figure(curves, "gold", "Gold score against KL", counts))
-        charts.append(_gain_figure(curves, "proxy", "Proxy score against KL", trained))
-        notes = [Note(text) for text in (_advice("rl", curves.rl), _advice("best_of_n", curves.best_of_n)) if text]
-    if measures.get("reward_model"):
-        charts += reliability_figures(
-            record_of(measures["reward_model"], RewardMeasures, "measures.json: reward_model")
-        )
-    aside = (
-        "Points are policies, lines the fits of Gao et al. 2022; the shaded 95% interval of the optimum ends at the"
-        " furthest policy measured. From measures.json."
-    )
-    notes += [Note(aside, "aside")] if notes else []
-    return (Columns(tuple(charts)), *notes) if charts else ()
-
-
-def _advice(kind: Kind, fit: Overoptimised | None) -> str:
-    if fit is None or not fit.advice:
-        return ""
-    optimum = fit.optimum.kl_nats
-    ends = ends_of(optimum)
-    where = f" Fitted optimum: KL {number(float(optimum.mean))} nats" if isfinite(optimum.mean) else ""
-    where += f" (95% {ends})." if where and ends else ("." if where else "")
-    return f"{CURVE_STYLES[kind][0]}: {fit.advice}{where}"
-
-
-def _gain_figure(curves: OverOptimisation, score: Literal["gold", "proxy"], title: str, unit: str) -> Figure:
-    series = [_series("rl", curves.rl_points, curves.rl, score)] if curves.rl_points else []
-    if curves.best_of_n_points:
-        series.append(_series("best_of_n", curves.best_of_n_points, curves.best_of_n, score))
-    x_label = "KL from the reference, nats"
-    return kl_figure(series, title=title, unit=unit, name=f"over-{score}", x_label=x_label, zero_line=True)
-
-
-def _series(
-    kind: Kind, points: tuple[Point, ...], fit: Overoptimised | None, score: Literal["gold", "proxy"]
-) -> KLSeries:
-    key, colour, marker = CURVE_STYLES[kind]
-    scored_points = tuple(KLPoint(point.name, point.kl_nats.mean, getattr(point, score)) for point in points)
-    furthest = max(point.kl_nats for point in scored_points)
-    gain = None if fit is None else (fit.gold if score == "gold" else fit.proxy)
-    line, shaded = None, None
-    if gain is not None and isfinite(gain.alpha.mean) and isfinite(gain.beta.mean):
-        d = np.sqrt(np.linspace(0, max(furthest, 0.0), NUM_PLACES)[1:])
-        line = (d**2, gain_at(kind, gain.alpha.mean, gain.beta.mean, d))
-    low, high = (nan, nan) if fit is None else (fit.optimum.kl_nats.low, fit.optimum.kl_nats.high)
-    if score == "gold" and isfinite(low) and low < furthest:
-        shaded = (low, min(furthest, high) if isfinite(high) else furthest)
-    return KLSeries(key, colour, marker, scored_points, line, shaded=shaded)
-
-
-def reliability_figures(model: RewardMeasures) -> list[Figure]:
-    """Returns a chart of accuracy in bins of confidence; a calibrated model is on the diagonal. Empty without bins."""
+    if not measures.get("reward_model"):
+        return ()
+    model = record_of(measures["reward_model"], RewardMeasures, "measures.json: reward_model")
     bins = [one for one in model.calibration.bins if isfinite(one.accuracy.mean) and isfinite(one.confidence)]
     ceiling = model.ceiling.mean
     if not bins:
-        return []
+        return ()
 
     def paint(axes: Any) -> None:
         axes.plot([0.5, 1], [0.5, 1], color=tone("muted"), linewidth=1, linestyle=(0, (4, 3)))
@@ -150,7 +86,7 @@ def reliability_figures(model: RewardMeasures) -> list[Figure]:
     keys = [Key("muted", "line", "as sure as it is right")]
     if isfinite(ceiling):
         keys.append(Key("best-of-n", "line", f"ceiling by the labelers' own agreement, {percent(ceiling)}"))
-    return [Figure("The reward model's reliability", "how often it is right", tuple(keys), svg, is_wide=True)]
+    return (Figure("The reward model's reliability", "how often it is right", tuple(keys), svg, is_wide=True),)
 
 
 def measure_tables(measures: Mapping[str, Any], styles: Styles) -> list[Details]:

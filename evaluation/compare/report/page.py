@@ -17,7 +17,7 @@ from typing import Any
 
 from evaluation.compare.folder import VERDICTS, ComparisonFolder, read_comparison
 from evaluation.compare.report.answer import Styles, answer_of, warnings_of
-from evaluation.compare.report.measures import curve_parts, measure_tables
+from evaluation.compare.report.measures import measure_tables, reliability_figures
 from evaluation.compare.report.sections import Sections, Source, meta_of, sources_of
 from evaluation.inputs import clusters_of
 from evaluation.statistics.results import (
@@ -116,7 +116,7 @@ def summary_of(comparison: ComparisonFolder) -> Summary:
 
 
 def _measures(comparison: ComparisonFolder, styles: Styles) -> list[Section]:
-    parts = (*curve_parts(comparison.measures), *measure_tables(comparison.measures, styles))
+    parts = (*reliability_figures(comparison.measures), *measure_tables(comparison.measures, styles))
     return [Section("measures", "Measures", parts)] if parts else []
 
 

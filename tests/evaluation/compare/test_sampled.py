@@ -14,7 +14,7 @@ from evaluation.compare.judges import gold_judge
 from evaluation.compare.results import CompareResults
 from evaluation.compare.sampled import Sampled, best_of, compare_sampled
 from evaluation.judges.judge import ScoreJudge
-from evaluation.measures.curves import best_of_n_scores
+from evaluation.measures.best_of_n import best_of_n_scores
 from evaluation.verdicts import read_verdicts
 from heed.cli import app
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld

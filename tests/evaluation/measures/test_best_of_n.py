@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from evaluation.measures.curves import best_of_n_expected, best_of_n_kl
+from evaluation.measures.best_of_n import best_of_n_expected, best_of_n_kl
 
 
 def enumerate_subsets(gold, proxy, n):

@@ -7,6 +7,7 @@ from textwrap import dedent
 import pytest
 
 from heed.jobs.job_file import load_job, merged, read_job_values
+from heed.jobs.run import Run, world_hash
 from heed.jobs.submission import Shipment
 
 ROOT = Path(__file__).parents[3]
@@ -106,3 +107,62 @@ def test_the_tables_on_a_page_can_be_added_to_a_job(tmp_path: Path, page: str) -
     for block in blocks:
         job = f'base = "{DEBUG}"\nname = "mine"\nwithout = ["dpo"]\n{block}'
         load_job(write(tmp_path / "mine.toml", job))
+
+
+WORLD = """
+from typing import ClassVar
+
+from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
+
+
+class PoemsConfig(PlaygroundConfig):
+    num_poems: int = 3
+
+
+class Poems(PlaygroundWorld):
+    config_type: ClassVar = PoemsConfig
+
+
+class NoConfig:
+    pass
+
+
+class NoLabels:
+    config_type = PoemsConfig
+    judge_names = ()
+"""
+
+
+def test_a_world_is_named_by_its_place(tmp_path: Path) -> None:
+    place = f"{write(tmp_path / 'poems.py', WORLD)}:Poems"
+    job = load_job(DEBUG, [f"world.kind={place}", "world.num_poems=4"])
+    world = job.open_world()
+    assert (type(world).__name__, world.config.num_poems) == ("Poems", 4)
+    assert world.config.num_compare_prompts == load_job(DEBUG).world.num_compare_prompts
+    assert job.world.model_dump()["kind"] == place
+    run = Run(job, tmp_path, world, None)
+    first = world_hash(run)
+    assert [*first] == ["world"]
+    write(tmp_path / "poems.py", WORLD + "\n")
+    assert world_hash(run) != first
+    assert world_hash(Run(load_job(DEBUG), tmp_path, None, None)) == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["world.kind=gone.py:Poems"], r"world\.kind: world: gone\.py: no such file"),
+        (["world.kind=POEMS:Sonnets"], r"world\.kind: world '.*': .*poems\.py has no function 'Sonnets'"),
+        (["world.kind=POEMS:NoConfig"], r"world\.kind: .*poems\.py:NoConfig has no `config_type`; a class with"),
+        (["world.kind=POEMS:NoLabels"], r"world\.kind: .*poems\.py:NoLabels has no `describe`"),
+        (
+            ["world.kind=POEMS:Poems", "world.num_poem=4"],
+            r"`num_poem`: unknown key in \[world\]; did you mean `num_poems`\?",
+        ),
+        (["world.kind=POEMS:Poems", "world.num_poems=x"], r"world\.num_poems: .*valid integer.*found 'x'"),
+    ],
+)
+def test_a_wrong_world_is_named_with_its_place(overrides: list[str], words: str, tmp_path: Path) -> None:
+    file = str(write(tmp_path / "poems.py", WORLD))
+    with pytest.raises(ValueError, match=words):
+        load_job(DEBUG, [override.replace("POEMS", file) for override in overrides])

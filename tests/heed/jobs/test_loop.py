@@ -30,7 +30,6 @@ from evaluation.verdicts import Verdict
 from files.atomic import lock, write_json
 from files.records import as_json, read_record
 from heed import cli
-from heed.chaos.campaign import run_chaos
 from heed.commands.jobs import submit
 from heed.jobs import loop as controller
 from heed.jobs import recovery
@@ -70,6 +69,7 @@ from preferences.records import Answer, Labeler, Message, Task
 from preferences.statistics.estimates import Interval
 from preferences.statistics.intervals import clustered_mean
 from preferences.store import LabelStore
+from research.chaos.campaign import run_chaos
 from stages.lineage import LINEAGE
 from stages.planning.hardware import GPUS
 from stages.progress import RunStatus

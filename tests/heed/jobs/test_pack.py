@@ -17,7 +17,7 @@ from reward.external import RewardFunction
 
 ROOT = Path(__file__).parents[3]
 DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
-REVIEWS = ROOT / "configs" / "jobs" / "reviews.toml"
+REVIEWS = ROOT / "research" / "jobs" / "reviews.toml"
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def pack_debug(*overrides: str) -> set[str]:
 
 
 def test_every_package_that_a_run_needs_is_sent() -> None:
-    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == {*PACKAGES, "benchmarks"}
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == {*PACKAGES, "benchmarks", "research"}
 
 
 @pytest.mark.usefixtures("here")
@@ -204,7 +204,9 @@ def test_every_place_that_may_name_a_file() -> None:
     named = dict(named_paths(load_job(DEBUG, teachers)))
     assert [named[f"ppo.teachers.{number}.model"] for number in range(2)] == ["first", "second"]
     assert "world.kind" not in named
-    assert dict(named_paths(load_job(REVIEWS)))["world.reviews"] == "stanfordnlp/imdb"
+    of_reviews = dict(named_paths(load_job(REVIEWS)))
+    assert of_reviews["world.reviews"] == "stanfordnlp/imdb"
+    assert of_reviews["world.kind"] == "research/worlds/reviews.py"
 
 
 def test_the_command_is_the_run_that_was_asked_for() -> None:

@@ -163,7 +163,7 @@ def test_the_references_pass_is_counted_once() -> None:
 
 
 def test_translations_are_counted_once() -> None:
-    path = JOBS / "translation.toml"
+    path = ROOT / "research" / "jobs" / "translation.toml"
     without, two, four = (
         stage_of(plan_of(path, overrides=(f"sft.translation_beams={beams}",)), "sft") for beams in (0, 2, 4)
     )

@@ -18,10 +18,11 @@ SIZES = {
 
 def test_it_translates_its_heldout_sentences(heed: Callable[..., HeedCommand], tmp_path: Path) -> None:
     overrides = [word for key, value in SIZES.items() for word in ("--set", f"{key}={value}")]
-    job = str(ROOT / "configs" / "jobs" / "translation.toml")
+    job = str(ROOT / "research" / "jobs" / "translation.toml")
     command = heed("run", job, *overrides, "--runs", str(tmp_path))
     assert command.wait() == 0, command.output
     folder = tmp_path / "translation"
+    assert "world" in json.loads((folder / "world" / "lineage.json").read_text())["data"]  # its file's hash
     pairs = [json.loads(line) for line in (folder / "world" / "data" / "translations_heldout.jsonl").open()]
     rows = [json.loads(line) for line in (folder / "sft" / "translations.jsonl").open()]
     assert [(row["source"], row["reference"]) for row in rows] == [(p["prompt"], p["completion"]) for p in pairs]

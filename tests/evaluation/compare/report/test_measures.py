@@ -1,4 +1,4 @@
-"""The page shows what measures.json holds: measures of policies, and curves of over-optimisation."""
+"""The page shows what measures.json holds: measures of policies, the tax, and a reward model's reliability."""
 
 import json
 from collections.abc import Callable
@@ -9,10 +9,7 @@ import numpy as np
 
 from evaluation.compare.report.measures import figures, measure_tables
 from evaluation.compare.report.page import write_comparison_report
-from evaluation.measures.checkpoints import OverOptimisation
-from evaluation.measures.curves import Curve, at_equal, points
 from evaluation.measures.language_modelling import Change, TaskTax, Tax
-from evaluation.measures.overoptimisation import fit_curve
 from evaluation.measures.policies import measure_policies
 from evaluation.measures.reward_model import RewardMeasures, ScoredPairs, calibration
 from evaluation.verdicts import Response
@@ -20,34 +17,6 @@ from files.records import as_json
 from preferences.statistics.estimates import Interval, Share
 from stages.reports.parts import Table
 from stages.reports.text import percent, styles_of
-
-
-def curve(kind: Any) -> Curve:
-    """A curve that rises and falls: Gao et al.'s forms with an optimum inside the measured range, 40 prompts."""
-    generator = np.random.default_rng(5)
-    kl = np.array([0.25, 1.0, 2.25, 4.0, 9.0, 16.0])
-    d = np.sqrt(kl)
-    gain = d * (1.0 - 0.2 * d) if kind == "best_of_n" else d * (1.0 - 0.75 * np.log(d))
-    noise = generator.normal(0, 0.2, size=(6, 40))
-    return Curve(
-        kind=kind,
-        names=tuple(f"{kind} {place}" for place in range(6)),
-        kl_KP=np.tile(kl[:, None], (1, 40)),
-        gold_KP=gain[:, None] + noise,
-        proxy_KP=d[:, None] * (1.0 if kind == "rl" else 0.8) + noise,
-        start_gold_P=np.zeros(40),
-        start_proxy_P=np.zeros(40),
-    )
-
-
-def over_optimised(*, fitted: bool = True) -> OverOptimisation:
-    rl, best_of_n = curve("rl"), curve("best_of_n")
-    return OverOptimisation(
-        rl_points=points(rl), best_of_n_points=points(best_of_n), rl_kl={},
-        rl=fit_curve(rl, seed=0) if fitted else None, best_of_n=fit_curve(best_of_n, seed=0) if fitted else None,
-        at_equal_kl=at_equal("kl", rl, best_of_n, seed=0), at_equal_proxy=(), num_prompts=40, num_dropped=0,
-        first_failure="",
-    )  # fmt: skip
 
 
 def measured_policies() -> dict[str, Any]:
@@ -88,12 +57,11 @@ def reward_model() -> RewardMeasures:
     )  # fmt: skip
 
 
-def test_curves_are_drawn_with_their_advice(make_folder: Callable[..., Path], read_page: Callable[[str], Any]) -> None:
+def test_every_measure_is_on_the_page(make_folder: Callable[..., Path], read_page: Callable[[str], Any]) -> None:
     folder = make_folder()
     measures = {
         "reference": "sft",
         "policies": measured_policies(),
-        "over_optimisation": as_json(over_optimised()),
         "tax": as_json(TAX),
         "reward_model": as_json(reward_model()),
     }  # fmt: skip
@@ -102,16 +70,12 @@ def test_curves_are_drawn_with_their_advice(make_folder: Callable[..., Path], re
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert report["measures"] == measures
     assert "measures.json" in report["files"]
-    for kind in ("rl", "best_of_n"):
-        assert measures["over_optimisation"][kind]["advice"].split(".")[0] in page
-        assert f"{kind} 0 " in page
     kl = measures["policies"]["ppo"]["kl_nats"]
     assert f"<td><bdi>{kl['mean']:.2f} ({kl['low']:.2f} to {kl['high']:.2f})</bdi></td>" in page
     for text in (
         "across prompts: distinct bigrams",
         "1.60 (1.50 to 1.70)",
         "bits per byte, above SFT&#39;s",
-        "at equal kl",
     ):
         assert text in page
     accuracy = measures["reward_model"]["calibration"]["accuracy"]
@@ -122,15 +86,6 @@ def test_curves_are_drawn_with_their_advice(make_folder: Callable[..., Path], re
     assert "ceiling by the labelers&#39; own agreement, 88%" in page
     assert read_page(page).open == []
     assert '<a href="#measures">' in page
-
-
-def test_curves_without_a_fit_have_points_alone(make_folder: Callable[..., Path]) -> None:
-    folder = make_folder()
-    (folder / "measures.json").write_text(json.dumps({"over_optimisation": as_json(over_optimised(fitted=False))}))
-    write_comparison_report(folder)
-    page = (folder / "report.html").read_text(encoding="utf-8")
-    assert "Gold score against KL: rl 0" in page
-    assert "Fitted optimum" not in page
 
 
 def test_a_page_without_measures_has_no_section_of_them(two_policies: Path) -> None:

@@ -1,0 +1,1 @@
+"""Worlds outside of the product, named in a job by path: film reviews and translations."""

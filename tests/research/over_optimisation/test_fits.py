@@ -1,0 +1,218 @@
+"""Gao et al.'s forms on planted curves: the fit recovers them, intervals contain them, and the advice is right."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.measures_coverage import gao_coverage, planted_curve
+from evaluation.measures.best_of_n import best_of_n_expected, best_of_n_kl
+from research.over_optimisation.curves import Curve, at_equal, best_of_n_curve, mean_lead, points
+from research.over_optimisation.fits import fit_curve, gain_at, gold_tops, top
+
+
+def smooth_curve(kind: str, alpha: float, beta: float, distances: list[float], num_prompts: int = 5) -> Curve:
+    """A curve without noise."""
+    d_K = np.array(distances)
+    gold_K = alpha * d_K - beta * (d_K**2 if kind == "best_of_n" else d_K * np.log(d_K))
+    start_P = np.arange(num_prompts, dtype=float)
+    kl_KP = np.tile(d_K[:, None] ** 2, (1, num_prompts))
+    names = tuple(f"d{d:g}" for d in distances)
+    gold_KP = gold_K[:, None] + start_P
+    proxy_KP = 2 * d_K[:, None] + np.zeros(num_prompts)
+    return Curve(kind, names, kl_KP, gold_KP, proxy_KP, start_P, np.zeros(num_prompts))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "alpha", "beta", "best"), [("best_of_n", 0.9, 0.25, 1.8), ("rl", 0.8, 0.5, math.exp(0.6))]
+)
+def test_a_planted_curve_comes_back(kind: str, alpha: float, beta: float, best: float) -> None:
+    curve = smooth_curve(kind, alpha, beta, [0.5, 1.0, 2.0, 3.0])
+    found = fit_curve(curve, seed=0)
+    assert found.gold.alpha.mean == pytest.approx(alpha)
+    assert found.gold.beta.mean == pytest.approx(beta)
+    assert found.optimum.d.mean == pytest.approx(best)
+    # The maximum over a fine grid, and its height, by the paper's equation.
+    grid = np.linspace(0.01, 3, 30_000)
+    heights = grid * (alpha - beta * grid) if kind == "best_of_n" else grid * (alpha - beta * np.log(grid))
+    assert grid[heights.argmax()] == pytest.approx(best, abs=1e-3)
+    assert found.optimum.gain.mean == pytest.approx(heights.max(), abs=1e-6)
+    assert found.optimum.kl_nats.mean == pytest.approx(best**2)
+    np.testing.assert_allclose(gain_at(kind, alpha, beta, grid), heights)  # type: ignore[arg-type]
+    assert gain_at(kind, alpha, beta, np.zeros(1))[0] == 0.0  # type: ignore[arg-type]
+    assert found.gold.misfit < 1e-6
+    assert found.proxy.beta.mean == pytest.approx(0.0, abs=1e-9)  # the planted proxy score is linear
+
+
+def test_weights_and_covariance_against_a_loop() -> None:
+    """The fit equals scipy's weighted least squares; its covariance equals that of leaving out each prompt in turn."""
+    curve = planted_curve("rl", 0.8, 0.5, num_prompts=200, noise=1.0, generator=np.random.default_rng(3))
+    gain_KP = curve.gold_KP - curve.start_gold_P
+    error_K = gain_KP.std(axis=1, ddof=1)
+
+    def solve(prompts: np.ndarray) -> np.ndarray:
+        d_K = np.sqrt(curve.kl_KP[:, prompts].mean(axis=1))
+        rows = np.stack([d_K, -d_K * np.log(d_K)], axis=1) / error_K[:, None]
+        return np.linalg.lstsq(rows, gain_KP[:, prompts].mean(axis=1) / error_K, rcond=None)[0]
+
+    everyone = np.arange(200)
+    found = fit_curve(curve, seed=1).gold
+    assert [found.alpha.mean, found.beta.mean] == pytest.approx(solve(everyone).tolist())
+    without = np.array([solve(np.delete(everyone, left_out)) for left_out in everyone])
+    jackknife = 199**2 / 200 * np.cov(without.T)
+    np.testing.assert_allclose(np.array(found.covariance), jackknife, rtol=0.1)
+
+
+def test_intervals_hold_what_was_planted() -> None:
+    """`python -m benchmarks.measures_coverage` draws 2,000 worlds; docs/measures.md has the table."""
+    for kind in ("best_of_n", "rl"):
+        found = gao_coverage(kind, num_worlds=120, num_prompts=100, seed=0)
+        assert found.keys() == {"alpha", "beta", "optimum's d", "optimum's d, delta method", "gain at the optimum"}
+        for what, covered in found.items():
+            assert 0.90 <= covered.share <= 0.995, (kind, what, covered)
+
+
+def test_advice_separates_what_was_seen_from_extrapolation() -> None:
+    inside = fit_curve(smooth_curve("best_of_n", 0.9, 0.25, [0.5, 1.0, 2.0, 3.0]), seed=0)
+    assert inside.advice.startswith("Stop at d = 1.80 (1.80 to 1.80), a KL of 3.24 nats; d2 is nearest")
+    beyond = fit_curve(smooth_curve("rl", 2.0, 0.5, [0.5, 1.0, 2.0]), seed=0)
+    assert "still rises at the furthest policy measured (d = 2.00" in beyond.advice
+    assert "optimum at d = 20.09, which is extrapolation" in beyond.advice
+    rising = fit_curve(smooth_curve("rl", 0.3, -0.2, [0.5, 1.0, 2.0]), seed=0)
+    assert "has no optimum" in rising.advice
+    assert math.isnan(rising.optimum.d.mean)
+    assert rising.optimum.share_without == 1.0
+    falling = fit_curve(smooth_curve("best_of_n", -0.3, 0.2, [0.5, 1.0, 2.0]), seed=0)
+    assert falling.advice.startswith("The gold score does not rise along these policies")
+    assert falling.optimum.d.mean == 0.0
+    flat = fit_curve(smooth_curve("rl", 0.0, 0.0, [0.5, 1.0, 2.0]), seed=0)
+    assert flat.advice.startswith("The gold score does not rise along these policies")
+
+
+def test_an_optimum_that_noise_hides_has_no_upper_end() -> None:
+    generator = np.random.default_rng(0)
+    curve = planted_curve("best_of_n", 0.9, 0.15, num_prompts=25, noise=3.0, generator=generator)
+    found = fit_curve(curve, seed=0)
+    assert found.optimum.share_without > 0.025
+    assert math.isnan(found.optimum.d.high)
+    assert "Stop at" not in found.advice
+
+
+def test_another_form_is_called_a_misfit() -> None:
+    d_K = np.array([0.5, 1.0, 1.5, 2.0, 2.5])
+    generator = np.random.default_rng(0)
+    start_P = generator.normal(size=400)
+    gold_KP = np.sin(3 * d_K)[:, None] + start_P + 0.3 * generator.normal(size=(5, 400))
+    kl_KP = np.tile(d_K[:, None] ** 2, (1, 400))
+    curve = Curve("rl", tuple("abcde"), kl_KP, gold_KP, gold_KP, start_P, start_P)
+    found = fit_curve(curve, seed=0)
+    assert found.gold.misfit > 10
+    assert "does not describe these data" in found.advice
+
+
+def test_the_curve_of_best_of_n_is_that_of_the_estimator() -> None:
+    generator = np.random.default_rng(5)
+    gold = generator.normal(size=(30, 20))
+    proxy = gold + generator.normal(size=gold.shape)
+    curve = best_of_n_curve(gold, proxy)
+    assert curve.names == ("best of 2", "best of 4", "best of 8", "best of 16")
+    np.testing.assert_allclose(curve.gold_KP, best_of_n_expected(gold, proxy)[:, [1, 3, 7, 15]].T)
+    np.testing.assert_allclose(curve.d_K**2, [best_of_n_kl(n) for n in (2, 4, 8, 16)])
+    drawn = points(curve)
+    assert [point.name for point in drawn] == list(curve.names)
+    gain = best_of_n_expected(gold, proxy)[:, 3].mean() - gold.mean()
+    assert drawn[1].gold.mean == pytest.approx(gain)
+    assert drawn[1].gold.low < gain < drawn[1].gold.high
+    assert drawn[1].kl_nats.high - drawn[1].kl_nats.low < 1e-12  # an upper bound, not an estimate
+
+
+def test_equal_terms_by_hand() -> None:
+    rl = smooth_curve("rl", 1.0, 0.5, [1.0, 2.0])
+    best = smooth_curve("best_of_n", 1.0, 0.25, [1.0, 1.5])
+    found = at_equal("kl", rl, best, seed=0)
+    assert [at.place for at in found] == pytest.approx([1 + 1.25 * g / 7 for g in range(8)])
+    # RL passes (1, 1) and (4, 2 - log 2); best-of-n (1, 0.75) and (2.25, 0.9375).
+    last = found[-1]
+    assert last.rl == pytest.approx(1 + (1 - math.log(2)) * 1.25 / 3)
+    assert last.best_of_n == pytest.approx(0.9375)
+    assert last.lead.mean == pytest.approx(last.rl - last.best_of_n)
+    assert (found[0].rl, found[0].best_of_n) == pytest.approx((1, 0.75))  # the first policies of both
+    by_proxy = at_equal("proxy", rl, best, seed=0)
+    assert by_proxy[-1].place == pytest.approx(3.0)
+    assert by_proxy[-1].rl == pytest.approx((1 + 2 - math.log(2)) / 2)
+
+
+def test_the_lead_is_paired_and_its_interval_holds_the_truth() -> None:
+    """Both curves share their prompts' difficulty, which cancels; the planted lead is recovered."""
+    hits = []
+    for world in range(60):
+        generator = np.random.default_rng([7, world])
+        rl = planted_curve("rl", 1.0, 0.3, num_prompts=80, noise=0.5, generator=generator)
+        best = planted_curve("rl", 0.8, 0.3, num_prompts=80, noise=0.5, generator=generator)
+        at = at_equal("kl", rl, best, seed=world)[4]
+        true = [np.interp(at.place, np.append(0, D**2), np.append(0, gain)) for D, gain in _planted_pair()]
+        hits.append(at.lead.low <= true[0] - true[1] <= at.lead.high)
+        assert at.lead.high - at.lead.low < 0.6
+    assert 0.88 <= np.mean(hits) < 1
+
+
+def test_a_curve_that_starts_late_is_not_behind_one_that_starts_early() -> None:
+    """Both curves are d - d²/4. Gold rises like √KL, so a straight line from the reference to a KL of 1 is too low."""
+    leads = []
+    for world in range(30):
+        generator = np.random.default_rng([11, world])
+        curves = []
+        for distances in (np.sqrt(np.arange(1, 9) / 1.5 + 0.35), np.sqrt([0.19, 0.64, 1.2, 1.84, 2.5, 3.2, 3.86])):
+            gain_KP = (distances - distances**2 / 4)[:, None] + generator.normal(0, 0.3, (len(distances), 200))
+            kl_KP = np.tile(distances[:, None] ** 2, (1, 200))
+            start_P, names = np.zeros(200), tuple(f"d{number}" for number in range(len(distances)))
+            curves.append(Curve("rl", names, kl_KP, gain_KP, gain_KP, start_P, start_P))
+        leads.append(mean_lead("kl", *curves, seed=world).mean)
+    assert abs(np.mean(leads)) < 0.01  # a line from the reference gives -.019
+
+
+def test_the_mean_lead_is_that_over_all_places() -> None:
+    generator = np.random.default_rng(5)
+    one, other = (planted_curve("rl", a, 0.3, num_prompts=60, noise=0.5, generator=generator) for a in (1.0, 0.8))
+    places = at_equal("kl", one, other, seed=0)
+    found = mean_lead("kl", one, other, seed=0)
+    assert found.mean == pytest.approx(np.mean([place.lead.mean for place in places]))
+    # Leads are correlated, so the mean's interval is no wider than theirs are on average, and contains the mean.
+    assert found.low < found.mean < found.high
+    assert found.high - found.low < np.mean([place.lead.high - place.lead.low for place in places])
+    backwards = replace(other, kl_KP=-other.kl_KP)
+    assert math.isnan(mean_lead("kl", one, backwards, seed=0).mean)  # no range that both reach
+
+
+def test_the_tops_of_resamples_are_those_of_the_fit() -> None:
+    curve = planted_curve("rl", 0.8, 0.5, num_prompts=200, noise=0.5, generator=np.random.default_rng(3))
+    optimum = fit_curve(curve, seed=4).optimum
+    found, tops_S = gold_tops(curve, seed=4)
+    assert found == optimum.d.mean
+    assert optimum.d.low < np.median(tops_S) < optimum.d.high
+    assert np.isinf(tops_S).mean() == optimum.share_without
+    with pytest.raises(ValueError, match="2 distances above 0"):
+        gold_tops(smooth_curve("rl", 0.8, 0.5, [1.0, 2.0]), seed=0)
+
+
+def _planted_pair() -> list[tuple[np.ndarray, np.ndarray]]:
+    from benchmarks.measures_coverage import DISTANCES
+
+    D = np.array(DISTANCES)
+    return [(D, D * (alpha - 0.3 * np.log(D))) for alpha in (1.0, 0.8)]
+
+
+def test_refusals_name_policy_and_prompt() -> None:
+    good = smooth_curve("rl", 1.0, 0.5, [1.0, 2.0, 3.0])
+    bad = good.gold_KP.copy()
+    bad[1, 3] = math.nan
+    with pytest.raises(ValueError, match="gold_KP of policy 'd2' on prompt 3 is nan"):
+        Curve("rl", good.names, good.kl_KP, bad, good.proxy_KP, good.start_gold_P, good.start_proxy_P)
+    with pytest.raises(ValueError, match=r"kl_KP has shape \(3, 4\)"):
+        Curve("rl", good.names, good.kl_KP[:, 1:], good.gold_KP, good.proxy_KP, good.start_gold_P, good.start_proxy_P)
+    with pytest.raises(ValueError, match="2 distances above 0"):
+        fit_curve(smooth_curve("rl", 1.0, 0.5, [1.0, 2.0]), seed=0)
+    with pytest.raises(ValueError, match="the same prompts were expected"):
+        at_equal("kl", good, smooth_curve("rl", 1.0, 0.5, [1.0, 2.0], num_prompts=6), seed=0)
+    assert top("rl", np.array([1.0]), np.array([0.0]))[0] == math.inf
