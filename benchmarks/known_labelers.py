@@ -21,8 +21,7 @@ from statistics import NormalDist
 
 from heed.worlds.labelers import uniform
 from preferences.leases import canonical, display_order
-from preferences.records import Answer, Judgment, Message, ShownTask, Skip, Task, dense_ranks
-from preferences.results import Coverage
+from preferences.records import Answer, Coverage, Judgment, Message, ShownTask, Skip, Task, dense_ranks
 from preferences.scripted import assign
 
 NUM_RESPONSES = 3

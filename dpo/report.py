@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 
+from dpo.losses import DEFAULT, LOSSES, LabelResults
 from preferences.statistics.estimates import Interval, Share
 from reward.report import LabelerResults
 from stages.reports.parts import Headline, StageReport, StageReporter
@@ -38,20 +39,6 @@ class PairMeans:
 
 
 @dataclass(frozen=True)
-class UnpairedResults:
-    """Results of KTO: how many labelled responses it learned from and was measured on, the share of held-out ones on
-    the right side of the baseline, with an interval over prompts, and the baseline at the end, in nats.
-    """
-
-    train_desirable: int
-    train_undesirable: int
-    heldout_desirable: int
-    heldout_undesirable: int
-    heldout_accuracy: Interval
-    baseline: float
-
-
-@dataclass(frozen=True)
 class DPOResults:
     """DPO's results. `heldout_accuracy` is the accuracy of implicit rewards; `margin` is the better response's implicit
     reward minus the worse's. `length_correlation` is between implicit rewards and lengths within comparisons, None if
@@ -72,7 +59,7 @@ class DPOResults:
     num_pairs: int
     num_equal_pairs: int
     learned_nu: float | None = None
-    unpaired: UnpairedResults | None = None
+    unpaired: LabelResults | None = None  # of a loss that learns from single responses
     labelers: Mapping[str, LabelerResults] = field(default_factory=dict)
     overlong: Overlong | None = None  # of the comparisons
     sources: tuple[SourceRows, ...] = ()  # of the rankings, if rows are unusual
@@ -83,7 +70,6 @@ def _both(field: str) -> tuple[Series, ...]:
     return (Series(chosen, "better or desirable", "ppo"), Series(rejected, "worse or undesirable", "sft"))
 
 
-TITLES = {"kto": "KTO", "ipo": "IPO", "simpo": "SimPO"}  # of losses that are not DPO's, by how their names begin
 PANELS = (
     Panel("Loss", "per comparison", train_and_heldout("loss")),
     Panel(
@@ -103,7 +89,7 @@ PANELS = (
 
 def title_of(loss: str) -> str:
     """Returns what reports call a policy that was trained with this `dpo.loss`."""
-    return next((title for name, title in TITLES.items() if loss.startswith(name)), "DPO")
+    return LOSSES.get(loss, DEFAULT).title
 
 
 def report(stage: StageFolder) -> StageReport:
@@ -112,15 +98,16 @@ def report(stage: StageFolder) -> StageReport:
     if results is None:
         return StageReport((stage_block(stage, (), figures),))
     accuracy, pairs = results.heldout_accuracy.mean, count_of(results.heldout_accuracy.num_pairs, "held-out pair")
-    sentence = f"{title_of(results.loss)}'s implicit rewards order {percent(accuracy)} of {pairs} as the labelers did."
+    title = title_of(results.loss)
+    sentence = f"{title}'s implicit rewards order {percent(accuracy)} of {pairs} as the labelers did."
     if results.unpaired is not None:
         unpaired, right = results.unpaired, results.unpaired.heldout_accuracy
         detail = count_of(unpaired.heldout_desirable + unpaired.heldout_undesirable, "held-out label")
         span = (right.mean, right.low, right.high)
         headlines: tuple[Headline, ...] = (
-            headline_of_share(stage, "unpaired.heldout_accuracy", "KTO's accuracy", span, detail),
+            headline_of_share(stage, "unpaired.heldout_accuracy", f"{title}'s accuracy", span, detail),
         )
-        sentence = f"KTO puts {percent(right.mean)} of {detail} on the right side of the baseline."
+        sentence = f"{title} puts {percent(right.mean)} of {detail} on the right side of the baseline."
     else:
         headlines, sentence = _headlines(stage, results), sentence if isfinite(accuracy) else ""
     return StageReport((stage_block(stage, _facts(results), figures),), headlines=headlines, sentence=sentence)
@@ -200,17 +187,9 @@ def _headlines(stage: StageFolder, results: DPOResults) -> tuple[Headline, ...]:
 
 def _head(stage: StageFolder) -> tuple[str, str]:
     section = stage.job.get("dpo")
-    loss = str(section.get("loss", "")) if isinstance(section, Mapping) else ""
-    if title_of(loss) == "KTO":
-        return (
-            "KTO",
-            "The policy learns from labels of single responses: desirable ones become more likely, others less.",
-        )
-    return title_of(loss), RANKED
+    name = str(section.get("loss", "")) if isinstance(section, Mapping) else ""
+    loss = LOSSES.get(name, DEFAULT)
+    return loss.title, loss.summary
 
 
-RANKED = (
-    "The policy learns from rankings directly: the better response becomes more likely than the worse, relative to the"
-    " model that it starts from."
-)
-REPORTER = StageReporter("DPO", RANKED, report, _head)
+REPORTER = StageReporter("DPO", DEFAULT.summary, report, _head)

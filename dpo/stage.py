@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpo.objective import DPOConfig, Floats, PolicyLearner, PolicySource, PreferenceObjective, implicit_rewards
-from dpo.reference import check_first_loss, logprobs_on_all_ranks, reference_logprobs
-from dpo.report import REPORTER, DPOResults, PairMeans, UnpairedResults
-from dpo.unpaired import UnpairedObjective, flags_without_effect, labelled, labels_of, mismatched, require_labels
+from dpo.config import DPOConfig
+from dpo.losses import HeldoutLabels, LabelResults
+from dpo.objective import PreferenceObjective, check_first_loss, mismatched
+from dpo.policy import Floats, PolicyLearner, PolicySource, logprobs_on_all_ranks, reference_logprobs
+from dpo.report import REPORTER, DPOResults, PairMeans
 from files.atomic import write_json
 from files.hashes import derive_seed
 from files.records import record_of
@@ -70,11 +71,10 @@ def train(context: StageContext, config: DPOConfig, start: Path, data: PreparedR
     """
     tokenizer = Tokenizer.load(start, end=config.end_token)
     tokenizer = tokenizer.with_template(config.chat_template)
-    trained_on = data.comparisons(data.split.train, weights_of_labelers(data.split, config))
-    unseen = data.comparisons(data.split.heldout)  # all labelers weigh the same in measurements
-    if config.loss == "kto":
-        require_labels(data.split, config)
-        trained_on, unseen = labelled(trained_on, config.kto), labelled(unseen, config.kto)
+    loss = config.preference_loss
+    loss.check_data(data.split, config)
+    trained_on = loss.select(data.comparisons(data.split.train, weights_of_labelers(data.split, config)), config)
+    unseen = loss.select(data.comparisons(data.split.heldout), config)  # all labelers weigh the same in measurements
     log_nu = starting_log_nu(trained_on, 0) if config.ties == "davidson" else None
     policy = ModelFolder(start, LanguageModel, config.dropout)
     network = adapted(policy, config.lora, derive_seed(context.seed, "dpo", "lora"))
@@ -83,7 +83,7 @@ def train(context: StageContext, config: DPOConfig, start: Path, data: PreparedR
     num_steps = max(1, round(config.num_epochs * len(trained_on) / config.batch.batch_size))
     loop_config = LoopConfig.of("dpo", context.seed, num_steps, config)
     loop = TrainingLoop(engine, loop_config, training, heldout, context.folder)
-    if config.has_reference:
+    if loss.has_reference:
         check_first_loss(engine, training, loop.sampler.batch(0), config.batch)
     loop.run()
     after = logprobs_on_all_ranks(engine, unseen, config.batch)
@@ -92,7 +92,10 @@ def train(context: StageContext, config: DPOConfig, start: Path, data: PreparedR
         own, trained = network_weights(weights, others), engine.module.network
         save_trained(context.folder, on_meta(policy.build), trained, own, tokenizer, config.lora, start)
         learned_nu = None if log_nu is None else _learned_nu(engine, log_nu, others)
-        unpaired = unpaired_results(data, heldout, trained_on, after) if config.loss == "kto" else None
+        prompts = {ranking.task_id: ranking.prompt for ranking in data.split.heldout}
+        log_ratios = [now - then for now, then in zip(after, before, strict=True)]
+        labels = HeldoutLabels(unseen, log_ratios, prompts, heldout.baseline.value)
+        unpaired = loss.label_results(trained_on, labels, config)
         write_results(context, config, data, (trained_on, unseen), (before, after), num_steps, learned_nu, unpaired)
     engine.barrier()
     engine.close()
@@ -106,22 +109,21 @@ def objectives(
     unseen: Sequence[Comparison],
 ) -> tuple[PreferenceObjective, PreferenceObjective, Sequence[Floats]]:
     """Returns the objectives of training and of held-out rankings, and the reference's log-probs of the latter."""
-    room, others = engine.module.network.config.max_position_embeddings, list[list[Comparison]]()
-    if config.loss == "kto":
-        seed = derive_seed(context.seed, "dpo", "others")
+    loss, others = config.preference_loss, list[list[Comparison]]()
+    if loss.is_unpaired:
+        room, seed = engine.module.network.config.max_position_embeddings, derive_seed(context.seed, "dpo", "others")
         others = [mismatched(part, seed, room) for part in (trained_on, unseen)]
-    parts = [trained_on if config.has_reference else [], unseen, *others]
+    parts = [trained_on if loss.has_reference else [], unseen, *others]
     everything = [comparison for part in parts for comparison in part]
     flat = iter(reference_logprobs(engine, context.folder, everything, config.batch))
     of_training, before, *of_others = ([next(flat) for _ in part] for part in parts)
-    if config.loss == "kto":
-        return (
-            UnpairedObjective(trained_on, of_training, config, others[0], of_others[0]),
-            UnpairedObjective(unseen, before, config, others[1], of_others[1]),
-            before,
-        )
-    training, heldout = (of_training, before) if config.has_reference else (None, None)
-    return PreferenceObjective(trained_on, training, config), PreferenceObjective(unseen, heldout, config), before
+    training, heldout = (of_training, before) if loss.has_reference else (None, None)
+    for_training, for_heldout = zip(others, of_others, strict=True) if others else ((), ())
+    return (
+        PreferenceObjective(trained_on, training, config, *for_training),
+        PreferenceObjective(unseen, heldout, config, *for_heldout),
+        before,
+    )
 
 
 def _learned_nu(engine: Engine[PolicyLearner], log_nu: float, others: dict[str, Tensor]) -> float:
@@ -146,7 +148,7 @@ def write_results(
     logprobs: tuple[Sequence[Floats], Sequence[Floats]],
     num_steps: int,
     learned_nu: float | None,
-    unpaired: UnpairedResults | None,
+    unpaired: LabelResults | None,
 ) -> None:
     """Write the results. `comparisons` are those trained on and those held out; `logprobs` are the reference's and the
     trained policy's of those held out.
@@ -189,45 +191,10 @@ def write_results(
     )
 
 
-def unpaired_results(
-    data: PreparedRankings, heldout: PreferenceObjective, trained_on: Sequence[Comparison], after: Sequence[Floats]
-) -> UnpairedResults:
-    """Counts the labels that were learned, and measures the held-out ones. `after` has the policy's log-probs."""
-    assert isinstance(heldout, UnpairedObjective)
-    assert heldout.reference is not None
-    config = heldout.config
-    learned = [
-        label
-        for comparison in trained_on
-        for verdict in comparison.verdicts
-        for label in labels_of(verdict, config.kto)
-    ]
-    prompts = {ranking.task_id: ranking.prompt for ranking in data.split.heldout}
-    numbers: dict[object, int] = {}
-    labels, leads, clusters = list[int](), list[float](), list[int]()
-    for comparison, before, now in zip(heldout.comparisons, heldout.reference, after, strict=True):
-        cluster = numbers.setdefault(prompts[comparison.task_id], len(numbers))
-        for verdict in comparison.verdicts:
-            for label, ratio in zip(labels_of(verdict, config.kto), (now - before).tolist(), strict=True):
-                if label:
-                    labels.append(label)
-                    leads.append(ratio - heldout.baseline.value)
-                    clusters.append(cluster)
-    is_right = np.sign(leads) == labels
-    return UnpairedResults(
-        learned.count(1),
-        learned.count(-1),
-        labels.count(1),
-        labels.count(-1),
-        clustered_mean(is_right.astype(np.float64), np.array(clusters)),
-        heldout.baseline.value,
-    )
-
-
 def _measured(config: DPOConfig, comparison: Comparison, before: Floats, after: Floats) -> Measured:
-    tokens = np.array(comparison.response_tokens, dtype=np.float32)
-    ratios, lengths = torch.from_numpy(after - before if config.has_reference else after), torch.from_numpy(tokens)
-    return Measured(before, after, implicit_rewards(config.loss, ratios, lengths, config.beta).numpy(), tokens)
+    tokens, loss = np.array(comparison.response_tokens, dtype=np.float32), config.preference_loss
+    ratios, lengths = torch.from_numpy(after - before if loss.has_reference else after), torch.from_numpy(tokens)
+    return Measured(before, after, loss.implicit_rewards(ratios, lengths, config.beta).numpy(), tokens)
 
 
 def margin_and_means(
@@ -292,10 +259,8 @@ def preflight(run: StageRun, config: DPOConfig) -> None:
         return
     most_tokens = run.model.max_position_embeddings
     prepared = tokenize(run, config, load_tokenizer(run, config), most_tokens, run.tell)
-    if config.loss == "kto":
-        require_labels(prepared.split, config)
-        if absent := flags_without_effect(prepared.split, config.kto):
-            run.tell(f"dpo: no response of {config.rankings.source} has a flag {' or '.join(map(repr, absent))}")
+    for warning in config.preference_loss.check_data(prepared.split, config):
+        run.tell(f"dpo: {warning}")
     report_rankings(run, config, prepared, most_tokens)
 
 
@@ -307,7 +272,7 @@ def plan(planner: Planner, config: DPOConfig) -> StagePlan:
     rows, _ = rows_and_passes(config.batch, planner.layout.shares, width, num_responses)
     if lengths.response_share == 1:
         planner.sizes.assume("upper bound: counts every token of a conversation as a response token")
-    if config.has_reference:
+    if config.preference_loss.has_reference:
         planner.sizes.assume(
             "its time includes one pass of the reference through all comparisons, before the first step"
         )
@@ -323,11 +288,11 @@ def plan(planner: Planner, config: DPOConfig) -> StagePlan:
         rows_per_unit=num_responses,
     )
     mean, head_share = round(lengths.mean) or lengths.longest, lengths.response_share
-    if config.has_reference:
+    if config.preference_loss.has_reference:
         trained_on = steps * config.batch.batch_size / config.num_epochs
         tokens = trained_on / (1 - config.heldout_share) * num_responses * mean / planner.layout.ranks
         planned = replace(planned, once_seconds=planner.times.forward_seconds(tokens, mean, head_share))
-    if config.loss == "kto":
+    if config.preference_loss.is_unpaired:
         tokens = config.batch.batch_size * mean / planner.layout.ranks  # each prompt with a response to another one
         baseline = planner.times.forward_seconds(tokens, mean, head_share)
         planned = replace(planned, seconds_per_step=planned.seconds_per_step + baseline)

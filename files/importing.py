@@ -28,6 +28,12 @@ PACKAGES = (
     "preferences", "files", "configs",
 )  # fmt: skip
 
+# What the extra `labels` of pyproject.toml installs, by import name.
+LABELS_EXTRA = (
+    "fastapi", "starlette", "uvicorn", "python_multipart", "argon2", "authlib", "itsdangerous", "limits",
+    "confusable_homoglyphs", "markdown_it", "mdit_py_plugins", "latex2mathml", "pygments", "nh3", "psycopg",
+)  # fmt: skip
+
 _INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
 _user_folders: list[str] = []
 
@@ -35,6 +41,17 @@ _user_folders: list[str] = []
 def source_tree() -> str:
     """Returns the folder of this code if it is a checkout; "" if it is installed as a package or shipped with a job."""
     return str(ROOT) if (ROOT / "pyproject.toml").is_file() else ""
+
+
+def missing_extra(error: ModuleNotFoundError) -> str:
+    """Returns what to install if a module of the extra `labels` is missing; "" if it is another module."""
+    module = (error.name or "").partition(".")[0]
+    if module not in LABELS_EXTRA:
+        return ""
+    return (
+        f"{module} is not installed; label pages, the arena, `heed watch` and stores in PostgreSQL need"
+        " pip install 'heed-rlhf[labels]' (in a clone: pip install -e '.[labels]' -c constraints.txt)"
+    )
 
 
 def hiding_file(package: str) -> str:

@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from cluster import local_ray
 from cluster.processes import LAUNCHER_VARIABLES
-from files.importing import imports_uncollected
+from files.importing import imports_uncollected, missing_extra
 from heed.commands.arena import arena
 from heed.commands.chat import chat
 from heed.commands.classify import classify
@@ -252,6 +252,11 @@ def run_app(app: typer.Typer) -> None:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # every retry would print two lines; the last error says enough
     try:
         app()
+    except ModuleNotFoundError as error:
+        if not (message := missing_extra(error)):
+            raise
+        console.print(f"[bold red]error:[/] {escape(message)}")
+        raise SystemExit(2) from None
     except ValueError as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}")
         raise SystemExit(2) from None

@@ -130,23 +130,6 @@ heed label outputs polite=polite.jsonl curt=curt.jsonl --prompts prompts.jsonl \
 heed label serve --store labels.sqlite --new        # http://127.0.0.1:8100, and a link for the first lead
 heed label serve --store labels.sqlite --config label.toml --public-url https://labels.example.org
 """,
-    "heed label usability start": """
-heed label usability start study.toml --store labels.sqlite
-heed label usability start study.toml --store labels.sqlite --config label.toml
-""",
-    "heed label usability status": """
-heed label usability status ranking-or-pairs --store labels.sqlite
-""",
-    "heed label usability stop": """
-heed label usability stop ranking-or-pairs --store labels.sqlite
-""",
-    "heed label usability report": """
-heed label usability report ranking-or-pairs --store labels.sqlite
-heed label usability report ranking-or-pairs --store labels.sqlite --half-width sus=4 --json report.json
-""",
-    "heed label usability export": """
-heed label usability export ranking-or-pairs --store labels.sqlite --out questionnaires.jsonl
-""",
     "heed label invite": """
 heed label invite ann --store labels.sqlite
 heed label invite lea --lead --store labels.sqlite --public-url https://labels.example.org

@@ -43,7 +43,6 @@ _VALUES = {
 MAX_DEFAULT = 40  # characters of a default
 READ_BY = {  # commands that read the files of these pages, which are no sections of a job
     "job/labeling.md": "heed label serve --config FILE.toml",
-    "job/usability.md": "heed label usability start FILE.toml",
 }
 
 
@@ -83,10 +82,9 @@ class _Section:
 
 
 def _sections() -> list[_Section]:
-    """The sections of a job, then the files of the labeling server and of a usability study, then shared tables."""
+    """The sections of a job, then the file of the labeling server, then shared tables."""
     from heed.jobs.job import BUILT_IN_JOB
     from preferences.page.config import LabelingConfig
-    from preferences.page.study_config import StudyConfig
 
     sections = []
     for name, field in BUILT_IN_JOB.model_fields.items():
@@ -96,7 +94,6 @@ def _sections() -> list[_Section]:
             title = f"[{name}] kind = '{tag}'" if tag else f"[{name}]"
             sections.append(_Section(title, f"job/{name}{'-' if tag else ''}{tag}.md", model))
     sections.append(_Section("Labeling server", "job/labeling.md", LabelingConfig))
-    sections.append(_Section("Usability study", "job/usability.md", StudyConfig))
     shared: dict[str, type[BaseModel]] = {}
     todo = [section.model for section in sections]
     while todo:

@@ -5,7 +5,7 @@ kind is a class with the keys that it needs. Those of the algorithm are in `ppo.
 `reward.external`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
@@ -22,6 +22,7 @@ from reward.judge import JudgeReward
 from reward.sources import Reward, RewardSum
 from reward.steps import StepsConfig
 from reward.verifiers.verifier import Verifier
+from stages.labels import OpenLabels
 from training.config import BatchConfig, Config, OptimizerConfig, by_kind, check_lora, lora_field
 from training.data import NO_FIELDS, DataConfig, OnOverlong, RowFields, overlong_field
 
@@ -88,15 +89,13 @@ class PeopleSource(Config):
             )
         return store
 
-    def check(self, _rows: Iterable[Any]) -> None:
+    def check(self, open_labels: OpenLabels) -> None:
         """Check that the store can be opened and that its batch takes comparisons. Raises: ValueError."""
         from preferences.database import require_store  # needs SQLAlchemy, which a bare GPU machine lacks
-        from preferences.results import batches_of_single_responses
-        from preferences.store import LabelStore
 
         require_store(self.store, f"; `heed label serve --store {self.store} --new` creates one")
-        with LabelStore(self.store) as store, store.reading() as connection:
-            if batches_of_single_responses(connection, [self.batch]):
+        with open_labels(self.store) as store:
+            if self.batch in store.single_response_batches():
                 raise ValueError(
                     f"label store {self.store!r}: batch {self.batch!r} has single responses, but people compare two;"
                     " another batch was expected"

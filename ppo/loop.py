@@ -32,6 +32,7 @@ from ppo.rollout import Rollout
 from ppo.rollout_log import RolloutLog, SampleLog, followed_rows
 from reward.sources import RewardSum
 from stages.data import Fitting
+from stages.labels import OpenLabels
 from training.checkpoint import Resumption, find_resumption
 from training.engine import StageContext
 from training.metrics import MetricsLog
@@ -51,12 +52,14 @@ def train(
     *,
     enter: Callable[[str], None] = lambda _phase: None,
     gold: GoldScores | None = None,
+    open_labels: OpenLabels | None = None,
 ) -> None:
     """Iterate from the newest checkpoint to the end; write `model/`, `model_ema/` and `results.json`.
 
     `samples.jsonl` gets some responses for people to read, and `rollouts.jsonl` records which weights sampled each
     response. With `keep_policies_every`, `policies/NNNNNN/` are model directories of the policy during training.
-    `enter` is called with the name of each phase when it begins. `gold` is as for `PPOController`.
+    `enter` is called with the name of each phase when it begins. `gold` is as for `PPOController`. `open_labels` opens
+    the label store of an alarm whose source is people.
 
     Raises:
         ValueError: a prompt leaves no room for a response, or too many scores fail.
@@ -68,7 +71,7 @@ def train(
         closing(MetricsLog(context.folder, context.engine.trackers, resume_step=first)) as log,
         closing(SampleLog(context.folder, fitting.prompts, tokenizer, seed=context.seed, resume_step=first)) as samples,
         closing(RolloutLog(context.folder, resume_step=first)) as rollouts,
-        _spot_checks(context, config, models, fitting, tokenizer, first) as spot_checks,
+        _spot_checks(context, config, models, fitting, tokenizer, first, open_labels) as spot_checks,
     ):
         controller = controller_of(
             context,
@@ -104,14 +107,22 @@ def train(
 
 
 def _spot_checks(
-    context: StageContext, config: PPOConfig, models: InitialModels, fitting: Fitting, tokenizer: Tokenizer, first: int
+    context: StageContext,
+    config: PPOConfig,
+    models: InitialModels,
+    fitting: Fitting,
+    tokenizer: Tokenizer,
+    first: int,
+    open_labels: OpenLabels | None,
 ) -> AbstractContextManager[SpotChecks | PeopleChecks | None]:
     if config.alarm is None:
         return nullcontext()
     if isinstance(config.alarm.source, PeopleSource):
+        assert open_labels is not None, "whoever trains with people as spot checkers can open their store"
         return closing(
             PeopleChecks(
                 config.alarm,
+                open_labels,
                 context.folder,
                 fitting.prompts,
                 tokenizer,

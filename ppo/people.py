@@ -22,7 +22,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,6 +37,9 @@ from ppo.alarm import ACTIONS, NUM_BEGINNINGS, Evidence, Rang
 from ppo.config import AlarmConfig, PeopleSource
 from ppo.prompts import Mixture
 from ppo.rollout import Rollout
+from preferences.rankings import current_judgments
+from preferences.records import Message, Task
+from stages.labels import Labels, OpenLabels
 from training.data import Prompt
 from training.notices import say
 from training.packing import Sampler
@@ -82,6 +85,7 @@ class PeopleChecks:
     def __init__(
         self,
         config: AlarmConfig,
+        open_labels: OpenLabels,
         folder: Path,
         prompts: Sequence[Prompt],
         tokenizer: Tokenizer,
@@ -96,7 +100,7 @@ class PeopleChecks:
         Raises: ValueError for a prompt that the label page cannot show, and for a run of one iteration.
         """
         assert isinstance(config.source, PeopleSource)
-        self.config, self.source = config, config.source
+        self.config, self.source, self._open_labels = config, config.source, open_labels
         self.prompts, self.tokenizer, self.seed, self.num_iterations = prompts, tokenizer, seed, num_iterations
         self.rang: Rang | None = None  # the first alarm
         self.plan = planned_rows(order, num_iterations, config, seed)
@@ -231,8 +235,6 @@ class PeopleChecks:
     # The label store. A store that is locked or away must not stop training: the next iteration tries again.
 
     def _send(self) -> None:
-        from preferences.records import Message, Task  # needs SQLAlchemy, which a bare GPU machine lacks
-
         tasks = []
         for one in self._open():
             if one.task_id not in self._stored:
@@ -244,12 +246,10 @@ class PeopleChecks:
 
     def _answers(self) -> dict[str, int]:
         """Returns the verdicts that have come on tasks that were open."""
-        from preferences.rankings import current_judgments
-
         waiting = {one.task_id: one for one in self._open()}
         found: dict[str, int] = {}
 
-        def read(store: Any) -> None:
+        def read(store: Labels) -> None:
             for judgment in current_judgments(store.judgments(self.source.batch, with_names=False)).final:
                 if (one := waiting.get(judgment.task_id)) is not None:
                     ranks = dict(zip(_in_order(one)[1], judgment.ranks, strict=True))
@@ -259,9 +259,9 @@ class PeopleChecks:
             self._with_store(read)
         return found
 
-    def _with_store(self, act: Any) -> bool:
+    def _with_store(self, act: Callable[[Labels], None]) -> bool:
         """Returns whether the store could be used. An error in `act` that is not the database's is raised."""
-        from sqlalchemy.exc import SQLAlchemyError
+        from sqlalchemy.exc import SQLAlchemyError  # which a bare GPU machine lacks
 
         with ExitStack() as closing:
             try:
@@ -277,15 +277,14 @@ class PeopleChecks:
                 return False
         return True
 
-    def _opened(self) -> Any:
+    def _opened(self) -> Labels:
         """Opens the store. Raises: ValueError or OSError if it is locked or away; a missing file is not created."""
         from preferences.database import store_file
-        from preferences.store import LabelStore
 
         file = store_file(self.source.store)
         if file is not None and not file.is_file():
             raise ValueError(f"label store {str(file)!r}: there is no such file")
-        return LabelStore(self.source.store)
+        return self._open_labels(self.source.store)
 
 
 def planned_rows(order: Sampler | Mixture, num_iterations: int, config: AlarmConfig, seed: int) -> dict[int, list[int]]:

@@ -21,7 +21,7 @@ from lm.samplers.vllm_engine import require_vllm
 from lm.tensor_parallel import largest_team, require_divisible
 from lm.tokenizer import Tokenizer
 from lm.weights import read_config
-from ppo.config import PPOConfig
+from ppo.config import PeopleSource, PPOConfig
 from ppo.controller import GoldScores, prompt_order
 from ppo.environments.environment import Environment
 from ppo.loop import train
@@ -228,7 +228,16 @@ def run_ppo(stage: StageRun, config: PPOConfig) -> None:
     """Place the roles, and run all iterations."""
     ppo = placed(stage, config)
     gold = _gold_scores(stage, config, ppo)
-    train(stage.context(), config, ppo.roles, ppo.models, ppo.fitting, enter=stage.enter, gold=gold)
+    train(
+        stage.context(),
+        config,
+        ppo.roles,
+        ppo.models,
+        ppo.fitting,
+        enter=stage.enter,
+        gold=gold,
+        open_labels=stage.open_labels,
+    )
     ppo.roles.close()
 
 
@@ -337,9 +346,11 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
         if config.environment is not None:
             _check_replies(tokenizer, config.environment)
     rows = OnAccess(len(fitting.prompts), lambda row: fitting.prompts[row].row)
-    sources = [config.external_reward, None if config.alarm is None else config.alarm.source]
-    for source in (source for source in sources if source is not None):
-        source.check(rows)
+    for source in (config.external_reward, None if config.alarm is None else config.alarm.source):
+        if isinstance(source, PeopleSource):
+            source.check(stage.open_labels)
+        elif source is not None:
+            source.check(rows)
     if config.environment is not None:
         config.environment.check(rows)
 

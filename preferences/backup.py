@@ -35,18 +35,15 @@ from preferences.schema import (
     questions,
     sessions,
     tasks,
-    usability_answers,
 )
 
 ROWS_AT_ONCE = 1_000
-FIRST_TABLES = {"tasks", "places", "judgments", "labelers", "accounts", "people_acts", "alembic_version"}
 _LEFT_OUT = (sessions, invitations)
 _COUNTED = {
     tasks.name: tasks.c.position,
     judgments.name: judgments.c.judgment_id,
     audit_log.name: audit_log.c.act_id,
     questions.name: questions.c.message_id,
-    usability_answers.name: usability_answers.c.answer_id,
 }
 
 
@@ -119,7 +116,7 @@ def _snapshot(url_or_path: str | Path, out: Path) -> None:
     else:
         with closing(sqlite3.connect(source)) as opened, closing(sqlite3.connect(out)) as copy:
             found = {name for (name,) in opened.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            missing = sorted(FIRST_TABLES - found)  # opening the copy adds newer tables
+            missing = sorted({*metadata.tables, "alembic_version"} - found)  # opening the copy would add them
             if missing:
                 raise ValueError(f"{source}: has no table {missing[0]!r}; a label store was expected")
             opened.backup(copy)

@@ -16,7 +16,7 @@ POOL_SIZE = 8
 MAX_CHECKED_BYTES = 2 * 2**30  # files up to this size are checked at each start, which takes some seconds
 _BEGIN = "heed_begin"
 _MIGRATING = 7_243_001  # key of the migration's advisory lock; any number that only Heed uses
-OLDEST_REVISION = "0009"  # earlier ones, and tables without a revision, belonged to unreleased versions
+OLDEST_REVISION = "0017"  # earlier ones, and tables without a revision, belonged to unreleased versions
 
 
 class StoreClosedError(ValueError):

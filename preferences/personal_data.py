@@ -1,8 +1,8 @@
 """What a label store holds about one person, and how to erase it.
 
-An erasure deletes the name, the account, its sessions and links, and what the person wrote in notes, questions and
-comments on a form. Judgments and ratings of forms stay under the pseudonym, so that training data and statistics do not
-change; so do edits of responses, which are training data.
+An erasure deletes the name, the account, its sessions and links, and what the person wrote in notes and questions.
+Judgments stay under the pseudonym, so that training data and statistics do not change; so do edits of responses, which
+are training data.
 """
 
 import sqlite3
@@ -12,7 +12,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, delete, select, update
 
-from preferences import arena_records, leases, results, usability
+from preferences import arena_records, leases, results
 from preferences.schema import (
     accounts,
     arena_conversations,
@@ -25,13 +25,12 @@ from preferences.schema import (
     questions,
     sessions,
     tasks,
-    usability_answers,
 )
 
 # Tables that hold or held names, or texts that people wrote. VACUUM also clears deleted rows not yet overwritten.
 PERSONAL_TABLES = (
     labelers, accounts, sessions, invitations, judgments, assignments, audit_log, questions, arena_conversations,
-    arena_turns, usability_answers,
+    arena_turns,
 )  # fmt: skip
 CHECKPOINT_SECONDS = 30.0  # how long to wait for others to finish reading a SQLite file
 KEY_NOTE = "an argon2 hash of the key is stored, the key itself is not"
@@ -71,13 +70,6 @@ def held_about(connection: Connection, name: str) -> dict[str, Any]:
             for judgment in reversed(results.events(connection, batch, who, "", 0, None))
         ],
         "questions": [dict(row) for row in connection.execute(said).mappings()],
-        "usability_studies": [
-            {"study": study.name, "conditions": [study.conditions[index].name for index in one.conditions]}
-            for study in usability.studies(connection)
-            for one in usability.participants(connection, study.name)
-            if one.labeler == name
-        ],
-        "questionnaires": [asdict(one) for one in usability.answers(connection, who=who)],
         "conversations": [asdict(one) for one in arena_records.conversations_of(connection, who)],
         "audit_log": [
             {"actor": row.actor, "action": row.act, "subject": row.subject, "created_at": row.created_at}
@@ -102,7 +94,6 @@ def erase(connection: Connection, name: str) -> str:
     connection.execute(update(labelers).where(labelers.c.pseudonym == who).values(name=None, is_erased=True))
     connection.execute(update(judgments).where(judgments.c.labeler == who).values(note=""))
     connection.execute(update(questions).where(questions.c.author == who).values(text=""))
-    connection.execute(update(usability_answers).where(usability_answers.c.labeler == who).values(comment=""))
     arena_records.delete_conversations(connection, who)
     return who
 

@@ -165,6 +165,24 @@ class StoredTask:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """A batch's progress. An open task has fewer judgments than it wants labelers."""
+
+    num_tasks: int
+    num_judgments: int
+    num_open: int
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Who has judged a task, sorted by name, and how many distinct labelers it wants."""
+
+    task_id: str
+    num_labelers: int
+    judged_by: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ShownTask:
     """What a labeler sees: no sources, and the responses in the order shown."""
 

@@ -12,29 +12,11 @@ from preferences.leases import Lease, display_order
 from preferences.names import name_in
 from preferences.overlap import IS_WANTED
 from preferences.rankings import current_judgments, ranking_of, why_excluded
-from preferences.records import Judgment, Message, Ranking, ShownTask, StoredTask
+from preferences.records import Coverage, Judgment, Message, Progress, Ranking, ShownTask, StoredTask
 from preferences.rows import Values, as_judgment, as_task, messages, parts
 from preferences.schema import assignments, judgments, labelers, tasks
 
 NUM_RECENT = 2_000  # the store's newest events, which usually include a page of a batch's newest ones
-
-
-@dataclass(frozen=True)
-class Progress:
-    """A batch's progress. An open task has fewer judgments than it wants labelers."""
-
-    num_tasks: int
-    num_judgments: int
-    num_open: int
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """Who has judged a task, sorted by name, and how many distinct labelers it wants."""
-
-    task_id: str
-    num_labelers: int
-    judged_by: tuple[str, ...]
 
 
 @dataclass(frozen=True)

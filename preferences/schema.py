@@ -7,10 +7,6 @@ judgments    one row per event of a labeler, append-only like tasks
 people_acts  the audit log: one row per event on accounts or exports, append-only like tasks
 questions    one row per message between a labeler and the leads about a task, append-only like tasks
 arena_conversations, arena_turns   conversations of people with two policies (`heed arena`)
-usability_studies, usability_participants
-             studies that compare labeling forms, and each labeler's order of the forms; see `usability`
-usability_answers
-             answers to a study's questionnaire, append-only like questions
 labelers     the name of each pseudonym; triggers refuse DELETE, and every UPDATE except an erasure
 batch_settings, requirements
              whether a batch is closed, and which tags a labeler needs for it or for some of its tasks
@@ -18,8 +14,8 @@ task_summaries, task_texts
              how far the answers to a task agree, and its words, for leads to search by; computed from the tables above
 
 A column `labeler` holds a pseudonym, and so do `actor` and `subject` of the audit log if they are people. Only an
-erasure may change a judgment, a message or an answer to a questionnaire: the triggers allow emptying the notes,
-messages and comments of an erased person, and nothing else.
+erasure may change a judgment or a message: the triggers allow emptying the notes and messages of an erased person, and
+nothing else.
 
 In the database `assignments` is the table `places`, whose column `place` is the assignment's number, and `audit_log` is
 the table `people_acts`.
@@ -291,52 +287,4 @@ arena_turns = Table(
     Column("records", JSON, nullable=False),  # by policy: how the response was sampled; [] = unfinished
     Column("finished_at", Float, nullable=False),  # 0 = unfinished
     PrimaryKeyConstraint("conversation", "turn"),
-)
-
-usability_studies = Table(
-    "usability_studies",
-    metadata,
-    Column("name", String, primary_key=True),
-    Column("conditions", JSON, nullable=False),  # one object per condition; see `usability.Condition`
-    Column("tasks_per_condition", Integer, nullable=False),
-    Column("practice_tasks", Integer, nullable=False),
-    Column("seed", Integer, nullable=False),
-    Column("started_at", Float, nullable=False),  # seconds since the epoch
-    Column("stopped_at", Float, nullable=False),  # 0 = running
-)
-
-usability_batches = Table(  # of the studies' conditions, so that a task's studies are found without reading the others
-    "usability_batches",
-    metadata,
-    Column("batch", String, nullable=False),
-    Column("study", String, ForeignKey("usability_studies.name"), nullable=False),
-    PrimaryKeyConstraint("batch", "study"),
-)
-
-usability_participants = Table(
-    "usability_participants",
-    metadata,
-    Column("study", String, ForeignKey("usability_studies.name"), nullable=False),
-    Column("labeler", String, nullable=False),
-    Column("place", Integer, nullable=False),  # 0, 1, ...: in which order they were added
-    Column("conditions", JSON, nullable=False),  # indices of the study's conditions, in this labeler's order
-    PrimaryKeyConstraint("study", "labeler"),
-    Index("usability_participants_by_labeler", "labeler"),
-)
-
-usability_answers = Table(
-    "usability_answers",
-    metadata,
-    Column("answer_id", Integer, primary_key=True),
-    Column("study", String, ForeignKey("usability_studies.name"), nullable=False),
-    Column("labeler", String, nullable=False),
-    Column("condition", Integer, nullable=False),  # an index into the study's conditions
-    Column("load", JSON, nullable=False),  # one number from 0 to 100 per scale of `questionnaire.LOAD`
-    Column("sus", JSON, nullable=False),  # one number from 1 to 5 per statement of `questionnaire.SUS`
-    Column(
-        "preferred", Integer, nullable=False
-    ),  # a condition's index, or one of `usability.NO_PREFERENCE`, `NOT_ASKED`
-    Column("comment", JSON, nullable=False),  # a string, as in judgments.note
-    Column("created_at", Float, nullable=False),  # seconds since the epoch
-    UniqueConstraint("study", "labeler", "condition", name="usability_answers_once"),
 )

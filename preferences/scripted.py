@@ -6,18 +6,20 @@ Leaves out: labelers that answer at the same time (run several processes on one 
 import hashlib
 import json
 from collections.abc import Callable, Sequence, Set
+from typing import TYPE_CHECKING
 
 from preferences.leases import Lease
-from preferences.records import Answer, Labeler, Skip
-from preferences.results import Coverage, Progress
-from preferences.store import LabelStore
+from preferences.records import Answer, Coverage, Labeler, Progress, Skip
+
+if TYPE_CHECKING:
+    from preferences.store import LabelStore
 
 TASKS_PER_TURN = 64  # a turn needs one transaction and disk sync to lease, and one to submit
 LEASE_SECONDS = 3_600.0  # must cover one turn, that is, TASKS_PER_TURN judgments
 
 
 def answer_all(
-    store: LabelStore,
+    store: "LabelStore",
     labelers: Sequence[Labeler],
     *,
     batch: str,
@@ -63,7 +65,11 @@ def answer_all(
 
 
 def _store(
-    store: LabelStore, leases: Sequence[Lease], results: Sequence[Answer | Skip], client: str, instructions_version: str
+    store: "LabelStore",
+    leases: Sequence[Lease],
+    results: Sequence[Answer | Skip],
+    client: str,
+    instructions_version: str,
 ) -> None:
     answered = [(lease, result) for lease, result in zip(leases, results, strict=True) if isinstance(result, Answer)]
     store.submit_many(

@@ -14,14 +14,26 @@ from typing import Self
 
 from sqlalchemy import Connection, select
 
-from preferences import assignment, leases, questions, recording, results
+from preferences import assignment, leases, questions, recording, results, scripted
 from preferences.database import open_engines
 from preferences.leases import Lease
 from preferences.names import known_pseudonym, num_erased, pseudonym_of
 from preferences.questions import Thread, ThreadState
 from preferences.recording import Import, ImportRows, stored
-from preferences.records import NO_LOCATIONS, Answer, Judgment, Locations, Message, Ranking, StoredTask, Task
-from preferences.results import BatchCounts, Coverage, PastEvent, Progress
+from preferences.records import (
+    NO_LOCATIONS,
+    Answer,
+    Coverage,
+    Judgment,
+    Labeler,
+    Locations,
+    Message,
+    Progress,
+    Ranking,
+    StoredTask,
+    Task,
+)
+from preferences.results import BatchCounts, PastEvent
 from preferences.rows import Values, answer_row, as_task, empty_row, parts, task_row
 from preferences.schema import tasks
 
@@ -156,6 +168,25 @@ class LabelStore:
             return results.leases_of(connection, [task for task, _ in granted], labeler, who, until)
 
     # ---- what labelers do ----
+
+    def answer_all(
+        self,
+        labelers: Sequence[Labeler],
+        *,
+        batch: str,
+        client: str,
+        instructions_version: str,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> Progress:
+        """Lets scripted labelers answer a batch in this process; see `scripted.answer_all`."""
+        return scripted.answer_all(
+            self,
+            labelers,
+            batch=batch,
+            client=client,
+            instructions_version=instructions_version,
+            on_progress=on_progress,
+        )
 
     def submit(self, lease: Lease, answer: Answer, *, client: str, instructions_version: str) -> None:
         """Stores one answer. On return it is on disk. See `submit_many`."""
@@ -348,6 +379,11 @@ class LabelStore:
         """Returns the batches' names, in order of arrival."""
         with self._reader.begin() as connection:
             return results.batches(connection)
+
+    def single_response_batches(self) -> list[str]:
+        """Returns the batches whose tasks have one response each, in order of arrival."""
+        with self._reader.begin() as connection:
+            return results.batches_of_single_responses(connection, results.batches(connection))
 
     def labelers(self) -> list[str]:
         """Returns the names of all who have judged or skipped something, sorted."""

@@ -49,6 +49,8 @@ from training.objectives import CausalLMObjective
 from training.packing import stream_rows
 from training.tokens import Part, TokenFolders, array_path, chunks, read_sources, unusual_rows
 
+TOKENIZER_TEXTS = 100_000  # on which the tokenizer is trained, from the first text on
+
 
 class PretrainConfig(InitConfig, TrainingConfig):
     """`batch.batch_size` counts rows of `seq_len` tokens.
@@ -58,9 +60,6 @@ class PretrainConfig(InitConfig, TrainingConfig):
 
     texts: tuple[TextConfig, ...] = Field(min_length=1, description="Texts to learn from.")
     heldout: tuple[TextConfig, ...] = Field(min_length=1, description="Texts to evaluate on.")
-    tokenizer_texts: int = Field(
-        default=100_000, ge=1, description="How many texts, from the first on, the tokenizer is trained on."
-    )
     seq_len: int = Field(ge=2, description="Tokens per row.")
     next_sentence: bool = Field(
         default=False,
@@ -156,12 +155,12 @@ def make_objective(
 
 
 def prepare_tokenizer(config: PretrainConfig, model: ModelConfig, folder: Path) -> None:
-    """Save the tokenizer of `init_from`, or train one on the first `tokenizer_texts` texts."""
+    """Save the tokenizer of `init_from`, or train one on the first `TOKENIZER_TEXTS` texts."""
     if config.init_from:
         source = model_directory(config.init_from)
         Tokenizer.load(source, end=config.end_token).save(folder)
         return
-    sample = itertools.islice(read_texts(config.texts), config.tokenizer_texts)
+    sample = itertools.islice(read_texts(config.texts), TOKENIZER_TEXTS)
     if model.kind == "decoder":
         Tokenizer.train(sample, model.vocab_size, "chat").save(folder)
     else:
@@ -237,7 +236,7 @@ def tokenizer_inputs(run: StageRun, config: PretrainConfig) -> tuple[dict[str, A
     named = run.job.section(STAGE)
     assert named is not None
     texts = [text.model_dump() for text in named.texts]  # by name, not by path: a run folder may be moved
-    values = {"texts": texts, "tokenizer_texts": config.tokenizer_texts}
+    values = {"texts": texts, "tokenizer_texts": TOKENIZER_TEXTS}
     return {**values, "vocab_size": run.model.vocab_size, "kind": run.model.kind}, run.source_hashes(texts)
 
 

@@ -6,7 +6,7 @@ The modules, in the order in which to read them:
     rankings              comparisons, prepared
     its training          objective, metrics
     scores and samples    scoring, sampling
-    samples for labelers  collect (the stage), label_sampling (a command)
+    samples for labelers  collect
     rewards of steps      steps, step_labels, step_training
     other rewards         sources (all kinds), external, endpoint, rubric, judge, verifiers/
 """

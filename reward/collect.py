@@ -1,28 +1,31 @@
-"""Collecting preferences: K samples of the SFT policy per prompt, which labelers rank through the label store's client
-interface.
+"""Samples for labelers. As a stage: K samples of the SFT policy per prompt, which labelers rank through the label
+store's client interface. As a command: samples of several policies, some of which become tasks.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 
+import torch
 from pydantic import Field
 
 from files.hashes import derive_seed
+from lm.source import inference_dtype
 from preferences.database import require_locks
-from preferences.formats.own import ranking_row
-from preferences.records import MAX_RESPONSES, Message, Ranking, Task
-from preferences.results import Progress
-from preferences.scripted import answer_all
+from preferences.formats.native import ranking_row
+from preferences.records import MAX_RESPONSES, Message, Progress, Ranking, Task
 from preferences.statistics.agreement import accuracy_against, pairwise_agreement
 from preferences.statistics.estimates import Share
-from preferences.store import LabelStore
-from reward.sampling import Sample, SamplingSpec, sample_everywhere
+from preferences.task_selection import UNIFORM_SHARE, Candidate, PromptCandidates, Rule, choose_tasks
+from reward.comparisons import encode_response
+from reward.sampling import Sample, SamplingSpec, sample_everywhere, sample_policy
+from reward.scoring import RewardModel, labels_of, weights_by_label
 from stages.contract import Parent, Source, Stage
 from stages.data import fitting_prompts
+from stages.labels import Labels
 from stages.planner import Planner, StagePlan
 from stages.reports.parts import StageReport, StageReporter
 from stages.reports.plots import Measured, interval_figure
@@ -51,9 +54,6 @@ class CollectConfig(Config):
         description="Fraction of the tasks that `overlap_labelers` labelers rank, to measure agreement.",
     )
     overlap_labelers: int = Field(default=2, ge=2, description="Labelers per overlapping task; the others have one.")
-    instructions_version: str = Field(
-        default="1", description="Version of the labelers' instructions, recorded with each judgment."
-    )
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _digest(*content: object) -> str:
 
 
 def label_tasks(
-    store: LabelStore,
+    store: Labels,
     world: World,
     tasks: Sequence[Task],
     config: CollectConfig,
@@ -126,12 +126,11 @@ def label_tasks(
     num_overlapping = round(config.overlap_share * len(tasks))
     quotas = [config.overlap_labelers if index < num_overlapping else 1 for index in range(len(tasks))]
     store.add_tasks(tasks, batch=batch, num_labelers=quotas)
-    progress = answer_all(
-        store,
+    progress = store.answer_all(
         world.labelers(seed),
         batch=batch,
         client="scripted",
-        instructions_version=config.instructions_version,
+        instructions_version="1",
         on_progress=on_progress,
     )
     if progress.num_open:
@@ -188,7 +187,7 @@ def run_collect(run: StageRun, config: CollectConfig) -> None:
     )
     samples = sample_everywhere(run, "sft", spec, prompts)
     batch = json.loads((run.folder / "inputs.json").read_text(encoding="utf-8"))["fingerprint"][:12]
-    with LabelStore(run.run_folder / "labels.sqlite") as store:
+    with run.open_labels(run.run_folder / "labels.sqlite") as store:
         others = [other for other in store.batches() if other != batch]
         taken = {stored.task.task_id for other in others for stored in store.tasks(other)}
         tasks = make_tasks(batch, prompts, samples, run.own("sft"), taken=taken)
@@ -252,6 +251,103 @@ def plan(planner: Planner, config: CollectConfig) -> StagePlan:
         config.prompts, config.max_new_tokens, config.on_overlong, lambda run: run.tokenizer_of("sft")
     )
     return planner.sampling(num_prompts, num_responses, config.max_new_tokens, lengths, at_once=num_responses)
+
+
+EVALUATION_SHARE = 0.1  # of the prompts, whose tasks are always selected uniformly, for evaluation
+
+
+@dataclass(frozen=True)
+class TaskSelection:
+    """How samples become tasks. `preferences.task_selection.choose_tasks` explains each field."""
+
+    batch: str
+    rule: Rule
+    responses_per_task: int
+    tasks_per_prompt: int
+    seed: int
+    num_tasks: int
+
+
+def sample_tasks(
+    policies: Sequence[Path],
+    judges: Sequence[Path],
+    prompts: Sequence[Prompt],
+    selection: TaskSelection,
+    *,
+    num_samples: int,
+    max_new_tokens: int,
+    temperature: float,
+    weights: Mapping[str, float],
+) -> list[Task]:
+    """Sample `num_samples` responses from every policy to every prompt, and make tasks of some of them.
+
+    A response's source is its policy's folder. `weights` are those of the judges' objectives, if there are several.
+    Raises: ValueError for a directory without the expected kind of model, weights that do not fit a judge, a prompt
+    that leaves no room for the response, and a conversation that does not fit a judge.
+    """
+    for judge in judges:
+        weights_by_label(str(judge), labels_of(judge), weights)
+    sampled: dict[str, list[tuple[str, str]]] = {prompt.prompt_id: [] for prompt in prompts}
+    for policy in policies:
+        spec = SamplingSpec(
+            policy=policy,
+            num_samples=num_samples,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=derive_seed(selection.seed, "label sample", str(policy)),
+            precision="bf16" if inference_dtype() == torch.bfloat16 else "fp32",
+        )
+        for sample in sample_policy(spec, prompts):
+            sampled[sample.prompt_id].append((sample.response, str(policy)))
+    texts = {name: [text for text, _ in samples] for name, samples in sampled.items()}
+    scores = scores_of(judges, weights, prompts, texts)
+    candidates = [
+        PromptCandidates(
+            prompt.prompt_id,
+            tuple(Message.of(message) for message in prompt.messages),
+            tuple(
+                Candidate(text, source, scores[prompt.prompt_id][place])
+                for place, (text, source) in enumerate(sampled[prompt.prompt_id])
+            ),
+        )
+        for prompt in prompts
+    ]
+    return choose_tasks(
+        candidates,
+        batch=selection.batch,
+        rule=selection.rule,
+        responses_per_task=selection.responses_per_task,
+        tasks_per_prompt=selection.tasks_per_prompt,
+        evaluation_share=EVALUATION_SHARE,
+        seed=selection.seed,
+        num_tasks=selection.num_tasks,
+        uniform_share=UNIFORM_SHARE,
+    )
+
+
+def scores_of(
+    judges: Sequence[Path], weights: Mapping[str, float], prompts: Sequence[Prompt], responses: dict[str, list[str]]
+) -> dict[str, list[tuple[float, ...]]]:
+    """Returns each judge's scores by prompt: one tuple per response, with one score per judge; higher is better."""
+    columns: list[list[float]] = []
+    for folder in judges:
+        judge = RewardModel.load(folder, weights)
+        sequences = []
+        for prompt in prompts:
+            messages = [Message.of(message) for message in prompt.messages]
+            for response in responses[prompt.prompt_id]:
+                tokens = encode_response(judge.tokenizer, messages, response)
+                if not judge.fits(tokens):
+                    raise ValueError(
+                        f"prompt {prompt.prompt_id!r}: with a response it has {len(tokens)} tokens; {folder} reads at"
+                        f" most {judge.network.config.max_position_embeddings}"
+                    )
+                sequences.append(tokens)
+        columns.append(judge.score_sequences(sequences))
+    rows = iter(zip(*columns, strict=True)) if columns else iter([])
+    return {
+        prompt.prompt_id: [next(rows) if columns else () for _ in responses[prompt.prompt_id]] for prompt in prompts
+    }
 
 
 STAGE = Stage(

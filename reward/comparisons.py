@@ -21,7 +21,7 @@ from training.data import OnOverlong, SourceConfig, SourceRows, read_rows, repor
 from training.tokens import FITS, SKIPPED, TRUNCATED, chunks, encode_rows
 
 if TYPE_CHECKING:
-    from preferences.formats.merging import Found
+    from preferences.formats.merging import ImportedLabels
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class RankingsConfig(SourceConfig):
 
 def read_judgments(
     data: RankingsConfig, tell: Callable[[str], None] = untold, *, least_responses: int = MIN_RESPONSES
-) -> "Found":
+) -> "ImportedLabels":
     """Read tasks, judgments, warnings about rows, and what is excluded from training.
 
     `tell` gets lines about the number of comparisons, their format, and unusual rows. A task with fewer than

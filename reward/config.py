@@ -96,12 +96,6 @@ class RewardConfig(LayersConfig, ComparisonsConfig):
         description="By how much the better response's score should exceed the other's, per standard deviation of the"
         " ratings by which they differ (Llama 2, arXiv 2307.09288, eq. 2); 0 = no margin.",
     )
-    num_calibration: int = Field(
-        default=512,
-        ge=1,
-        description="How many demonstrations set the score's zero, and how many comparisons fit the probability of a"
-        " tie.",
-    )
 
     @field_validator("objectives")
     @classmethod

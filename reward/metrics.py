@@ -38,6 +38,8 @@ from training.tokens import encode_rows
 TaskScores = Mapping[str, Sequence[float]]  # by task, the scores of its responses in order
 Floats = npt.NDArray[np.float64]
 LEVEL, NUM_RESAMPLES = 0.95, 2_000
+# Demonstrations that set the score's zero, and comparisons that fit the probability of a tie.
+NUM_CALIBRATION = 512
 
 
 def objective_metrics(
@@ -193,14 +195,14 @@ def final_scores(
     trained_on: Sequence[Comparison],
     heldout: Sequence[Comparison],
 ) -> FinalScores:
-    """Score the first `num_calibration` demonstrations (or best responses, without demonstrations), all held-out
-    comparisons, and the first `num_calibration` training comparisons of each objective. A collective call.
+    """Score the first `NUM_CALIBRATION` demonstrations (or best responses, without demonstrations), all held-out
+    comparisons, and the first `NUM_CALIBRATION` training comparisons of each objective. A collective call.
     """
     context = engine.module.network.config.max_position_embeddings
     if config.demonstrations:
         best: Sequence[Sequence[int]] = calibration_sequences(config, tokenizer, context)
     else:
-        best = best_responses(trained_on, config.num_calibration)
+        best = best_responses(trained_on, NUM_CALIBRATION)
     scores_BO = scores_on_all_ranks(engine, best)
     shift = [-sum(of_head) / len(of_head) for of_head in scores_BO.T.tolist()]
 
@@ -210,7 +212,7 @@ def final_scores(
     known: dict[str, list[float]] = {}
     for place in range(len(shift)):
         own = (comparison for comparison in trained_on if comparison.objective == place)
-        known |= shifted_scores(list(islice(own, config.num_calibration)))
+        known |= shifted_scores(list(islice(own, NUM_CALIBRATION)))
     return FinalScores(shift, shifted_scores(heldout), known)
 
 
@@ -234,12 +236,12 @@ def scores_on_all_ranks(engine: Engine[RewardLearner], sequences: Sequence[Seque
 
 
 def calibration_sequences(config: RewardConfig, tokenizer: Tokenizer, max_tokens: int) -> list[tuple[int, ...]]:
-    """Returns the tokens of the first `num_calibration` demonstrations; `on_overlong` treats those that are too long.
+    """Returns the tokens of the first `NUM_CALIBRATION` demonstrations; `on_overlong` treats those that are too long.
 
     Raises: ValueError naming file and line of a row that is not a demonstration, or that is too long with "refuse".
     """
     found = []
-    for where, messages in islice(read_conversations(config.demonstrations), config.num_calibration):
+    for where, messages in islice(read_conversations(config.demonstrations), NUM_CALIBRATION):
         (tokens,) = encode_rows(lambda of: [encode_scored(tokenizer, one) for one in of], [(where, messages)])
         if len(tokens) > max_tokens and config.on_overlong == "refuse":
             raise ValueError(

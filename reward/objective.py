@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lm.layers import sequence_keys
 from lm.source import ModelSource
 from lm.transfer import spread, upload
-from reward.comparisons import Comparison
+from reward.comparisons import Comparison, Verdict
 from reward.scoring import PackedInputs, RewardNetwork, scores_of
 from training.config import BatchConfig
 from training.packing import IntArray, pass_tokens, split_passes
@@ -225,6 +225,39 @@ def accuracy_of(difference_BP: Tensor, ahead_BP: Tensor, real_BP: Tensor) -> Ten
 MAX_RESPONSES = 1 << 20  # to one prompt; sequence numbers of consecutive comparisons are this far apart
 
 
+def response_numbers(rows: IntArray, comparisons: Sequence[Comparison]) -> IntArray:
+    """Returns the number of each response [N], which depends only on its comparison's row and its place there."""
+    pairs = zip(rows, comparisons, strict=True)
+    return np.array([row * MAX_RESPONSES + k for row, comparison in pairs for k in range(len(comparison.sequences))])
+
+
+@dataclass(frozen=True)
+class Judgments:
+    """The J verdicts on a batch's comparisons, in order. K is the largest number of responses; ranks are 0 beyond."""
+
+    rows: Sequence[int]  # of each verdict's comparison in the batch
+    verdicts: Sequence[Verdict]
+    share_J: Tensor  # a verdict's weight divided by the number of verdicts on the same comparison
+    ranks_JK: Tensor
+    _rows_J: Tensor
+    _real_BK: Tensor  # True = not padding; in CPU memory
+
+    @classmethod
+    def of(cls, comparisons: Sequence[Comparison], device: torch.device) -> "Judgments":
+        lengths = torch.tensor([len(c.sequences) for c in comparisons])
+        K = int(lengths.max())
+        judged = [(row, verdict) for row, c in enumerate(comparisons) for verdict in c.verdicts]
+        rows, verdicts = zip(*judged, strict=True)
+        shares = [verdict.weight / len(comparisons[row].verdicts) for row, verdict in judged]
+        ranks = [[*verdict.ranks, *[0] * (K - len(verdict.ranks))] for verdict in verdicts]
+        share_J, ranks_JK, rows_J = (upload(torch.tensor(values), device) for values in (shares, ranks, rows))
+        return cls(rows, verdicts, share_J, ranks_JK, rows_J, torch.arange(K) < lengths[:, None])
+
+    def spread(self, values_N: Tensor) -> Tensor:
+        """Returns one value per response [N] as [J, K], for each verdict those of its comparison; 0 beyond."""
+        return spread(values_N, self._real_BK)[self._rows_J]
+
+
 class ComparisonObjective:
     """Base class of the objectives over comparisons. A pass holds whole comparisons.
 
@@ -284,30 +317,18 @@ class RankingObjective(ComparisonObjective):
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         chosen = [self.comparisons[row] for row in rows]
         packed = PackedInputs.of([s for c in chosen for s in c.sequences], self.kind, device)
-        # A sequence's number depends only on its comparison's row and its place there, not on the rest of the batch.
-        numbers_N = [
-            row * MAX_RESPONSES + k for row, c in zip(rows, chosen, strict=True) for k in range(len(c.sequences))
-        ]
-        keys_BT = sequence_keys(seed, np.array(numbers_N)[packed.sequence_BT], device)
+        keys_BT = sequence_keys(seed, response_numbers(rows, chosen)[packed.sequence_BT], device)
         scores, log_nu_O, scale_O = model(*packed.read, sequence_keys_BT=keys_BT)
         scores_NO = packed.in_order(scores)
         objective_N = torch.tensor([[c.objective] for c in chosen for _ in c.sequences])
         scores_N = scores_NO.gather(1, upload(objective_N, device)).squeeze(1)
-        lengths = torch.tensor([len(c.sequences) for c in chosen])
-        real_BK = torch.arange(int(lengths.max())) < lengths[:, None]
-        # Scores are flat, comparison after comparison, which is the order of the real entries of the padded [B, K].
-        scores_BK = spread(scores_N, real_BK)
-        weighted = [
-            (row, verdict, verdict.weight / len(c.verdicts)) for row, c in enumerate(chosen) for verdict in c.verdicts
-        ]
-        rows_J, verdicts_J, shares_J = zip(*weighted, strict=True)
-        share_J = upload(torch.tensor(shares_J), device)
-        scores_JK, K = scores_BK[upload(torch.tensor(rows_J), device)], real_BK.shape[1]
-        ranks_JK = upload(torch.tensor([[*v.ranks, *[0] * (K - len(v.ranks))] for v in verdicts_J]), device)
-        objective_J = upload(torch.tensor([chosen[row].objective for row in rows_J]), device)
+        judgments = Judgments.of(chosen, device)
+        share_J, ranks_JK, scores_JK = judgments.share_J, judgments.ranks_JK, judgments.spread(scores_N)
+        objective_J = upload(torch.tensor([chosen[row].objective for row in judgments.rows]), device)
         ratings_JK: Tensor | None = None
         if self.rating_coef or self.margin_coef:
-            ratings = torch.tensor([[*v.ratings, *[torch.nan] * (K - len(v.ratings))] for v in verdicts_J])
+            K = ranks_JK.shape[1]
+            ratings = torch.tensor([[*v.ratings, *[torch.nan] * (K - len(v.ratings))] for v in judgments.verdicts])
             std_J1 = upload(torch.tensor(self.rating_std), device)[objective_J, None]
             ratings_JK = upload(ratings, device) / std_J1
         if len(log_nu_O):
@@ -321,7 +342,7 @@ class RankingObjective(ComparisonObjective):
             metrics[f"accuracy/{name}"] = torch.stack([(own_J * accuracy_J).sum(), own_J.sum()])
         loss = (share_J * loss_J).sum()
         if self.rating_coef and ratings_JK is not None:
-            scale_J = scale_O.expand(len(verdicts_J), -1).gather(1, objective_J[:, None]).squeeze(1)
+            scale_J = scale_O.expand(len(objective_J), -1).gather(1, objective_J[:, None]).squeeze(1)
             error_J = rating_loss(scores_JK, ratings_JK, scale_J)
             metrics["rating_loss"] = (share_J * error_J).sum()
             loss = loss + self.rating_coef * metrics["rating_loss"]

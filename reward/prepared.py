@@ -15,7 +15,7 @@ import numpy as np
 
 from files.hashes import json_hash
 from lm.tokenizer import Tokenizer
-from preferences.formats.merging import Found
+from preferences.formats.merging import ImportedLabels
 from preferences.formats.parts import RowWarning
 from preferences.rankings import is_heldout, split_rankings
 from preferences.records import OVERALL, Message, Ranking
@@ -271,7 +271,7 @@ def report_rankings(run: StageRun, config: ComparisonsConfig, prepared: Prepared
         run.tell(f"{config.rankings.source}: {overlong} (the model reads {max_tokens} tokens)")
 
 
-def warnings_about(judgments: Found) -> list[dict[str, Any]]:
+def warnings_about(judgments: ImportedLabels) -> list[dict[str, Any]]:
     """Returns the content of WARNINGS: the first rows that were skipped as invalid, and all unusual rows."""
     skipped = [
         RowWarning("invalid", judgments.invalid.source, message, "skipped") for message in judgments.invalid.messages
@@ -375,7 +375,7 @@ def comparison_lengths(
 
 def ranking_lengths(
     tokenizer: Tokenizer,
-    judgments: Found,
+    judgments: ImportedLabels,
     most_tokens: int,
     on_overlong: OnOverlong,
     section: str = "reward",

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import ConfigDict, Field, FiniteFloat, Tag, model_validator
 
@@ -169,16 +169,16 @@ class RewardSum(ExternalReward):
         return 0
 
 
-Reward = Annotated[
-    Annotated[ModelReward, Tag("model")]
+Kinds = (
+    Annotated[ModelReward, Tag("model")]  # also a table without `kind`
     | Annotated[RewardFunction, Tag("function")]
     | Annotated[RemoteReward, Tag("url")]
     | Annotated[NoReward, Tag("none")]
     | Annotated[Verifier, Tag("verifier")]
     | Annotated[JudgeReward, Tag("judge")]
-    | Annotated[RewardSum, Tag("sum")],
-    by_kind("model", "function", "url", "none", "verifier", "judge", "sum"),
-]
-REWARD_KEYS = tuple(
-    f"reward.{kind.source_key}" for kind in (ModelReward, RewardFunction, RemoteReward, Verifier, RewardSum)
+    | Annotated[RewardSum, Tag("sum")]
 )
+_BY_NAME = {tag.tag: kind for kind, tag in map(get_args, get_args(Kinds))}
+Reward = Annotated[Kinds, by_kind(*_BY_NAME)]
+# The keys that name where scores come from, in place of a reward stage.
+REWARD_KEYS = tuple(dict.fromkeys(f"reward.{kind.source_key}" for kind in _BY_NAME.values() if kind is not NoReward))

@@ -78,10 +78,6 @@ class StepLabelsConfig(SourceConfig):
         description="Text between the steps of a response, also when the model scores a policy's (TRL's"
         " `step_separator`). Within a step it becomes a space. Must be empty for `turns`, where each turn is one step.",
     )
-    last_step_only: bool = Field(
-        default=False,
-        description="Learn only the label of each response's last step (TRL's `train_on_last_step_only`).",
-    )
 
 
 def trl_rows(where: str, row: Row) -> list[Labelled]:
@@ -229,8 +225,6 @@ def read_step_labels(
                 " ".join(filter(None, map(str.strip, text.split(data.separator)))) if isinstance(text, str) else text
                 for text in texts
             ]
-            if data.last_step_only:
-                labels = [UNLABELLED] * (len(labels) - 1) + labels[-1:]
             if set(labels).isdisjoint(LABELS):
                 unusual[BARE] += 1
             else:

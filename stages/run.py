@@ -12,6 +12,7 @@ from files.records import as_json
 from lm.config import ModelConfig
 from lm.hub import model_directory, on_this_machine
 from lm.tokenizer import Tokenizer
+from stages.labels import OpenLabels
 from stages.lineage import path_hash
 from stages.progress import StageProgress
 from stages.world import World
@@ -121,6 +122,7 @@ class StageRun:
     run_folder: Path
     workers: StageWorkers
     opened_world: World | None
+    open_labels: OpenLabels
     progress: StageProgress | None = None
 
     @property

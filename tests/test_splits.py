@@ -26,8 +26,10 @@ from torch import Tensor, nn
 from classify.examples import BEGINS, ENDS, Examples
 from classify.objective import ClassifyObjective
 from cluster.processes import free_port
-from dpo.objective import DPOConfig, KTOConfig, PolicySource, PreferenceObjective
-from dpo.unpaired import UnpairedObjective, mismatched
+from dpo.config import DPOConfig
+from dpo.losses import KTOConfig
+from dpo.objective import PreferenceObjective, mismatched
+from dpo.policy import PolicySource
 from lm.config import ModelConfig
 from lm.encoder import (
     EncoderDecoder,
@@ -480,7 +482,7 @@ def kto_mean(learner: nn.Module) -> Tensor:
 
 CASES["kto"] = Case(
     PolicySource(LANGUAGE),
-    UnpairedObjective(
+    PreferenceObjective(
         LABELLED,
         REFERENCE,
         DPOConfig.model_validate({"rankings": {"source": "unread"}, "loss": "kto", "beta": 0.03, "kto": KTO}),

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from dpo import stage as dpo
-from dpo.objective import DPOConfig
+from dpo.config import DPOConfig
 from lm.model import LanguageModel
 from lm.source import on_meta
 from lm.tokenizer import Tokenizer

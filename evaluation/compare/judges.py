@@ -16,13 +16,13 @@ from lm.hub import model_directory, model_hash
 from lm.tokenizer import Messages
 from lm.weights import purpose_of
 from preferences.records import MAX_RESPONSES
-from preferences.store import LabelStore
 from reward.endpoint import Asker, Budget, Endpoint
 from reward.external import ExternalReward, RemoteReward, RewardFunction, Scored
 from reward.judge import JudgeReward
 from reward.rubric import Rubric
 from reward.scoring import labels_of
 from reward.steps import StepsConfig
+from stages.labels import OpenLabels
 from stages.world import World
 from training.data import Prompt
 
@@ -52,7 +52,8 @@ class Judging:
     """Options of judges: a language model's template and answer length, the batch and number of labelers. With a
     `rubric`, a file, language models grade each response by it instead of comparing two.
 
-    `open_world` finds the world that a gold judge names. Raises: ValueError if there is none.
+    `open_world` finds the world that a gold judge names. Raises: ValueError if there is none. `open_labels` opens the
+    label store of people who judge.
     """
 
     asking: Asking
@@ -63,6 +64,7 @@ class Judging:
     seed: int
     open_world: Callable[[str], World]
     rubric: Path | None = None
+    open_labels: OpenLabels = field(kw_only=True)
 
 
 def open_judges(specs: Sequence[str], judging: Judging, prompts: Sequence[Prompt], num_policies: int) -> list[Judge]:
@@ -234,21 +236,27 @@ def _people(name: str, store_url: str, judging: Judging, num_policies: int) -> P
     if not store_url:
         raise ValueError(f"judge {name!r}: {PEOPLE}STORE was expected, such as people:labels.sqlite")
     return people_judge(
-        name, store_url, num_policies, batch=judging.batch, num_labelers=judging.num_labelers, seed=judging.seed
+        name,
+        store_url,
+        num_policies,
+        judging.open_labels,
+        batch=judging.batch,
+        num_labelers=judging.num_labelers,
+        seed=judging.seed,
     )
 
 
 def people_judge(
-    name: str, store_url: str, num_policies: int, *, batch: str, num_labelers: int, seed: int
+    name: str, store_url: str, num_policies: int, open_labels: OpenLabels, *, batch: str, num_labelers: int, seed: int
 ) -> PeopleJudge:
     """Open a label store whose labelers judge. Raises: ValueError for too many policies or an invalid store."""
     if num_policies > MAX_RESPONSES:
         raise ValueError(
             f"judge {name!r}: {num_policies} policies; people rank at most {MAX_RESPONSES} responses at once"
         )
-    with LabelStore(store_url):
+    with open_labels(store_url):
         pass  # anything wrong with it is reported before sampling starts
-    return PeopleJudge(name, PEOPLE + without_password(store_url), store_url, batch, num_labelers, seed)
+    return PeopleJudge(name, PEOPLE + without_password(store_url), store_url, batch, num_labelers, seed, open_labels)
 
 
 def without_password(store_url: str) -> str:

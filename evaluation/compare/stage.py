@@ -194,7 +194,13 @@ def judge_of(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJudge:
         num_policies = len(policies_of(run.job)) + 2 + ("pretrain" in run.parents)  # SFT and best-of-n are two more
         batch = run.run_folder.name
         return people_judge(
-            "people", config.judge_people, num_policies, batch=batch, num_labelers=config.num_labelers, seed=run.seed
+            "people",
+            config.judge_people,
+            num_policies,
+            run.open_labels,
+            batch=batch,
+            num_labelers=config.num_labelers,
+            seed=run.seed,
         )
     if config.judge_function:
         ((name, spec),) = named_specs([config.judge_function], "judge")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeGuard
 from evaluation.inputs import cluster_of
 from evaluation.verdicts import Response, Side, Verdict
 from files.rows import read_source
-from preferences.formats.merging import FoundTask, collect_all
+from preferences.formats.merging import ImportedTask, collect_all
 from preferences.formats.parts import UNKNOWN, Report, as_turns
 from preferences.formats.registry import AUTO, read_as
 from preferences.rankings import current_judgments
@@ -148,7 +148,7 @@ class _Rows:
     _places: dict[tuple[str, str, str], int] = field(default_factory=dict)  # (policy, prompt, text) -> index
     _counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def add(self, task_found: FoundTask, acts: Sequence[Judgment]) -> None:
+    def add(self, task_found: ImportedTask, acts: Sequence[Judgment]) -> None:
         task = task_found.task
         pairs = list(self._pairs(task)) if acts else []
         if not pairs:

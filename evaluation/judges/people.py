@@ -9,8 +9,8 @@ from evaluation.verdicts import Side, Verdict
 from files.hashes import json_hash
 from preferences.rankings import current_judgments
 from preferences.records import MAX_RESPONSES, Judgment, Message, Task
-from preferences.store import LabelStore
 from reward.endpoint import OnProgress
+from stages.labels import OpenLabels
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Coverage:
 class PeopleJudge:
     """People who judge in a label store.
 
-    `store_url` opens the store and is never written to a file; `spec` names the store in files.
+    `open_labels` opens the store by `store_url`, which is never written to a file; `spec` names the store in files.
 
     All policies' i-th samples for a prompt form one task, which `num_labelers` people rank. A text that several
     policies wrote is shown once, and those policies tie. Verdicts name labelers by the store's pseudonyms.
@@ -38,6 +38,7 @@ class PeopleJudge:
     batch: str
     num_labelers: int
     seed: int
+    open_labels: OpenLabels = field(repr=False)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -54,7 +55,7 @@ class PeopleJudge:
         Raises: ValueError for more policies than a task can hold, and for anything that the store refuses.
         """
         tasks = list({task.task_id: task for pair in _groups(pairs) if (task := self._task(pair))}.values())
-        with LabelStore(self.store_url) as store:
+        with self.open_labels(self.store_url) as store:
             store.add_tasks(tasks, batch=self.batch, num_labelers=self.num_labelers)
             ours = {task.task_id for task in tasks}
             covered = [one for one in store.coverage(self.batch) if one.task_id in ours]
@@ -70,7 +71,7 @@ class PeopleJudge:
         """
         coverage = self.put_tasks(pairs)
         on_progress(coverage.num_tasks - coverage.num_open, coverage.num_tasks)
-        with LabelStore(self.store_url) as store:
+        with self.open_labels(self.store_url) as store:
             stands = current_judgments(store.judgments(self.batch, with_names=False))
         acts: dict[str, list[Judgment]] = {}
         for act in sorted((*stands.final, *stands.skips), key=lambda act: act.labeler):

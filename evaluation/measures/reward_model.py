@@ -20,7 +20,7 @@ import numpy.typing as npt
 import scipy
 
 from files.rows import read_source
-from preferences.formats.merging import Found, collect_all, report_excluded
+from preferences.formats.merging import ImportedLabels, collect_all, report_excluded
 from preferences.formats.registry import AUTO, read_as
 from preferences.rankings import is_heldout
 from preferences.records import Ranking, Task
@@ -289,7 +289,7 @@ def read_judged(source: str, form: str = AUTO) -> Judgments:
     Raises: ValueError naming file, line and field; for rows in an unknown format, and if none holds a judgment.
     """
     chosen, rows = read_as(form, read_source(source), source)
-    collected: Found = collect_all(chosen, rows)
+    collected: ImportedLabels = collect_all(chosen, rows)
     report_excluded(collected)
     rankings = tuple(collected.rankings)
     if not rankings:

@@ -17,7 +17,7 @@ from pathlib import Path
 from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Row, Scored, Tools, read_items
 from files.fields import text_field
 from files.rows import read_source
-from reward.verifiers.final_number import final_number
+from reward.verifiers.answers import final_number
 
 INSTRUCTION = 'Solve the problem step by step. On the last line, write "####" and then the answer, as a number only.'
 NUM_SHOTS = 8

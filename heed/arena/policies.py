@@ -37,10 +37,8 @@ class ArenaSampling:
     """How answers are sampled. `seed` is the server's; each answer's own is derived from it."""
 
     temperature: float
-    top_k: int
-    top_p: float
     max_new_tokens: int
-    seed: int
+    seed: int = 0
 
     def seed_of(self, names: Sequence[str | int]) -> int:
         return derive_seed(self.seed, *names)
@@ -158,7 +156,7 @@ class LocalSpeaker:
         # Recorded steps of a GPU belong to one batch at a time, so streams there take eager ones.
         is_native = isinstance(model, LanguageModel) and not what_native_steps_miss(model)
         steps = decoding_steps(model, "native") if is_native else None
-        choice = Choice(sampling.temperature, sampling.top_k, sampling.top_p)
+        choice = Choice(sampling.temperature)
         return cls(policy, sampling, tokenizer, model, choice, machine, steps)
 
     def answer(self, messages: Messages, seed: int) -> Answering:
@@ -244,10 +242,6 @@ class RemoteSpeaker:
             "seed": seed % ENDPOINT_SEEDS,
             "stream": True,
         }
-        if own.top_p < 1:
-            request["top_p"] = own.top_p
-        if own.top_k:
-            request["top_k"] = own.top_k
         return request
 
     def _read(

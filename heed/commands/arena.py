@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from heed.commands.label import LabelToml, PublicUrl, Store, labeling_config
-from heed.commands.options import Host, Port, Temperature, TopK, TopP, TrustedHost, TrustedProxy, refuse_run_folder
+from heed.commands.options import Host, Port, Temperature, refuse_run_folder
 from stages.progress import console
 
 if TYPE_CHECKING:
@@ -42,15 +42,10 @@ def arena(
     ] = "",
     config: LabelToml = None,
     temperature: Temperature = 0.7,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")] = 512,
-    seed: Annotated[int, typer.Option(min=0, help="Seed from which each answer's own is derived.")] = 0,
     host: Host = "127.0.0.1",
     port: Port = 8100,
     public_url: PublicUrl = "",
-    trusted_proxy: TrustedProxy = None,
-    trusted_host: TrustedHost = None,
 ) -> None:
     """Let people talk to two policies side by side, blinded, and say which answers better. Verdicts are labels.
 
@@ -62,14 +57,12 @@ def arena(
     from preferences.page.arena import ArenaSetup
     from preferences.page.serve import serve
 
-    if top_p == 0:
-        raise ValueError("--top-p is 0; a share above 0 was expected")
     path = store_file(store)
     if path is None or path.exists():
         require_store(store)
-    merged = arena_config(labeling_config(config, public_url, trusted_proxy or [], trusted_host or []))
+    merged = arena_config(labeling_config(config, public_url))
     found, listed = two_policies(policies), read_prompts(prompts)
-    sampling = ArenaSampling(temperature, top_k, top_p, max_new_tokens, seed)
+    sampling = ArenaSampling(temperature, max_new_tokens)
     with console.status(f"loading {found[0].name} and {found[1].name}"):
         writers = PolicyProcesses(found, sampling)
     try:

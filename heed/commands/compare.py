@@ -107,13 +107,24 @@ def compare(
     from evaluation.compare.judges import Asking, Judging
     from evaluation.policies import Sampling
     from heed.jobs.job_file import open_world
+    from preferences.store import LabelStore
     from training.data import DataConfig
 
     if not prompts:
         raise ValueError("--prompts is empty; a file or a hub id was expected")
     folder = out or _folder_of(policies)
     asking = Asking(cache or answers_cache(folder), concurrency, timeout, retries, max_failed_share)
-    judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, seed, open_world, rubric)
+    judging = Judging(
+        asking,
+        template,
+        judge_tokens,
+        folder.absolute().name,
+        labelers,
+        seed,
+        open_world,
+        rubric,
+        open_labels=LabelStore,
+    )
     data = DataConfig(source=prompts, split=split, subset=subset, max_rows=max_prompts)
     sampling = Sampling(num_samples, temperature, max_new_tokens, seed, "bf16" if bf16 else "fp32", reference)
     compared = Compared(policies, data, category, cluster_by, judge or [], sampling, judging, allow_empty)
@@ -160,11 +171,20 @@ def judge_again(
     from evaluation.compare.folder import holding, read_comparison, read_settings
     from evaluation.compare.judges import Asking, Judging, open_judges
     from heed.jobs.job_file import open_world
+    from preferences.store import LabelStore
 
     settings = read_settings(folder)
     asking = Asking(cache or answers_cache(folder), concurrency, timeout, retries, max_failed_share)
     judging = Judging(
-        asking, template, judge_tokens, folder.absolute().name, labelers, settings["seed"], open_world, rubric
+        asking,
+        template,
+        judge_tokens,
+        folder.absolute().name,
+        labelers,
+        settings["seed"],
+        open_world,
+        rubric,
+        open_labels=LabelStore,
     )
     prompts = read_comparison(folder).prompts
     opened = open_judges(judges, judging, prompts, len(settings["policies"]))

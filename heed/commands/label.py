@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,22 +15,20 @@ import typer
 
 from files.fields import any_text
 from files.fields import names as field_names
-from heed.commands.label_usability import usability_app
-from heed.commands.options import Host, Port, TrustedHost, TrustedProxy, Weights, length_that_fits, read_weights
+from heed.commands.options import Host, Port, Weights, length_that_fits, read_weights
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Message, Task
 from stages.progress import console
 
 if TYPE_CHECKING:
     from files.rows import Rows
     from preferences.accounts import Accounts
-    from preferences.formats.merging import Found
+    from preferences.formats.merging import ImportedLabels
     from preferences.formats.parts import Report, RowWarning
     from preferences.page.config import LabelingConfig
     from preferences.store import LabelStore
     from preferences.task_selection import Rule
 
 label_app = typer.Typer(no_args_is_help=True, help="Collect labels; import and export published and own ones.")
-label_app.add_typer(usability_app, name="usability")
 
 SHOWN_PER_KIND = 10  # warnings of each kind that are printed; a report file has them all
 STATUS_ROWS = 500
@@ -93,7 +90,7 @@ def import_labels(
     typer.echo(_summary(found, "checked" if check else f"stored in {store}"))
 
 
-def _store(file: str, found: "Found", batch: str, store: str, *, only_check: bool) -> None:
+def _store(file: str, found: "ImportedLabels", batch: str, store: str, *, only_check: bool) -> None:
     """Stores what was found. A check without a store uses an empty temporary one. A store that would be new is made
     only for an import that such a check has passed.
     """
@@ -134,7 +131,6 @@ def export_labels(
         str, typer.Option(help="Rank by this criterion's ratings; by default, as labelers ranked.")
     ] = "",
     names: Annotated[bool, typer.Option("--names", help="Name the labelers; by default they have pseudonyms.")] = False,
-    strict: Strict = False,
     report: ReportFile = None,
 ) -> None:
     """Export judgments from a label store."""
@@ -145,7 +141,7 @@ def export_labels(
     chosen = format_to_write(form)
     require_store(store)
     with open_store(store) as opened, console.status("writing"):
-        found, num_rows = export(opened, chosen, out, batch=batch, criterion=criterion, strict=strict, with_names=names)
+        found, num_rows = export(opened, chosen, out, batch=batch, criterion=criterion, with_names=names)
     print_warnings(found, report)
     typer.echo(f"{num_rows:,} rows of {chosen.name} ({chosen.description}) in {out}")
 
@@ -174,13 +170,7 @@ def sample_for_labelers(
             " without a --judge, tasks are selected uniformly."
         ),
     ] = "large-gap",
-    uniform_share: Annotated[
-        float, typer.Option(help="Share of the probability that all sets of responses have alike.")
-    ] = 0.1,
     weight: Weights = None,
-    evaluation_share: Annotated[
-        float, typer.Option(help="Share of the prompts whose tasks are always selected uniformly, for evaluation.")
-    ] = 0.1,
     labelers: Annotated[int, typer.Option(min=1, help="How many labelers judge each task.")] = 1,
     max_new_tokens: Annotated[
         int,
@@ -190,16 +180,14 @@ def sample_for_labelers(
     seed: Annotated[int, typer.Option(help="Seed for sampling and selecting.")] = 0,
 ) -> None:
     """Sample policies and make labeling tasks; with --judge, those that a rule selects by the reward models' scores."""
-    from reward.label_sampling import TaskSelection, sample_tasks
+    from reward.collect import TaskSelection, sample_tasks
     from stages.reports.text import count_of
     from training.data import DataConfig, read_prompts
 
     read = read_prompts(DataConfig(source=prompts))
     rule = _rule_for(choose, judge or [], responses, has_weights=bool(weight))
     length = length_that_fits(policies, read, max_new_tokens)
-    selection = TaskSelection(
-        batch, rule, responses, tasks_per_prompt, evaluation_share, seed, num_tasks=tasks, uniform_share=uniform_share
-    )
+    selection = TaskSelection(batch, rule, responses, tasks_per_prompt, seed, num_tasks=tasks)
     with console.status(f"sampling {len(policies)} x {samples} responses to {len(read):,} prompts"):
         made = sample_tasks(
             policies,
@@ -277,7 +265,7 @@ def label_outputs(
         raise ValueError(f"{prompts or outputs[0]}: {why}")
     with open_store(store) as opened:
         stored = [one.task for one in opened.tasks(batch)]
-        opened.add_tasks(as_stored(tasks, stored), batch=batch, num_labelers=labelers)
+        opened.add_tasks(tasks, batch=batch, num_labelers=labelers)
     num_new = len({task.task_id for task in tasks} - {task.task_id for task in stored})
     made = f"{count_of(num_new, 'new task')} in batch {batch!r} of {store}, each for {count_of(labelers, 'labeler')}"
     there = f"; {len(tasks) - num_new:,} already there; the batch now has {count_of(len(stored) + num_new, 'task')}"
@@ -294,8 +282,6 @@ def serve_labels(
     host: Host = "127.0.0.1",
     port: Port = 8100,
     public_url: PublicUrl = "",
-    trusted_proxy: TrustedProxy = None,
-    trusted_host: TrustedHost = None,
     new: Annotated[bool, typer.Option("--new", help="Create the store if it does not exist.")] = False,
 ) -> None:
     """Serve the labeling pages and their API. If there is no lead yet, print a one-time link for one."""
@@ -304,7 +290,7 @@ def serve_labels(
 
     if not new:
         require_store(store, "; a store that exists, or --new to create one, was expected")
-    merged = labeling_config(config, public_url, trusted_proxy or [], trusted_host or [])
+    merged = labeling_config(config, public_url)
     serve(store, merged, host=host, port=port, announce=typer.echo)
 
 
@@ -317,7 +303,7 @@ def invite_labeler(
     public_url: PublicUrl = "",
 ) -> None:
     """Make a one-time link for somebody new, or for somebody who lost their key. It voids an older link."""
-    server = labeling_config(config, public_url, [], []).server
+    server = labeling_config(config, public_url).server
     with _people(store) as accounts:
         link = server.link(accounts.invite(name, "lead" if lead else "labeler"))
     typer.echo(f"Send this link to {name}. It works once, within a week, and shows the key to sign in with:\n{link}")
@@ -450,7 +436,7 @@ def print_warnings(report: "Report", path: Path | None) -> None:
         console.print(f"{len(report.warnings):,} warnings in {path}", markup=False)
 
 
-def _summary(found: "Found", done: str) -> str:
+def _summary(found: "ImportedLabels", done: str) -> str:
     judgments = found.judgments
     labelers = {judgment.labeler for judgment in judgments}
     lines = [
@@ -479,15 +465,12 @@ def _people(store: str) -> "Iterator[Accounts]":
         accounts.close()
 
 
-def labeling_config(
-    path: Path | None, public_url: str, proxies: Sequence[str], hosts: Sequence[str]
-) -> "LabelingConfig":
-    """Returns the file's configuration, with the server options of the command line."""
+def labeling_config(path: Path | None, public_url: str) -> "LabelingConfig":
+    """Returns the file's configuration, with the public address of the command line if there is one."""
     from preferences.page.config import LabelingConfig
 
     config = LabelingConfig.load(path) if path is not None else LabelingConfig()
-    options = {"public_url": public_url, "trusted_proxies": tuple(proxies), "trusted_hosts": tuple(hosts)}
-    return config.with_server({name: value for name, value in options.items() if value})
+    return config.with_server({"public_url": public_url}) if public_url else config
 
 
 def tasks_of_files(specs: Sequence[str], prompts: str) -> tuple[list[Task], int]:
@@ -566,8 +549,7 @@ def _warning_of(where: str, row: Mapping[str, Any]) -> str:
 def _task_of(messages: Sequence[Mapping[str, str]], responses: Mapping[str, str], warning: str) -> Task | None:
     """Returns the task, or None if all of several responses are the same.
 
-    The same prompt and responses give the same id, so repeating a command adds nothing. The id depends on all
-    responses, including equal ones, so tasks that were stored before equal responses were merged keep their ids.
+    The same prompt and responses give the same id, so repeating a command adds nothing.
     """
     names: dict[str, list[str]] = {}
     for source, text in responses.items():
@@ -586,20 +568,6 @@ def _task_of(messages: Sequence[Mapping[str, str]], responses: Mapping[str, str]
         details=details,
         warning=warning,
     )
-
-
-def as_stored(tasks: Sequence[Task], stored: Sequence[Task]) -> list[Task]:
-    """Returns the tasks, but those that the store holds with unmerged equal responses (until November 2026) as stored.
-
-    Labelers may have judged such a task, and `LabelStore.add_tasks` refuses a different task with the same id.
-    """
-    apart = {task.task_id: task for task in stored if len(set(task.responses)) < len(task.responses)}
-    return [
-        replace(task, responses=old.responses, sources=old.sources, details=old.details)
-        if (old := apart.get(task.task_id)) is not None
-        else task
-        for task in tasks
-    ]
 
 
 def _different_tasks(tasks: Sequence[Task | None]) -> tuple[list[Task], int]:

@@ -50,11 +50,6 @@ TopP = Annotated[
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on. For users on other machines, put a TLS proxy in front.")]
 Port = Annotated[int, typer.Option(min=1, max=65_535)]
-TrustedProxy = Annotated[
-    list[str] | None,
-    typer.Option(help="Address or network of a proxy whose X-Forwarded headers are trusted; may repeat."),
-]
-TrustedHost = Annotated[list[str] | None, typer.Option(help="Another host name that the server accepts; may repeat.")]
 RunsFolder = Annotated[Path, typer.Option("--runs", help="Folder that holds run folders.")]
 
 

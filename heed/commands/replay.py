@@ -130,7 +130,7 @@ def _replay(record: Mapping[str, Any], messages: Messages, answer: str, moved: M
         why = f"{record['spec']} is an endpoint: it gives no digest of its weights, and may ignore seeds"
         return ReplayedAnswer(name, answer, "", why_not=why)
     policy = ArenaPolicy(name, "model", moved.get(name, record["spec"]), record["sha256"])
-    sampling = ArenaSampling(*(record[field] for field in ("temperature", "top_k", "top_p", "max_new_tokens", "seed")))
+    sampling = ArenaSampling(*(record[field] for field in ("temperature", "max_new_tokens", "seed")))
     speaker = LocalSpeaker.load(policy, sampling, record["threads"])
     answering = speaker.answer(messages, record["seed"])
     while True:

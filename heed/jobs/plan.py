@@ -21,6 +21,7 @@ from heed.jobs.models import known_shape
 from heed.jobs.registry import WORLD
 from lm.config import ModelConfig
 from lm.hub import is_on_this_machine, shape_and_tokenizer
+from preferences.store import LabelStore
 from stages.planner import Planner, StagePlan
 from stages.planning.hardware import GIB, GPUS, Hardware, hardware
 from stages.planning.memory import Layout, Memory
@@ -112,7 +113,7 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
     for stage in job.stages:
         # Of a run, a plan reads only the data and, if an earlier run has made one, the vocabulary.
         has_models = all(map(is_on_this_machine, models[stage.name]))
-        run = _PlannedRun(stage.name, job, RUNS / job.name, _NoWorkers(), None) if has_models else None
+        run = _PlannedRun(stage.name, job, RUNS / job.name, _NoWorkers(), None, LabelStore) if has_models else None
         shape = job.shape_before(stage) or model
         times = Times(shape, layout, setting.hardware, setting.share_of_peak)
         planner = Planner(stage.name, job, shape, layout, sizes, times, known_shape, run)

@@ -19,6 +19,7 @@ from files.importing import file_of, load_function
 from heed.jobs.job import JobConfig
 from heed.jobs.registry import WORLD, AnyStage
 from lm.hub import model_hash
+from preferences.store import LabelStore
 from stages.contract import StageWaitsError
 from stages.lineage import LINEAGE, Inputs, outputs_hash, started_with
 from stages.progress import StageProgress, console
@@ -49,7 +50,7 @@ class Run:
 
     def of(self, stage: str, progress: StageProgress | None = None) -> StageRun:
         """Returns what a stage of this run receives."""
-        return StageRun(stage, self.job, self.folder, self.workers, self.opened_world, progress)
+        return StageRun(stage, self.job, self.folder, self.workers, self.opened_world, LabelStore, progress)
 
     def stage_folder(self, name: str) -> Path:
         """The folder of a stage or a preparation."""

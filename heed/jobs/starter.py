@@ -31,7 +31,7 @@ from training.data import DataConfig
 from training.packing import best_fit
 
 if TYPE_CHECKING:
-    from preferences.formats.merging import Found
+    from preferences.formats.merging import ImportedLabels
 
 HUB_ROWS = 1000  # how many rows of a hub data set are read to recognise its format
 COMPARED_SHARE = 4  # one prompt in this many is set aside for the comparison, up to MAX_COMPARED
@@ -391,12 +391,12 @@ class Starter:
         lines.append(lengths.line(self.demonstrations, "conversations"))
         return Source(self.demonstrations, lengths, self.format, self.on_invalid)
 
-    def _judgments(self, lines: list[str]) -> "Found":
+    def _judgments(self, lines: list[str]) -> "ImportedLabels":
         num_rows = _rows_to_read(self.preferences)
         data = RankingsConfig(source=self.preferences, max_rows=num_rows, on_invalid=self.on_invalid)
         return read_judgments(data, lines.append)
 
-    def _pairs(self, judgments: "Found", lines: list[str]) -> Preferences:
+    def _pairs(self, judgments: "ImportedLabels", lines: list[str]) -> Preferences:
         """Splits the preferences. Raises: ValueError for DPO on several objectives, and for too few prompts."""
         objectives = sorted({ranking.objective for ranking in judgments.rankings})
         if len(objectives) > 1 and self._chosen == "dpo":

@@ -12,25 +12,20 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
-
-import uvicorn
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
+from typing import TYPE_CHECKING, Any
 
 from files.records import record_of
 from heed.jobs.report import live_run_page
-from preferences.page.security import Harden
-from preferences.page.serve import listening
 from stages.progress import STATUS, RunStatus
 from stages.reports.page import Live, Now, Page, render, render_now
 from stages.reports.parts import Answer
 from stages.reports.text import clean_text, count_of, duration, number
 from training.notices import cause_of
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
 
 HOST = "127.0.0.1"
 SILENT_SECONDS = 30.0  # without a sign of life from a job whose status says that it runs
@@ -51,6 +46,11 @@ def watch(folder: Path, *, port: int, announce: Callable[[str], None]) -> None:
 
     Raises: ValueError for a folder that holds no run, and for a port that is taken.
     """
+    # `heed jobs status` reads runs without the extra `labels`, which has the server.
+    import uvicorn
+
+    from preferences.page.serve import listening
+
     if not any((folder / name).is_file() for name in ("job.toml", STATUS)):
         raise ValueError(f"{folder}: not a run; the folder of a run, such as runs/demo, was expected")
     with listening(HOST, port) as listener:
@@ -63,15 +63,23 @@ def watch(folder: Path, *, port: int, announce: Callable[[str], None]) -> None:
             uvicorn.Server(settings).run([listener])
 
 
-def make_app(folder: Path) -> Starlette:
+def make_app(folder: Path) -> "Starlette":
     """The server as an ASGI application."""
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.responses import HTMLResponse, JSONResponse
+    from starlette.routing import Route
+
+    from preferences.page.security import Harden
+
     watched = Watched(folder)
 
     # Starlette runs plain functions in threads, so drawing a page delays no other request.
-    def page(_request: Request) -> Response:
+    def page(_request: "Request") -> "Response":
         return HTMLResponse(watched.page(), headers={"Content-Security-Policy": POLICY})
 
-    def now(_request: Request) -> Response:
+    def now(_request: "Request") -> "Response":
         return JSONResponse({"html": render_now(watched.now()), "version": watched.version()})
 
     # Accept only this machine's names: another site must not read a run through a name that resolves to this address.

@@ -22,18 +22,15 @@ from files.records import as_json, read_record
 from heed.loop.config import RoundConfig, name_of_round
 from ppo.stage import STAGE as PPO
 from preferences.database import STORE_AWAY, reason_of, require_locks
-from preferences.records import Message, Ranking, Task
-from preferences.results import Coverage
-from preferences.scripted import answer_all
+from preferences.records import Coverage, Message, Ranking, Task
 from preferences.statistics.agreement import accuracy_against, pairwise_agreement
 from preferences.statistics.estimates import Share
-from preferences.store import LabelStore
 from preferences.task_selection import RULES, Candidate, PromptCandidates, choose_tasks
-from reward.collect import write_rankings
-from reward.label_sampling import scores_of
+from reward.collect import scores_of, write_rankings
 from reward.sampling import SamplingSpec, sample_everywhere
 from stages.contract import StageWaitsError
 from stages.data import fitting_prompts
+from stages.labels import Labels, OpenLabels
 from stages.planner import Planner, StagePlan
 from stages.run import StageRun
 from stages.world import World, label_truth
@@ -101,18 +98,18 @@ class LabelsWaitError(StageWaitsError):
 
 
 @contextmanager
-def waiting_for_store(stage: str, store: str) -> Iterator[None]:
+def waiting_for_store(run: StageRun, store: str) -> Iterator[None]:
     """Raise LabelsWaitError, which does not end the run, if the people's label store cannot be used in the block."""
     try:
         yield
     except STORE_AWAY as error:
-        message = f"{stage} waits for the label store {store}: {reason_of(error)}"
-        raise LabelsWaitError(message, partial(_require_store, store)) from error
+        message = f"{run.name} waits for the label store {store}: {reason_of(error)}"
+        raise LabelsWaitError(message, partial(_require_store, run.open_labels, store)) from error
 
 
-def _require_store(store: str) -> int:
+def _require_store(open_labels: OpenLabels, store: str) -> int:
     """Returns 0: no label is missing once the store can be opened. Raises: one of `STORE_AWAY` until then."""
-    with LabelStore(store):
+    with open_labels(store):
         return 0
 
 
@@ -141,14 +138,14 @@ def run_round(run: StageRun, config: RoundConfig) -> None:
 
 
 @contextmanager
-def _opened_store(run: StageRun, config: RoundConfig) -> Iterator[LabelStore]:
+def _opened_store(run: StageRun, config: RoundConfig) -> Iterator[Labels]:
     """Opens the label store. Raises: LabelsWaitError if it is `config.store` and cannot be used now."""
     path = store_of(run.run_folder, config)
     if not config.store:
-        with LabelStore(path) as store:
+        with run.open_labels(path) as store:
             yield store
         return
-    with waiting_for_store(run.name, path), LabelStore(path) as store:
+    with waiting_for_store(run, path), run.open_labels(path) as store:
         yield store
 
 
@@ -162,14 +159,14 @@ def added_by(run_folder: Path, number: int) -> AddedTasks:
     return read_record(run_folder / name_of_round(COLLECT, number) / TASKS, AddedTasks)
 
 
-def missing_labels(run_folder: Path, config: RoundConfig) -> int:
+def missing_labels(run: StageRun, config: RoundConfig) -> int:
     """Returns how many labels a round still waits for; 0 if it can train."""
-    rounds = [added_by(run_folder, number) for number in range(1, config.round + 1)]
-    with LabelStore(store_of(run_folder, config)) as store:
+    rounds = [added_by(run.run_folder, number) for number in range(1, config.round + 1)]
+    with run.open_labels(store_of(run.run_folder, config)) as store:
         return _missing(store, config, rounds)
 
 
-def _missing(store: LabelStore, config: RoundConfig, rounds: Sequence[AddedTasks]) -> int:
+def _missing(store: Labels, config: RoundConfig, rounds: Sequence[AddedTasks]) -> int:
     covered = _covered(store, config, rounds)
     num_asked = sum(one.num_labelers for one in covered)  # as leads have changed it; archived tasks ask for nothing
     wanted = max(1, math.ceil(config.enough_share * min(config.labels, num_asked)))
@@ -184,11 +181,11 @@ def _by_batch(rounds: Sequence[AddedTasks]) -> list[tuple[str, set[str]]]:
     return list(found.items())
 
 
-def _rankings(store: LabelStore, batch: str, task_ids: set[str]) -> list[Ranking]:
+def _rankings(store: Labels, batch: str, task_ids: set[str]) -> list[Ranking]:
     return [ranking for ranking in store.rankings(batch) if ranking.task_id in task_ids]
 
 
-def _covered(store: LabelStore, config: RoundConfig, rounds: Sequence[AddedTasks]) -> list[Coverage]:
+def _covered(store: Labels, config: RoundConfig, rounds: Sequence[AddedTasks]) -> list[Coverage]:
     """Returns who has judged the loop's own tasks. Raises: ValueError if the store lacks some of them."""
     found = list[Coverage]()
     for batch, ids in _by_batch(rounds):
@@ -306,15 +303,14 @@ def _score(
 # ---- labels ----
 
 
-def _let_world_label(run: StageRun, store: LabelStore, config: RoundConfig, added: AddedTasks) -> None:
+def _let_world_label(run: StageRun, store: Labels, config: RoundConfig, added: AddedTasks) -> None:
     if not added.tasks:
         return
-    progress = answer_all(
-        store,
+    progress = store.answer_all(
         run.world.labelers(run.job.seed),  # the same labelers in each round
         batch=added.batch,
         client="scripted",
-        instructions_version=config.instructions_version,
+        instructions_version="1",
         on_progress=lambda state: run.show(state.num_tasks - state.num_open, state.num_tasks, "labeled"),
     )
     if progress.num_open:
@@ -323,7 +319,7 @@ def _let_world_label(run: StageRun, store: LabelStore, config: RoundConfig, adde
         )
 
 
-def require_labels(run: StageRun, store: LabelStore, config: RoundConfig, rounds: Sequence[AddedTasks]) -> None:
+def require_labels(run: StageRun, store: Labels, config: RoundConfig, rounds: Sequence[AddedTasks]) -> None:
     """Raises: LabelsWaitError while people have not given enough labels."""
     if _missing(store, config, rounds):
         most = max(one.num_labelers for one in _covered(store, config, rounds))
@@ -331,7 +327,7 @@ def require_labels(run: StageRun, store: LabelStore, config: RoundConfig, rounds
         raise LabelsWaitError(
             f"{run.name} waits for labels of batch {rounds[-1].batch!r} in {config.store}; people give them where `heed"
             f" label serve --store {config.store}` says{people}",
-            partial(missing_labels, run.run_folder, config),
+            partial(missing_labels, run, config),
         )
 
 
@@ -386,8 +382,8 @@ def preflight(run: StageRun, config: RoundConfig) -> None:
     if config.store:
         # Before the first tasks are sent, the address may be wrong. Later, an unavailable store comes back.
         has_begun = config.round > 1 or (run.folder / TASKS).is_file()
-        with waiting_for_store(run.name, config.store) if has_begun else nullcontext():
-            _require_store(config.store)
+        with waiting_for_store(run, config.store) if has_begun else nullcontext():
+            _require_store(run.open_labels, config.store)
     else:
         require_locks(run.run_folder)
     tokenizer = run.tokenizer_of("sft")

@@ -137,7 +137,7 @@ def _judge(
     pairs = pairs_of(prompts, responses)
     run.enter("judging")
     if isinstance(judge, PeopleJudge):
-        with waiting_for_store(run.name, judge.store_url):
+        with waiting_for_store(run, judge.store_url):
             verdicts = _judge_by_people(run, judge, pairs, config.judged_share)
         return [one for one in verdicts if not one.failure], "people", "share of comparisons won, minus one half"
     verdicts = judge.judge(pairs, lambda done, total: run.show(done, total, "judged"))

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from preferences.formats.merging import final_judgments, final_rankings
-from preferences.formats.own import ranking_row
+from preferences.formats.native import ranking_row
 from preferences.formats.parts import Format, Report, as_turns, content_id, is_sound_prompt
 from preferences.rankings import SAYS, criteria_in, judgment_by
 from preferences.records import (

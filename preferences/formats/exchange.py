@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from files.atomic import atomic_file, atomic_folder
 from preferences.formats.annotated import by_criterion
-from preferences.formats.merging import Found, FoundTask
+from preferences.formats.merging import ImportedLabels, ImportedTask
 from preferences.formats.parts import Format, Project, Report
 from preferences.recording import Import
 from preferences.records import named
@@ -19,7 +19,7 @@ from preferences.store import LabelStore
 CONTAINERS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 
 
-def store_found(store: LabelStore, found: Found, batch: str, *, only_check: bool = False) -> None:
+def store_found(store: LabelStore, found: ImportedLabels, batch: str, *, only_check: bool = False) -> None:
     """Stores an import's tasks and judgments, all or none. Repeating the call changes nothing.
 
     If `batch` is "", each task goes to the batch that its row names. `only_check` raises the same errors and stores
@@ -27,7 +27,7 @@ def store_found(store: LabelStore, found: Found, batch: str, *, only_check: bool
 
     Raises: ValueError, naming file and line, for a task without a batch and for anything that the store refuses.
     """
-    by_batch: dict[str, list[FoundTask]] = {}
+    by_batch: dict[str, list[ImportedTask]] = {}
     for own in found.found_tasks:
         name = batch or own.batch
         if not name:
@@ -53,7 +53,6 @@ def export(
     *,
     batch: str = "",
     criterion: str = "",
-    strict: bool = False,
     with_names: bool = False,
 ) -> tuple[Report, int]:
     """Writes a batch ("" = all batches) to `path`. Returns the report and the number of rows.
@@ -68,7 +67,7 @@ def export(
     stored = [one for name in batches for one in store.tasks(name)]
     if not stored:
         raise ValueError(f"batch {batch!r} has no tasks in the store" if batch else "the store has no tasks")
-    report = Report(strict=strict)
+    report = Report()
     judgments = [judgment for name in batches for judgment in store.judgments(name, with_names=with_names)]
     if criterion:
         stored, judgments = by_criterion(form, stored, judgments, criterion, report)

@@ -27,7 +27,7 @@ UNFORESEEN = "not readable as"  # in the message about an error that a format's 
 
 
 @dataclass
-class FoundTask:
+class ImportedTask:
     """A task with everything that the rows read so far say about it.
 
     `quota` is the number of labelers that the task wants, and `batch` is the batch that its row names ("" = none).
@@ -51,13 +51,13 @@ class FoundTask:
         return [ranking for _, ranking in final_rankings([self.task], self.judgments, Report())]
 
 
-class FoundTasks:
+class ImportedTasks:
     """Tasks by id, in order of appearance. Tasks that no row has mentioned for a while move to a temporary file; about
     200 bytes of each stay in memory.
     """
 
     def __init__(self) -> None:
-        self._recent: dict[str, FoundTask] = {}  # the most recently used one is last
+        self._recent: dict[str, ImportedTask] = {}  # the most recently used one is last
         self._starts: dict[str, int] = {}  # each task's offset in the file; -1 = not there yet
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it closes with this object
         weakref.finalize(self, self._file.close)
@@ -65,7 +65,7 @@ class FoundTasks:
     def __len__(self) -> int:
         return len(self._starts)
 
-    def get(self, task_id: str) -> FoundTask | None:
+    def get(self, task_id: str) -> ImportedTask | None:
         """Returns a task. The caller may change it."""
         found = self._recent.pop(task_id, None)
         if found is None:
@@ -75,22 +75,22 @@ class FoundTasks:
         self._keep(task_id, found)
         return found
 
-    def add(self, found: FoundTask) -> None:
+    def add(self, found: ImportedTask) -> None:
         """Adds a task with a new id."""
         self._starts[found.task.task_id] = -1
         self._keep(found.task.task_id, found)
 
-    def __iter__(self) -> Iterator[FoundTask]:
+    def __iter__(self) -> Iterator[ImportedTask]:
         """Yields all tasks. The caller must not change them."""
         for task_id in self._starts:
             yield self._recent.get(task_id) or self._read(task_id)
 
-    def _read(self, task_id: str) -> FoundTask:
+    def _read(self, task_id: str) -> ImportedTask:
         self._file.seek(self._starts[task_id])
-        found: FoundTask = pickle.load(self._file)
+        found: ImportedTask = pickle.load(self._file)
         return found
 
-    def _keep(self, task_id: str, found: FoundTask) -> None:
+    def _keep(self, task_id: str, found: ImportedTask) -> None:
         self._recent[task_id] = found
         if len(self._recent) > RECENT_TASKS:
             oldest = next(iter(self._recent))
@@ -99,12 +99,12 @@ class FoundTasks:
 
 
 @dataclass
-class Found:
+class ImportedLabels:
     """The result of an import: the tasks and a report. `invalid` lists the rows that were refused or skipped."""
 
     report: Report
     invalid: InvalidRows
-    found_tasks: FoundTasks = field(default_factory=FoundTasks)
+    found_tasks: ImportedTasks = field(default_factory=ImportedTasks)
 
     @property
     def tasks(self) -> dict[str, Task]:
@@ -156,7 +156,7 @@ def collect(
     strict: bool = False,
     objective: str = "",
     invalid: InvalidRows | None = None,
-) -> Iterator[Found]:
+) -> Iterator[ImportedLabels]:
     """Reads rows into tasks and judgments. Yields the same growing result before the first and after every row.
 
     A labeler's judgment that appears in two rows counts once. A different judgment by a named labeler is a revision; a
@@ -165,7 +165,7 @@ def collect(
 
     Raises: ValueError naming file, line and field; in a strict import, for the first warning.
     """
-    found = Found(Report(strict=strict), invalid or InvalidRows(""))
+    found = ImportedLabels(Report(strict=strict), invalid or InvalidRows(""))
     yield found
     for where, row in rows:
         found.report.num_rows += 1
@@ -191,7 +191,7 @@ def collect(
     found.invalid.finish()
 
 
-def collect_all(form: Format, rows: Iterable[tuple[str, Row]], invalid: InvalidRows | None = None) -> Found:
+def collect_all(form: Format, rows: Iterable[tuple[str, Row]], invalid: InvalidRows | None = None) -> ImportedLabels:
     """Runs `collect` to the end."""
     return deque(collect(form, rows, invalid=invalid), maxlen=1).pop()
 
@@ -210,10 +210,10 @@ def _read(form: Format, where: str, row: Row, report: Report, objective: str) ->
         raise ValueError(f"{where}: {UNFORESEEN} {form.name}: {type(error).__name__}: {error}") from error
 
 
-def _merge(found: Found, judged: JudgedTask, name: str) -> None:
+def _merge(found: ImportedLabels, judged: JudgedTask, name: str) -> None:
     task_id = judged.task.task_id
     known = found.found_tasks.get(task_id)
-    own = known or FoundTask(judged.task, judged.batch, judged.where)
+    own = known or ImportedTask(judged.task, judged.batch, judged.where)
     if known:
         _refuse_contradiction(found, judged)  # check again: another task of the same row may contradict this one
         _report_differences(found, judged, known)
@@ -235,7 +235,7 @@ def _merge(found: Found, judged: JudgedTask, name: str) -> None:
     own.quota = judged.num_labelers or max(len(own.by_labeler), 1)
 
 
-def _refuse_contradiction(found: Found, judged: JudgedTask) -> None:
+def _refuse_contradiction(found: ImportedLabels, judged: JudgedTask) -> None:
     """Raises: ValueError if the row contradicts an earlier one, or itself."""
     task_id = judged.task.task_id
     earlier = found.found_tasks.get(task_id)
@@ -256,7 +256,7 @@ def _refuse_contradiction(found: Found, judged: JudgedTask) -> None:
             )
 
 
-def _refuse_other_task(earlier: FoundTask, judged: JudgedTask) -> None:
+def _refuse_other_task(earlier: ImportedTask, judged: JudgedTask) -> None:
     """Raises: ValueError if two rows give one id to different prompts or responses, or contradict each other."""
     known, task, first = earlier.task, judged.task, earlier.where
     where = named(NO_LOCATIONS, task.task_id)
@@ -280,7 +280,7 @@ def _refuse_other_task(earlier: FoundTask, judged: JudgedTask) -> None:
         )
 
 
-def _report_differences(found: Found, judged: JudgedTask, earlier: FoundTask) -> None:
+def _report_differences(found: ImportedLabels, judged: JudgedTask, earlier: ImportedTask) -> None:
     known, task = earlier.task, judged.task
     others = [name for name in ("sources", "details", "warning") if getattr(known, name) != getattr(task, name)]
     if others:
@@ -330,7 +330,7 @@ def _add_vote(
     return own[-1]
 
 
-def _order_by_time(found: FoundTask, labeler: str) -> None:
+def _order_by_time(found: ImportedTask, labeler: str) -> None:
     """Renumbers a labeler's judgments by time, if all times are known: a later row may hold an earlier one."""
     events = found.by_labeler[labeler]
     order = sorted(range(len(events)), key=lambda index: events[index].created_at)
@@ -410,7 +410,7 @@ def _report_annotations(report: Report, judgment: Judgment, keeps: Sequence[str]
             report.add(kind, where, f"the answer has {count}, which this format cannot hold", "left out")
 
 
-def report_excluded(found: Found) -> None:
+def report_excluded(found: ImportedLabels) -> None:
     """Reports the judgments of an import that training leaves out because they measure labelers."""
     for own in found.found_tasks:
         if why := why_excluded(own.task):

@@ -10,13 +10,12 @@ from preferences.formats import (
     annotated,
     argilla,
     helpsteer,
-    hh,
     judges,
     label_studio,
+    native,
     oasst,
     openai,
-    own,
-    trl,
+    pairs,
     ultrafeedback,
 )  # fmt: skip
 from preferences.formats.parts import Format, Row, has_fields
@@ -32,7 +31,7 @@ def _never(_row: Row) -> str:
 def _heed(row: Row) -> str:
     # One labeler's ranking or annotation; a task holds them in `judgments`.
     is_judgment = "ranks" in row or "labeler" in row or "annotation_id" in row
-    return "task_id, prompt and responses" if row.keys() >= {*own.REQUIRED} and not is_judgment else ""
+    return "task_id, prompt and responses" if row.keys() >= {*native.REQUIRED} and not is_judgment else ""
 
 
 def _argilla(row: Row) -> str:
@@ -80,9 +79,9 @@ _arena = has_fields(
 
 # The first format that recognises the rows wins, so formats with more specific fields come first.
 _ALL = (
-    Format("heed", "everything in a label store", _heed, own.read_heed, own.write_heed),
-    Format("rankings", "what the reward stage reads", _rankings, own.read_rankings, own.write_rankings),
-    Format("consensus", "one ranking per task, of all its labelers", _never, None, own.write_consensus),
+    Format("heed", "everything in a label store", _heed, native.read_heed, native.write_heed),
+    Format("rankings", "what the reward stage reads", _rankings, native.read_rankings, native.write_rankings),
+    Format("consensus", "one ranking per task, of all its labelers", _never, None, native.write_consensus),
     Format("argilla", "Argilla 2's records", _argilla, argilla.read, argilla.write, argilla.PROJECT),
     Format(
         "label-studio",
@@ -95,7 +94,7 @@ _ALL = (
     Format("openai", "OpenAI's comparisons of summaries", _openai, openai.read_summaries, None),
     Format("webgpt", "WebGPT comparisons", _webgpt, openai.read_webgpt, None),
     Format("ultrafeedback", "UltraFeedback", _ultrafeedback, ultrafeedback.read, None),
-    Format("ultrafeedback_binarized", "UltraFeedback in pairs", _binarized, trl.read, trl.write_binarized),
+    Format("ultrafeedback_binarized", "UltraFeedback in pairs", _binarized, pairs.read, pairs.write_binarized),
     Format("helpsteer3", "HelpSteer3", _helpsteer3, helpsteer.read_3, helpsteer.write_3),
     Format("helpsteer2", "HelpSteer2's preferences", _helpsteer2, helpsteer.read_2, None),
     Format("oasst", "Open-Assistant's trees", _oasst, oasst.read, None),
@@ -104,16 +103,18 @@ _ALL = (
     Format("rewardbench", "RewardBench", _rewardbench, judges.read_rewardbench, None),
     Format("llmbar", "LLMBar", _llmbar, judges.read_llmbar, None),
     Format("arena", "Chatbot Arena, MT-Bench", _arena, judges.read_arena, judges.write_arena),
-    Format("hh", "Anthropic's HH-RLHF", hh.recognise, hh.read, hh.write),
-    Format("trl_unpaired", "TRL's unpaired labels", trl.recognise_unpaired, trl.read_unpaired, trl.write_unpaired),
-    Format("trl", "TRL's preferences, conversational or texts", trl.recognise, trl.read, trl.write),
-    Format("trl_text", "TRL's preferences, written as texts", _never, trl.read, trl.write_text),
+    Format("hh", "Anthropic's HH-RLHF", pairs.recognise_hh, pairs.read_hh, pairs.write_hh),
+    Format(
+        "trl_unpaired", "TRL's unpaired labels", pairs.recognise_unpaired, pairs.read_unpaired, pairs.write_unpaired
+    ),
+    Format("trl", "TRL's preferences, conversational or texts", pairs.recognise, pairs.read, pairs.write),
+    Format("trl_text", "TRL's preferences, written as texts", _never, pairs.read, pairs.write_text),
     Format("criteria", "ratings by criterion, as in HelpSteer2", _never, None, annotated.write_criteria),
     Format(annotated.TURNS, "labels of each turn, for a reward model of steps", _never, None, annotated.write_turns),
     Format("grouped", "rankings of responses that were rated alone", _never, None, annotated.write_grouped),
     Format("edits", "labelers' versions, preferred over the originals", _never, None, annotated.write_edits),
-    Format("demonstrations", "the best responses, for SFT", _never, None, own.write_demonstrations),
-    Format("prompts", "the prompts, for PPO", _never, None, own.write_prompts),
+    Format("demonstrations", "the best responses, for SFT", _never, None, native.write_demonstrations),
+    Format("prompts", "the prompts, for PPO", _never, None, native.write_prompts),
 )
 FORMATS = {form.name: form for form in _ALL}
 

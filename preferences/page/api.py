@@ -36,7 +36,7 @@ from preferences.page.api_bodies import (
 )
 from preferences.page.config import LabelingConfig
 from preferences.page.instruction_pages import take_quiz
-from preferences.page.question_pages import Questions
+from preferences.page.labeler_pages import Questions
 from preferences.page.security import (
     MAX_SIGN_IN_BYTES,
     MAX_TASKS_BYTES,
@@ -131,20 +131,18 @@ class Api:
     # ---- for labelers ----
 
     def instructions(self, bearer: Bearer) -> dict[str, Any]:
-        account, _ = signed_in(self.accounts, bearer)
-        config = self.service.config_for(account)
+        signed_in(self.accounts, bearer)
+        config = self.service.config
         quiz = [{"question": one.question, "choices": one.choices} for one in config.quiz]
         return {"version": config.version, "text": config.instructions, "flags": config.flags, "quiz": quiz}
 
     def take_quiz(self, body: QuizBody, bearer: Bearer) -> list[dict[str, Any]]:
         account, _ = signed_in(self.accounts, bearer)
-        return [
-            asdict(one) for one in take_quiz(self.accounts, account, self.service.config_for(account), body.answers)
-        ]
+        return [asdict(one) for one in take_quiz(self.accounts, account, self.service.config, body.answers)]
 
     def confirm_reading(self, bearer: Bearer) -> None:
         account, _ = signed_in(self.accounts, bearer)
-        config = self.service.config_for(account)
+        config = self.service.config
         if config.quiz and account.role == "labeler":
             raise HTTPException(403, "the instructions have a quiz; post its answers to /api/instructions/quiz")
         self.accounts.confirm_reading(account.name, config.version)
@@ -160,7 +158,7 @@ class Api:
         account, token = signed_in(self.accounts, bearer)
         form = body.form.task_form()
         shown = self.service.shown_again(account, token, form)
-        config, responses = shown.config, shown.lease.shown.responses
+        config, responses = self.service.config, shown.lease.shown.responses
         if config.asks_ratings != bool(body.ratings):
             raise _invalid("ratings", f"{'one per response' if config.asks_ratings else 'none'} expected")
         unknown = {flag for flags in body.flags for flag in flags} - set(config.flags)
@@ -286,7 +284,7 @@ class Api:
             raise HTTPException(404, f"batch {batch!r} is not in the store")
 
     def _as_body(self, presented: PresentedTask) -> TaskBody:
-        shown, config = presented.lease.shown, presented.config
+        shown, config = presented.lease.shown, self.service.config
         return TaskBody(
             form=Form(**asdict(presented.form)),
             warning=shown.warning,

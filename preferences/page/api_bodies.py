@@ -116,8 +116,7 @@ class TaskBody(BaseModel):
 
 class NoTask(BaseModel):
     """Why there is no task: "instructions" to read, "screening" not passed, the "daily quota" met, "batches closed",
-    "no fitting task" (all open ones require tags that the account lacks), "nothing open", or the "questionnaire" of a
-    usability study (`/usability`).
+    "no fitting task" (all open ones require tags that the account lacks), or "nothing open".
     """
 
     waiting: str

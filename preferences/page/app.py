@@ -27,15 +27,13 @@ from preferences.page.arena import Arena
 from preferences.page.arena_pages import ArenaPages
 from preferences.page.config import LabelingConfig
 from preferences.page.instruction_pages import InstructionPages
-from preferences.page.labeler_pages import TOO_LATE, SignInPages, TaskPages
+from preferences.page.labeler_pages import TOO_LATE, QuestionPages, Questions, SignInPages, TaskPages
 from preferences.page.lead_api import LeadApi
 from preferences.page.lead_pages import LeadPages, PeoplePages
-from preferences.page.question_pages import QuestionPages, Questions
 from preferences.page.search_pages import SearchPages
 from preferences.page.security import MAX_BODY_BYTES, Attempts, Harden, TooManyTriesError
 from preferences.page.service import LabelingService, LeadView, RefusedError
 from preferences.page.site import RETRY_SECONDS, SignInNeededError, Site
-from preferences.page.usability_pages import UsabilityApi, UsabilityPages
 from preferences.store import LabelStore
 
 LOG = logging.getLogger(__name__)
@@ -81,11 +79,9 @@ def make_app(
     routers = [
         Api(service, accounts, lead, questions, attempts).router,
         LeadApi(accounts, lead, config.server).router,
-        UsabilityApi(service, accounts).router,
         InstructionPages(site, service).router,
         TaskPages(site, service).router,
         QuestionPages(site, questions).router,
-        UsabilityPages(site, service).router,
         LeadPages(site, lead).router,
         SearchPages(site, service).router,
         PeoplePages(site).router,

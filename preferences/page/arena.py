@@ -28,7 +28,7 @@ from preferences.leases import canonical, display_order
 from preferences.page.config import LabelingConfig
 from preferences.page.forms import MAX_NOTE_CHARACTERS
 from preferences.page.lockstep import Glance, LockstepTurn
-from preferences.page.service import RefusedError, stage_in_study, why_no_answer
+from preferences.page.service import RefusedError, why_no_answer
 from preferences.recording import Import
 from preferences.records import MAX_MILLISECONDS, Judgment, Message, Task
 from preferences.store import LabelStore
@@ -49,10 +49,6 @@ RUNNING = "A turn of yours is still being written. Wait for it, or stop it; then
 
 WHY_CLOSED = {  # what labelers read who may give no verdict now
     "instructions": "Read the instructions first, then send this again.",
-    "usability study": (
-        "You are taking part in a usability study. Until you have answered its last questions, you get only its tasks,"
-        " on the page Label."
-    ),
     "screening": "Before you can talk to the models, judge your first tasks on the page Label.",
     "daily quota": (
         "You have given as many answers as you may give per day. You can continue after midnight (UTC), and change"
@@ -164,10 +160,6 @@ class Arena:
         """
         why = why_no_answer(self.store, self.config, account, self._batch, self._clock())
         return WHY_CLOSED[why] if why else ""
-
-    def is_in_study(self, account: Account) -> bool:
-        """Whether this person takes part in a usability study, whose instructions are not the arena's."""
-        return stage_in_study(self.store, self.config, account) is not None
 
     def _require_open(self, account: Account) -> None:
         """Raises: RefusedError if this person may send no message and give no new verdict."""

@@ -19,7 +19,7 @@ from preferences.arena_records import OWN, Conversation
 from preferences.database import STORE_AWAY, reason_of
 from preferences.keys import BusyError
 from preferences.page.arena import CHOICES, MAX_QUESTION_CHARACTERS, WHY_CLOSED, Arena, Given
-from preferences.page.fields import Fields
+from preferences.page.forms import Fields
 from preferences.page.security import HEADERS
 from preferences.page.service import RefusedError
 from preferences.page.site import Posted, SignInNeededError, Site, fields_of, redirect
@@ -82,9 +82,9 @@ class ArenaPages:
         yield "event: over\ndata:\n\n"
 
     def _unread(self, account: Account) -> Response | None:
-        """Sends labelers to the instructions until they have read them. In a study, they have others to read."""
+        """Sends labelers to the instructions until they have read them."""
         has_read = account.role == "lead" or account.read_version == self.arena.config.version
-        return None if has_read or self.arena.is_in_study(account) else redirect("/instructions")
+        return None if has_read else redirect("/instructions")
 
     def _home_page(self, account: Account, token: str, fields: Fields = EMPTY, wrong: str = "") -> Response:
         latest = self.arena.conversations.latest(account.name, NUM_CONVERSATIONS)
@@ -136,7 +136,6 @@ class ArenaPages:
             failure=glance.failure if glance is not None else "",
             choices=CHOICES,
             flags=arena.config.flags,
-            view=arena.config.text_view,
             continues=_continues(given[-1]),
             fields=fields,
             wrong=wrong,

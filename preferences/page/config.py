@@ -115,7 +115,7 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 class ServerConfig(BaseModel):
-    """The server's addresses, timeouts and limits."""
+    """The server's addresses."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -125,13 +125,6 @@ class ServerConfig(BaseModel):
     )
     trusted_hosts: tuple[str, ...] = Field(
         default=(), description="Host headers that are accepted, in addition to those of public_url and loopback."
-    )
-    header_seconds: float = Field(default=10.0, gt=0, description="Time limit for receiving a request's headers.")
-    body_seconds: float = Field(default=60.0, gt=0, description="Time limit for receiving a request's body.")
-    reading_seconds: float = Field(default=60.0, gt=0, description="How long a client may leave a response unread.")
-    keep_alive_seconds: int = Field(default=15, gt=0, description="How long a connection may idle between requests.")
-    max_connections: int = Field(
-        default=1_000, ge=1, description="Open connections. Above it, the one idle for longest is closed."
     )
 
     @field_validator("public_url")
@@ -234,26 +227,10 @@ class OidcConfig(BaseModel):
         return found
 
 
-class TomlConfig(BaseModel):
-    """Settings that a TOML file holds."""
+class LabelingConfig(BaseModel):
+    """What labelers are told, what the form asks about each task, and the order in which they get tasks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Reads a TOML file. Raises: ValueError naming the file and each invalid field."""
-        try:
-            return cls.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            raise ValueError(f"{path}: no such file") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: {error}") from error
-        except ValidationError as error:
-            raise ValueError(f"{path}: {wrong_fields(error, cls)}") from error
-
-
-class LabelForm(TomlConfig):
-    """What labelers are told, and what the form asks about each task."""
 
     instructions: str = Field(default=INSTRUCTIONS, description="Instructions to labelers, in Markdown.")
     flags: tuple[str, ...] = Field(
@@ -272,6 +249,45 @@ class LabelForm(TomlConfig):
         description="Questions about the instructions, which each labeler answers right before they get tasks; again"
         " for each new version.",
     )
+    title: str = Field(default="Labeling", description="Title of the pages.")
+    batches: tuple[str, ...] = Field(
+        default=(), description="Batches in the order in which labelers get them; empty = all, in order of arrival."
+    )
+    task_order: Literal["arrival", "random"] = Field(
+        default="random",
+        description="Order of a batch's tasks: random for each labeler, but stable across reloads, or by arrival.",
+    )
+    skip_reasons: tuple[str, ...] = Field(
+        default=SKIP_REASONS,
+        description="Reasons for a skip to choose from. Labelers may also decline without one, or write their own.",
+    )
+    lease_seconds: float = Field(
+        default=1_800.0, gt=0, description="How long a task stays with a labeler before others may get it."
+    )
+    daily_quota: int = Field(
+        default=0,
+        ge=0,
+        description="Answers that a labeler may give per day (UTC); 0 = any number. Leads can set it per person.",
+    )
+    screening: Screening | None = Field(
+        default=None, description="Gold tasks that new labelers start with; absent = none."
+    )
+    oidc: OidcConfig | None = Field(
+        default=None, description="Signing in with a company's accounts, in addition to keys; absent = keys only."
+    )
+    server: ServerConfig = Field(default=ServerConfig(), description="Addresses of the server.")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads a TOML file. Raises: ValueError naming the file and each invalid field."""
+        try:
+            return cls.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise ValueError(f"{path}: no such file") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: {error}") from error
+        except ValidationError as error:
+            raise ValueError(f"{path}: {wrong_fields(error, cls)}") from error
 
     @property
     def turn_criteria(self) -> tuple[LabelCriterion, ...]:
@@ -305,51 +321,14 @@ class LabelForm(TomlConfig):
             raise ValueError(f"different labels of 1 to {MAX_NAME_CHARACTERS} characters were expected")
         return labels
 
-
-class LabelingConfig(LabelForm):
-    """What labelers see, and the order in which they get tasks."""
-
-    title: str = Field(default="Labeling", description="Title of the pages.")
-    batches: tuple[str, ...] = Field(
-        default=(), description="Batches in the order in which labelers get them; empty = all, in order of arrival."
-    )
-    task_order: Literal["arrival", "random"] = Field(
-        default="random",
-        description="Order of a batch's tasks: random for each labeler, but stable across reloads, or by arrival.",
-    )
-    skip_reasons: tuple[str, ...] = Field(
-        default=SKIP_REASONS,
-        description="Reasons for a skip to choose from. Labelers may also decline without one, or write their own.",
-    )
-    text_view: Literal["formatted", "raw"] = Field(
-        default="formatted",
-        description="How texts are first shown: formatted as Markdown or as written. Labelers can switch.",
-    )
-    lease_seconds: float = Field(
-        default=1_800.0, gt=0, description="How long a task stays with a labeler before others may get it."
-    )
-    daily_quota: int = Field(
-        default=0,
-        ge=0,
-        description="Answers that a labeler may give per day (UTC); 0 = any number. Leads can set it per person.",
-    )
-    screening: Screening | None = Field(
-        default=None, description="Gold tasks that new labelers start with; absent = none."
-    )
-    oidc: OidcConfig | None = Field(
-        default=None, description="Signing in with a company's accounts, in addition to keys; absent = keys only."
-    )
-    server: ServerConfig = Field(default=ServerConfig(), description="Addresses, timeouts and limits of the server.")
-
     @property
     def all_skip_reasons(self) -> tuple[str, ...]:
         """The reasons for a skip that labelers may choose."""
         return tuple(dict.fromkeys((*self.skip_reasons, DECLINES)))
 
-    def warning(self, batches: Sequence[str], in_studies: Collection[str], alone: Collection[str]) -> str:
+    def warning(self, batches: Sequence[str], alone: Collection[str]) -> str:
         """Returns warnings for leads; "" if there are none. They are about configured batches that are not among the
-        store's `batches`, a screening batch that a running usability study uses (`in_studies`), and batches of single
-        responses (`alone`) about which the form asks nothing.
+        store's `batches`, and batches of single responses (`alone`) about which the form asks nothing.
         """
         screening = "" if self.screening is None else self.screening.batch
         named, said = (*self.batches, *((screening,) if screening else ())), []
@@ -357,23 +336,13 @@ class LabelingConfig(LabelForm):
         if missing:
             found = f"it has {', '.join(map(repr, batches))}" if batches else "it has none yet"
             said = [f"The configuration names batches that the store does not have: {', '.join(missing)}; {found}."]
-        if screening in in_studies:
-            said.append(
-                f"The screening batch, {screening!r}, is in a running usability study, so new labelers may be screened"
-                " with one of the study's forms; stop the study (heed label usability stop), or screen with another"
-                " batch."
-            )
-        asked = [name for name in alone if name in (self.batches or batches) and name not in in_studies]
+        asked = [name for name in alone if name in (self.batches or batches)]
         if asked and not (self.asks_ratings or self.criteria or self.flags or self.span_labels or self.asks_edits):
             said.append(
                 f"Tasks of {', '.join(map(repr, asked))} have one response, which is not ranked, and the form asks"
                 " nothing else about it; set asks_ratings, criteria or flags."
             )
         return " ".join(said)
-
-    def with_form(self, form: Mapping[str, Any]) -> Self:
-        """Returns a copy that asks what `form` does: values of all fields of `LabelForm`, in JSON's types."""
-        return self.model_copy(update=dict(LabelForm.model_validate(form)))
 
     def with_server(self, options: Mapping[str, object]) -> Self:
         """Returns a copy with these server options. Raises: ValueError naming each invalid option."""

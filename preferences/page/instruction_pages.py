@@ -13,7 +13,7 @@ from fastapi.responses import HTMLResponse
 
 from preferences.accounts import Account, Accounts
 from preferences.page.config import LabelingConfig, QuizQuestion
-from preferences.page.fields import Fields
+from preferences.page.forms import Fields
 from preferences.page.service import LabelingService
 from preferences.page.site import Posted, Site, redirect
 
@@ -102,7 +102,7 @@ class InstructionPages:
 
     def confirm_reading(self, request: Request, posted: Posted) -> Response:
         account, token, fields = self.site.form(request, posted)
-        config = self.service.config_for(account)
+        config = self.service.config
         if account.role == "lead" or account.read_version == config.version or not config.quiz:
             self.site.accounts.confirm_reading(account.name, config.version)
             return redirect("/")
@@ -123,7 +123,7 @@ class InstructionPages:
         fields: Fields | None = None,
         wrong: str = "",
     ) -> Response:
-        config, is_passed = self.service.config_for(account), bool(feedback) and all(one.is_right for one in feedback)
+        config, is_passed = self.service.config, bool(feedback) and all(one.is_right for one in feedback)
         is_new = account.role == "labeler" and account.read_version != config.version
         earlier = self.site.accounts.instructions_text(account.read_version) if is_new else None
         return self.site.page(

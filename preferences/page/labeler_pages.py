@@ -1,4 +1,5 @@
-"""The labelers' pages, the lead's page for adjudicating, and the pages for signing in and for one-time links.
+"""The labelers' pages, the lead's page for adjudicating, the pages for signing in and for one-time links, and questions
+of labelers with the leads' replies.
 
 All are plain forms that work without JavaScript.
 """
@@ -16,22 +17,15 @@ from preferences.accounts import Account
 from preferences.database import STORE_AWAY, reason_of
 from preferences.leases import LeaseLostError
 from preferences.page import forms
-from preferences.page.annotation_forms import is_same_text, max_edit, num_span_rows
 from preferences.page.config import DECLINES, LabelingConfig
-from preferences.page.fields import Fields
-from preferences.page.forms import UnsavedForms, as_text
+from preferences.page.forms import Fields, UnsavedForms, as_text, is_same_text, max_edit, num_span_rows
 from preferences.page.search_pages import in_queue, next_in_queue
-from preferences.page.security import (
-    MAX_SIGN_IN_BYTES,
-    Attempts,
-    TooManyTriesError,
-    sign_in,
-    use_link,
-)
+from preferences.page.security import MAX_SIGN_IN_BYTES, Attempts, TooManyTriesError, sign_in, use_link
 from preferences.page.service import MAX_LEFT, LabelingService, PresentedTask, RefusedError
 from preferences.page.site import RETRY_SECONDS, Posted, SignInNeededError, Site, fields_of, redirect
-from preferences.questions import MAX_QUESTION_CHARACTERS, Thread
+from preferences.questions import MAX_QUESTION_CHARACTERS, Thread, ThreadState
 from preferences.records import ShownTask
+from preferences.store import LabelStore
 
 LOG = logging.getLogger(__name__)
 CLIENT = "page"
@@ -175,7 +169,7 @@ class TaskPages:
     def home(self, request: Request) -> Response:
         account, _ = self.site.signed_in(request)
         is_screened = account.role == "labeler" and account.state == "new" and self.service.config.screening is not None
-        if self.site.has_arena and not is_screened and self.service.stage(account) is None:
+        if self.site.has_arena and not is_screened:
             return redirect("/arena")
         return redirect("/lead" if account.role == "lead" else "/task")
 
@@ -192,8 +186,6 @@ class TaskPages:
         presented = own or self.service.next_task(account, token)
         if presented == "instructions":
             return redirect("/instructions")
-        if presented == "questionnaire":
-            return redirect("/usability")
         if not isinstance(presented, PresentedTask):
             heading, text = WAITING[presented]
             return self.site.page("message", account, token, heading=heading, text=text, typed="")
@@ -231,7 +223,7 @@ class TaskPages:
             return self._warning_page(account, token, presented)
         unsaved = self.unsaved.put(token, account, presented)
         earlier = self.service.earlier_answer(lease) if lease.revision else None
-        fields = unsaved or (forms.answer_fields(earlier, lease, presented.config) if earlier is not None else EMPTY)
+        fields = unsaved or (forms.answer_fields(earlier, lease, self.service.config) if earlier is not None else EMPTY)
         if queue:
             fields = replace(fields, values={**fields.values, QUEUE: queue})
         is_earlier = unsaved is None and earlier is not None
@@ -260,7 +252,7 @@ class TaskPages:
             token,
             422 if wrong else status,
             presented=presented,
-            config=presented.config,
+            config=self.service.config,
             fields=fields,
             wrong=wrong,
             is_unsaved=is_unsaved,
@@ -272,7 +264,7 @@ class TaskPages:
             num_span_rows=num_span_rows,
             is_same_text=is_same_text,
             max_edit=max_edit(presented.lease.shown.responses),
-            num_folded=_num_folded(presented.lease.shown, presented.config),
+            num_folded=_num_folded(presented.lease.shown, self.service.config),
             long_result=LONG_RESULT,
             threads=[] if is_away else self._threads(account, presented),
             max_question=MAX_QUESTION_CHARACTERS,
@@ -310,7 +302,7 @@ class TaskPages:
         presented = self.service.shown_again(account, token, form)
         if account.role == "labeler" and presented.lease.is_hidden:
             return self._warning_page(account, token, presented, 422)
-        answer, wrong = forms.read_answer(fields, presented.lease.shown, presented.config)
+        answer, wrong = forms.read_answer(fields, presented.lease.shown, self.service.config)
         if answer is None:
             return self._task_page(account, token, presented, fields, wrong)
         self.service.answer(account, token, form, answer, CLIENT)
@@ -406,3 +398,60 @@ def _num_folded(shown: ShownTask, config: LabelingConfig) -> int:
 def _path_of(handle: str) -> str:
     """Returns the path of a task that the labeler has taken back."""
     return f"/task?task={quote(handle, safe='')}"
+
+
+class Questions:
+    """What the pages and the API do with questions."""
+
+    def __init__(self, store: LabelStore) -> None:
+        self.store = store
+
+    def of(self, account: Account) -> list[Thread]:
+        """Returns a labeler's threads, or all threads for a lead; those that wait for this person come first."""
+        if account.role == "lead":
+            return sorted(self.store.threads(), key=lambda thread: thread.state != "question")
+        return sorted(self.store.threads(labeler=account.name), key=lambda thread: thread.state != "reply")
+
+    def num_waiting(self, account: Account) -> int:
+        """Counts the threads that wait for this person; 0 if the store cannot be read, because every page shows it."""
+        try:
+            return self.store.num_waiting("" if account.role == "lead" else account.name)
+        except STORE_AWAY:
+            return 0
+
+    def write(self, account: Account, handle: str, labeler: str, kind: ThreadState, text: str) -> None:
+        """Appends a message to a thread. Labelers write in their own threads, whatever `labeler` is.
+
+        Raises: RefusedError for a thread that is not there, and a ValueError for an empty or too long text.
+        """
+        owner = labeler if account.role == "lead" else account.name
+        thread = next((one for one in self.of(account) if (one.handle, one.labeler) == (handle, owner)), None)
+        if thread is None:
+            raise RefusedError("there is no such question")
+        said: ThreadState = "resolved" if kind == "resolved" else "reply" if account.role == "lead" else "question"
+        self.store.write_message(thread.task_id, owner, account.name, said, text.strip())
+
+
+class QuestionPages:
+    """The routes of the page of questions."""
+
+    def __init__(self, site: Site, questions: Questions) -> None:
+        self.site, self.questions = site, questions
+        self.router = APIRouter(include_in_schema=False)
+        self.router.get("/questions", response_class=HTMLResponse)(self.threads)
+        self.router.post("/questions/write")(self.write)
+
+    def threads(self, request: Request) -> Response:
+        account, token = self.site.signed_in(request)
+        threads = self.questions.of(account)
+        return self.site.page("questions", account, token, threads=threads, max_question=MAX_QUESTION_CHARACTERS)
+
+    def write(self, request: Request, posted: Posted) -> Response:
+        """Stores a reply, a further question, or that a thread is resolved."""
+        account, _, fields = self.site.form(request, posted)
+        handle, labeler = fields.text("task"), fields.text("labeler")
+        kind: ThreadState = "resolved" if fields.text("resolved") else "reply"
+        text = "" if kind == "resolved" else fields.text("text")[:MAX_QUESTION_CHARACTERS]
+        if kind == "resolved" or text.strip():  # an empty reply stays unsaid
+            self.questions.write(account, handle, labeler, kind, text)
+        return redirect(f"/questions#{quote(f'thread-{handle}-{labeler}', safe='')}")

@@ -9,7 +9,7 @@ from fastapi.responses import HTMLResponse
 
 from preferences import adjudication, organizing, search
 from preferences.adjudication import Threshold
-from preferences.page.fields import Fields
+from preferences.page.forms import Fields
 from preferences.page.service import LabelingService, RefusedError
 from preferences.page.site import Posted, Site, redirect
 from preferences.records import KINDS

@@ -70,17 +70,16 @@ def serve(
                     opened = None if arena is None else closing.enter_context(arena.opened(url_or_path, store, own))
                     app = make_app(store, accounts, own, arena=opened)
                     with suppress(KeyboardInterrupt):
-                        uvicorn.Server(server_settings(app, server)).run([listener])
+                        uvicorn.Server(server_settings(app, Deadlines())).run([listener])
             finally:
                 accounts.close()
 
 
-def server_settings(app: Any, config: ServerConfig) -> uvicorn.Config:
+def server_settings(app: Any, deadlines: "Deadlines") -> uvicorn.Config:
     """Returns uvicorn's configuration, with deadlines and without trust in headers about a request's sender.
 
     The application itself decides which proxies' headers to trust (`ServerConfig.trusted_proxies`).
     """
-    deadlines = Deadlines(config.header_seconds, config.body_seconds, config.reading_seconds, config.max_connections)
     return uvicorn.Config(
         app,
         http=timed_protocol(deadlines),
@@ -89,7 +88,7 @@ def server_settings(app: Any, config: ServerConfig) -> uvicorn.Config:
         log_level="warning",
         proxy_headers=False,
         server_header=False,
-        timeout_keep_alive=config.keep_alive_seconds,
+        timeout_keep_alive=deadlines.keep_alive_seconds,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
     )
@@ -134,10 +133,11 @@ def _reached_at(config: ServerConfig, host: str, port: int) -> ServerConfig:
 class Deadlines:
     """A server's time limits per connection, its connection limit, and connections that may be closed to make room."""
 
-    header_seconds: float
-    body_seconds: float
-    reading_seconds: float
-    max_connections: int
+    header_seconds: float = 10.0  # for receiving a request's headers
+    body_seconds: float = 60.0  # for receiving its body
+    reading_seconds: float = 60.0  # how long a client may leave a response unread
+    keep_alive_seconds: int = 15  # how long a connection may idle between requests
+    max_connections: int = 1_000  # above it, the one idle for longest is closed
     waiting: dict["TimedProtocol", None] = field(default_factory=dict)  # in order of arrival
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection
 
-from preferences import assignment, results, usability
+from preferences import assignment, results
 from preferences.accounts import Account, Accounts
 from preferences.formats.annotated import by_criterion
 from preferences.formats.parts import Report, RowWarning
@@ -34,7 +34,6 @@ from preferences.statistics.panel import Panel
 from preferences.statistics.quality import gold_accuracy, screen
 from preferences.statistics.summary import LabelReport
 from preferences.store import LabelStore
-from preferences.usability import QuestionnaireAnswer, Stage
 
 NUM_HISTORY = 50
 MAX_LEFT = 1_000  # a page counts at most this many remaining tasks
@@ -47,9 +46,7 @@ EXAMPLES_PER_KIND = 5  # shown on the page for each kind of warning of an export
 PAGE_SIZE = 100  # answers on a page
 NUM_REVIEWED = 20  # tasks on the quality page that labelers disagree on most
 
-Waiting = Literal[
-    "instructions", "nothing open", "screening", "daily quota", "batches closed", "no fitting task", "questionnaire"
-]
+Waiting = Literal["instructions", "nothing open", "screening", "daily quota", "batches closed", "no fitting task"]
 
 
 # ---- for labelers ----
@@ -74,11 +71,10 @@ class TaskForm:
 
 @dataclass(frozen=True)
 class PresentedTask:
-    """A task shown to a labeler, with what its form must send back. `config` says what the form asks."""
+    """A task shown to a labeler, with what its form must send back."""
 
     lease: Lease
     form: TaskForm
-    config: LabelingConfig
 
 
 def seal(session: str, *parts: object) -> str:
@@ -101,8 +97,7 @@ class LabelingService:
 
     def next_task(self, account: Account, session: str) -> PresentedTask | Waiting:
         """Returns the next task for a labeler, or why there is none."""
-        stage = self.stage(account)
-        if account.read_version != self._config_in(stage).version:
+        if account.read_version != self.config.version:
             return "instructions"
         if account.state == "new" and self.config.screening is not None:
             lease = self._lease(account, self.config.screening.batch)
@@ -112,44 +107,13 @@ class LabelingService:
                 return self._why_not_screened(account, self.config.screening.batch)
             self.accounts.admit_screened(account.name)
             return self.next_task(replace(account, state="admitted"), session)
-        if stage is not None and not stage.num_left:
-            return "questionnaire"
         if has_met_quota(self.store, self.config, account, self._clock()):
             return "daily quota"
-        if stage is not None:
-            lease = self._lease(account, stage.condition.batch, is_random=True)
-            if lease is not None:
-                return self._presented(lease, session)
-            why = self._why_nothing(account, [stage.condition.batch])
-            # a closed batch may open again, so it ends no condition
-            return "questionnaire" if stage.has_begun and why != "batches closed" else why
         for batch in self.batches():
             lease = self._lease(account, batch)
             if lease is not None:
                 return self._presented(lease, session)
         return self._why_nothing(account, self.batches())
-
-    def stage(self, account: Account) -> Stage | None:
-        """Returns where a labeler stands in a running usability study; None if they are in none."""
-        return stage_in_study(self.store, self.config, account)
-
-    def config_for(self, account: Account) -> LabelingConfig:
-        """Returns the configuration with the form that this person gets next, whose instructions they read first."""
-        return self._config_in(self.stage(account))
-
-    def _config_in(self, stage: Stage | None) -> LabelingConfig:
-        return self.config if stage is None else self.config.with_form(stage.condition.form)
-
-    def _config_of(self, lease: Lease) -> LabelingConfig:
-        """Returns the configuration with the form of a task, which differs for tasks of a usability study."""
-        with self.store.reading() as connection:
-            condition = usability.condition_of(connection, lease.task_id, lease.labeler)
-        return self.config if condition is None else self.config.with_form(condition.form)
-
-    def store_questionnaire(self, account: Account, answer: QuestionnaireAnswer) -> None:
-        """Stores the answers to the questionnaire that is due. Raises: as `usability.store_answer`."""
-        with self.store.writing() as connection:
-            usability.store_answer(connection, account.name, answer, self._clock())
 
     def _why_nothing(self, account: Account, batches: Sequence[str]) -> Waiting:
         with self.store.reading() as connection:
@@ -168,7 +132,7 @@ class LabelingService:
 
         Returns None for any other task, and until the labeler has read the current instructions.
         """
-        if account.read_version != self.config_for(account).version:
+        if account.read_version != self.config.version:
             return None
         lease = self.store.with_history(account.name, handle)
         return self._presented(lease, session) if lease is not None and (lease.given_at or lease.is_done) else None
@@ -185,9 +149,6 @@ class LabelingService:
 
     def num_left(self, account: Account) -> int:
         """Counts the tasks that are left for a labeler, including the current one, up to MAX_LEFT."""
-        stage = self.stage(account)
-        if stage is not None:
-            return stage.num_left
         screening = self.config.screening
         batches = self.batches() if screening is None or account.state != "new" else [screening.batch]
         num = 0
@@ -198,12 +159,9 @@ class LabelingService:
         return num
 
     def batches(self) -> list[str]:
-        """Returns the batches that labelers get tasks from, in order. Those of running studies are left out."""
-        with self.store.reading() as connection:
-            left_out = usability.batches_in_studies(connection)
-        if self.config.screening is not None:
-            left_out.add(self.config.screening.batch)
-        return [name for name in (self.config.batches or self.store.batches()) if name not in left_out]
+        """Returns the batches that labelers get tasks from after the screening, in order."""
+        left_out = "" if self.config.screening is None else self.config.screening.batch
+        return [name for name in (self.config.batches or self.store.batches()) if name != left_out]
 
     def reopened(self, account: Account, task_id: str, session: str) -> PresentedTask:
         """Returns a task for a lead to adjudicate. Raises: ValueError for an unknown task."""
@@ -212,7 +170,7 @@ class LabelingService:
     def shown_again(self, account: Account, session: str, form: TaskForm) -> PresentedTask:
         """Returns a submitted form's task, as it was shown. Raises: RefusedError for another session's form."""
         lease, _ = self._sealed_lease(account, session, form)
-        return PresentedTask(lease, form, self._config_of(lease))
+        return PresentedTask(lease, form)
 
     def reveal(self, account: Account, session: str, form: TaskForm) -> None:
         """Stores that the labeler has seen the warning and asked to see the task; its time counts from now.
@@ -222,17 +180,16 @@ class LabelingService:
         lease, _ = self._sealed_lease(account, session, form)
         self.store.reveal(lease)
 
-    def _lease(self, account: Account, batch: str, *, is_random: bool = False) -> Lease | None:
-        """Leases a batch's next task, in the configured order unless `is_random`."""
-        is_random, seconds = is_random or self.config.task_order == "random", self.config.lease_seconds
+    def _lease(self, account: Account, batch: str) -> Lease | None:
+        """Leases a batch's next task, in the configured order."""
+        is_random, seconds = self.config.task_order == "random", self.config.lease_seconds
         return self.store.lease(account.name, seconds=seconds, batch=batch, is_random=is_random, tags=account.tags)
 
     def _presented(self, lease: Lease, session: str) -> PresentedTask:
         """Adds the form. Time counts from when the task was leased, however often its page is reloaded."""
         shown_at = int((lease.given_at or self._clock()) * 1000)
         proof = seal(session, lease.handle, lease.revision, shown_at)
-        form = TaskForm(lease.handle, lease.revision, shown_at, proof)
-        return PresentedTask(lease, form, self._config_of(lease))
+        return PresentedTask(lease, TaskForm(lease.handle, lease.revision, shown_at, proof))
 
     # ---- storing answers ----
 
@@ -246,11 +203,10 @@ class LabelingService:
         none should be, and what `LabelStore.submit` raises.
         """
         lease, milliseconds = self._sealed_lease(account, session, form)
-        config = self._config_of(lease)
-        _require_turns(lease, answer, config.turn_criteria)
+        _require_turns(lease, answer, self.config.turn_criteria)
         earlier = self.earlier_answer(lease) if account.role == "labeler" and lease.revision else None
         total = min(milliseconds + (earlier.milliseconds if earlier is not None else 0), MAX_MILLISECONDS)
-        timed, version = replace(answer, milliseconds=total), config.version
+        timed, version = replace(answer, milliseconds=total), self.config.version
         with _without_id(account, lease):
             if account.role == "lead":
                 self.store.adjudicate(lease, timed, client=client, instructions_version=version, act="adjudicated")
@@ -260,9 +216,8 @@ class LabelingService:
     def skip(self, account: Account, session: str, form: TaskForm, reason: str, client: str) -> None:
         """Leaves a task to other labelers. Raises what `answer` raises."""
         lease, milliseconds = self._sealed_lease(account, session, form)
-        version = self._config_of(lease).version
         with _without_id(account, lease):
-            self.store.skip(lease, reason, milliseconds, client=client, instructions_version=version)
+            self.store.skip(lease, reason, milliseconds, client=client, instructions_version=self.config.version)
 
     def ask(self, account: Account, lease: Lease, text: str) -> None:
         """Stores a labeler's question about a task that they were shown. Raises: ValueError for an unusable text."""
@@ -328,19 +283,11 @@ def _without_id(account: Account, lease: Lease) -> Iterator[None]:
         raise ValueError(str(error).replace(repr(lease.task_id), "at hand")) from error
 
 
-def stage_in_study(store: LabelStore, config: LabelingConfig, account: Account) -> Stage | None:
-    """Returns where a labeler stands in a running usability study; None if they are in none, or are still screened."""
-    if account.role == "lead" or (account.state == "new" and config.screening is not None):
-        return None
-    with store.reading() as connection:
-        return usability.stage_of(connection, account.name)
-
-
 def warning_of(config: LabelingConfig, connection: Connection) -> str:
     """Returns warnings for leads about a configuration that does not fit the store; "" if there are none."""
     batches = results.batches(connection)
     alone = results.batches_of_single_responses(connection, batches)
-    return config.warning(batches, usability.batches_in_studies(connection), alone)
+    return config.warning(batches, alone)
 
 
 def has_met_quota(store: LabelStore, config: LabelingConfig, account: Account, now: float) -> bool:
@@ -355,14 +302,12 @@ def has_met_quota(store: LabelStore, config: LabelingConfig, account: Account, n
 
 def why_no_answer(
     store: LabelStore, config: LabelingConfig, account: Account, batch: str, now: float
-) -> Waiting | Literal["usability study", ""]:
+) -> Waiting | Literal[""]:
     """Returns why somebody may not add an answer to a batch that has no task for it yet, as the arena does; "" if they
-    may. The rules are those for tasks, and leads are exempt.
+    may. The same limits apply as for tasks, except to leads.
     """
     if account.role == "lead":
         return ""
-    if stage_in_study(store, config, account) is not None:
-        return "usability study"
     if account.read_version != config.version:
         return "instructions"
     if account.state == "new" and config.screening is not None:

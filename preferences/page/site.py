@@ -17,7 +17,7 @@ from preferences.adjudication import MAX_COUNTED
 from preferences.database import STORE_AWAY
 from preferences.leases import display_order
 from preferences.page.config import LabelingConfig
-from preferences.page.fields import LETTERS, Fields
+from preferences.page.forms import LETTERS, Fields
 from preferences.page.security import is_storable
 from preferences.page.service import RefusedError, seal
 from preferences.page.shown import show

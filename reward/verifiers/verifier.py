@@ -17,8 +17,7 @@ from files.rows import Row
 from lm.progress import note_progress
 from lm.tokenizer import Messages
 from reward.external import ExternalReward, Scored
-from reward.verifiers.choice import LETTERS, score_choice
-from reward.verifiers.final_number import final_number
+from reward.verifiers.answers import LETTERS, final_number, score_choice
 from reward.verifiers.sandbox import Limits, check_sandbox, code_in, passes_tests
 from training.config import Config
 
@@ -34,19 +33,19 @@ class CodeLimits(Config):
     model_config = ConfigDict(title="Limits of code")
 
     cpu_seconds: int = Field(
-        default=5, ge=1, le=600, description="Computing time; a response that needs more is wrong."
+        default=5,
+        ge=1,
+        le=600,
+        description="Computing time; a response that needs more is wrong. One that takes six times as long by the clock"
+        " has no score, since the machine may have been busy.",
     )
-    wall_seconds: float = Field(
-        default=30.0, gt=0, description="Time by the clock; a response that needs more has no score, since the machine"
-        " may have been busy.",
-    )  # fmt: skip
     memory_mb: int = Field(
         default=512, ge=128, description="Address space, in MiB; a response that needs more is wrong."
     )
 
     @property
     def of_sandbox(self) -> Limits:
-        return Limits(self.cpu_seconds, self.wall_seconds, self.memory_mb * 2**20)
+        return Limits(self.cpu_seconds, 6.0 * self.cpu_seconds, self.memory_mb * 2**20)
 
 
 class Verifier(ExternalReward):

@@ -6,21 +6,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dpo.objective import (
-    DPOConfig,
-    PackedResponses,
-    PolicyLearner,
-    UntiedPairs,
-    implicit_rewards,
-    preference_loss,
-    sft_loss,
-)
-from dpo.reference import refuse_wrong_reference
+from dpo.config import DPOConfig
+from dpo.losses import LOSSES, PairSettings, PreferenceLoss, RankingLoss, UntiedPairs, sft_loss
+from dpo.objective import refuse_wrong_reference
+from dpo.policy import PackedResponses, PolicyLearner
+from dpo.report import title_of
 from lm.config import ModelConfig
 from lm.model import LanguageModel, init_weights
 
 CPU = torch.device("cpu")
 BETA = 0.1
+
+
+def ranking_loss_of(name: str) -> RankingLoss:
+    loss = LOSSES[name]
+    assert isinstance(loss, RankingLoss)
+    return loss
 
 
 def loss_and_gradient(loss: str, difference: float, tokens: int = 4, **options: float) -> tuple[float, float]:
@@ -29,7 +30,8 @@ def loss_and_gradient(loss: str, difference: float, tokens: int = 4, **options: 
     tokens_12, ranks_12 = torch.tensor([[tokens, tokens]]), torch.tensor([[1, 2]])
     beta, log_nu = options.get("beta", BETA), options.get("log_nu")
     nu = None if log_nu is None else torch.tensor([log_nu])
-    found, _ = preference_loss(loss, ratios, tokens_12, ranks_12, beta, nu, options.get("margin", 0.0))
+    settings = PairSettings(beta, options.get("margin", 0.0), nu)
+    found, _ = ranking_loss_of(loss).per_comparison(ratios, tokens_12, ranks_12, settings)
     (gradient,) = torch.autograd.grad(found.sum(), ratios)
     assert float(gradient.sum()) == pytest.approx(0, abs=1e-7)  # what one gains the other loses
     return float(found.detach()), float(gradient[0, 0])
@@ -64,9 +66,10 @@ def test_simpo_by_hand() -> None:
     lead = beta * 6 / 4 - margin
     assert found == pytest.approx((-math.log(sigmoid(lead)), -beta / 4 * sigmoid(-lead)), abs=6e-5)
     logprobs_12, tokens_12, tie_12 = torch.tensor([[-6.0, -3.0]]), torch.tensor([[3, 3]]), torch.tensor([[1, 1]])
-    tied, accuracy = preference_loss("simpo", logprobs_12, tokens_12, tie_12, beta, None, margin)
+    simpo = ranking_loss_of("simpo").per_comparison
+    tied, accuracy = simpo(logprobs_12, tokens_12, tie_12, PairSettings(beta, margin))
     assert float(tied) == pytest.approx(-(math.log(sigmoid(2)) + math.log(sigmoid(-2))) / 2)
-    close, right = preference_loss("simpo", logprobs_12, tokens_12, torch.tensor([[2, 1]]), beta, None, 3.0)
+    close, right = simpo(logprobs_12, tokens_12, torch.tensor([[2, 1]]), PairSettings(beta, 3.0))
     assert float(close) == pytest.approx(-math.log(sigmoid(2.0 - 3.0)))
     assert (float(accuracy), float(right)) == (0.5, 1.0)  # the better response leads, if by less than the margin
 
@@ -74,11 +77,13 @@ def test_simpo_by_hand() -> None:
 def test_a_tie_by_hand() -> None:
     """Half a win for each; for IPO a target of 0; for Davidson an outcome with odds ν against a win of an equal."""
     ratios_12, tokens_12, tie_12 = torch.tensor([[6.0, 0.0]]), torch.tensor([[3, 3]]), torch.tensor([[1, 1]])
-    soft, _ = preference_loss("sigmoid", ratios_12, tokens_12, tie_12, BETA, None)
+    by_sigmoid, by_ipo = ranking_loss_of("sigmoid").per_comparison, ranking_loss_of("ipo").per_comparison
+    soft, _ = by_sigmoid(ratios_12, tokens_12, tie_12, PairSettings(BETA))
     assert float(soft) == pytest.approx(-(math.log(sigmoid(0.6)) + math.log(sigmoid(-0.6))) / 2)
-    squared, _ = preference_loss("ipo", ratios_12, tokens_12, tie_12, BETA, None)
+    squared, _ = by_ipo(ratios_12, tokens_12, tie_12, PairSettings(BETA))
     assert float(squared) == pytest.approx(36.0)
-    davidson, _ = preference_loss("sigmoid", ratios_12, tokens_12, tie_12, BETA, torch.tensor([math.log(0.5)]))
+    settings = PairSettings(BETA, log_nu=torch.tensor([math.log(0.5)]))
+    davidson, _ = by_sigmoid(ratios_12, tokens_12, tie_12, settings)
     assert float(davidson) == pytest.approx(-math.log(0.5 / (0.5 + math.exp(0.3) + math.exp(-0.3))))
     assert loss_and_gradient("sigmoid", 0.0, log_nu=math.log(0.5))[0] == pytest.approx(math.log(2.5))
 
@@ -88,8 +93,8 @@ def test_a_ranking_of_k_is_the_mean_of_its_pairs() -> None:
     ratios_2K, tokens_2K = torch.tensor([[3.0, -1.0, 0.5], [2.0, 4.0, 9.0]]), torch.tensor([[2, 5, 3], [4, 4, 0]])
     ranks_2K = torch.tensor([[1, 2, 2], [2, 1, 0]])
     for loss in ("sigmoid", "ipo", "length_normalised", "ipo_length_normalised"):
-        found, _ = preference_loss(loss, ratios_2K, tokens_2K, ranks_2K, BETA, None)
-        values = implicit_rewards(loss, ratios_2K, tokens_2K, BETA).tolist()
+        found, _ = ranking_loss_of(loss).per_comparison(ratios_2K, tokens_2K, ranks_2K, PairSettings(BETA))
+        values = LOSSES[loss].implicit_rewards(ratios_2K, tokens_2K, BETA).tolist()
         assert values[0][0] == pytest.approx(BETA * 3 / (2 if "length_normalised" in loss else 1))
 
         def pair(i: float, j: float, chance: float, of: str = loss) -> float:
@@ -118,15 +123,9 @@ def test_the_sft_loss_is_of_the_best_responses_per_token() -> None:
 
 
 def test_another_name_of_a_loss_is_refused() -> None:
-    one = torch.ones(1, 2)
-    with pytest.raises(
-        ValueError, match="loss 'hinge'; sigmoid, ipo, length_normalised, ipo_length_normalised or simpo was expected"
-    ):
-        preference_loss("hinge", one, one, torch.tensor([[1, 2]]), BETA, None)
-    with pytest.raises(
-        ValueError, match="'sigmoid', 'ipo', 'length_normalised', 'ipo_length_normalised', 'simpo' or 'kto'"
-    ):
-        DPOConfig.model_validate({"rankings": {"source": "x.jsonl"}, "loss": "hinge"})
+    *names, last = map(repr, LOSSES)
+    with pytest.raises(ValueError, match=f"{', '.join(names)} or {last}"):
+        DPOConfig.model_validate({"rankings": {"source": "x.jsonl"}, "loss": "sigmoid_norm"})
     with pytest.raises(ValueError, match=r'margin is 1 with loss "sigmoid"; only "simpo" has a margin'):
         DPOConfig.model_validate({"rankings": {"source": "x.jsonl"}, "margin": 1.0})
     with pytest.raises(ValueError, match=r'ties is "davidson", which has no margins'):
@@ -141,7 +140,36 @@ def test_beta_depends_on_the_loss_unless_it_is_given() -> None:
     assert DPOConfig.model_validate({**rankings, "loss": "length_normalised"}).beta == 5
     assert DPOConfig.model_validate({**rankings, "loss": "length_normalised", "beta": 2.0}).beta == 2
     simpo = DPOConfig.model_validate({**rankings, "loss": "simpo"})
-    assert (simpo.beta, simpo.margin, simpo.has_reference) == (2.5, 1.375, False)
+    assert (simpo.beta, simpo.margin, simpo.preference_loss.has_reference) == (2.5, 1.375, False)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_a_run_records_can_be_read_again(loss: str) -> None:
+    """`heed replay`, `heed study` and `heed run RUN/job.toml` read the job with all defaults."""
+    config = DPOConfig.model_validate({"rankings": {"source": "x"}, "loss": loss})
+    assert DPOConfig.model_validate(config.model_dump(mode="json", exclude_none=True)) == config
+
+
+RANKING_LOSSES = [loss for loss in LOSSES.values() if isinstance(loss, RankingLoss)]
+
+
+@pytest.mark.parametrize("loss", RANKING_LOSSES, ids=lambda loss: loss.name)
+def test_neither_order_nor_padding_changes_a_loss(loss: RankingLoss) -> None:
+    ratios_1K, tokens_1K = torch.tensor([[1.5, -0.5, 0.25, math.nan]]), torch.tensor([[4, 2, 3, 0]])
+    ranks_1K, settings = torch.tensor([[2, 1, 2, 0]]), PairSettings(BETA)
+    expected = loss.per_comparison(ratios_1K[:, :3], tokens_1K[:, :3], ranks_1K[:, :3], settings)
+    assert 0 <= float(expected[1]) <= 1
+    for order in ([0, 1, 2, 3], [2, 0, 1], [3, 1, 2, 0]):
+        found = loss.per_comparison(ratios_1K[:, order], tokens_1K[:, order], ranks_1K[:, order], settings)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=lambda loss: loss.name)
+def test_a_loss_says_what_it_is(loss: PreferenceLoss) -> None:
+    """In the reference, under the name that a job gives, and in reports."""
+    assert f"`{loss.name}` {loss.description}" in str(DPOConfig.model_fields["loss"].description)
+    assert title_of(loss.name) == loss.title
+    assert set(loss.defaults) <= set(DPOConfig.model_fields)
 
 
 SEQUENCES = [([5, 6, 7, 8, 1], 3), ([9, 1], 1), ([4, 4, 4, 4, 4, 2, 3, 1], 2), ([5, 6, 7, 8, 1], 3), ([7, 7, 7], 0)]
@@ -174,8 +202,8 @@ def test_equal_responses_pull_nothing(policy: PolicyLearner) -> None:
     """Whatever labelers say of them: the gradients of both are the same, and cancel."""
     packed = PackedResponses.of([SEQUENCES[0][0]] * 2, [3, 3], CPU)
     logprobs_N, _ = packed.logprobs(policy)
-    loss_B, accuracy_B = preference_loss(
-        "sigmoid", (logprobs_N + 2.0)[None], packed.tokens_N[None], torch.tensor([[1, 2]]), BETA, None
+    loss_B, accuracy_B = ranking_loss_of("sigmoid").per_comparison(
+        (logprobs_N + 2.0)[None], packed.tokens_N[None], torch.tensor([[1, 2]]), PairSettings(BETA)
     )
     gradients = torch.autograd.grad(loss_B.sum(), list(policy.parameters()))
     assert float(loss_B.detach()) == pytest.approx(math.log(2))

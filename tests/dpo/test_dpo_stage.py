@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from dpo.objective import DPOConfig
-from dpo.reference import COMPARISONS, LOGPROBS, REFERENCE
+from dpo.config import DPOConfig
+from dpo.policy import COMPARISONS, LOGPROBS, REFERENCE
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
 from preferences.rankings import split_rankings
@@ -187,7 +187,8 @@ def test_other_losses_learn_it_too(
         assert results["learned_nu"] > 0
         # The folder holds a language model and nothing else.
         assert "nu" not in load_file(tmp_path / "run" / "model" / "model.safetensors")
-    if not config.has_reference:  # the report's log-probs from before training are those of held-out rankings alone
+    if not config.preference_loss.has_reference:
+        # The report's log-probs from before training are those of held-out rankings alone.
         stored = load_file(tmp_path / "run" / REFERENCE)[LOGPROBS]
         assert 3 <= len(stored) / results["heldout_comparisons"] <= 4  # responses of each
         assert results["pairs"]["chosen_logprob"] != results["pairs"]["chosen_logprob_before"]

@@ -3,30 +3,25 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from dpo.objective import DPOConfig, KTOConfig, Loss, PolicyLearner, PolicySource
-from dpo.unpaired import (
-    UnpairedObjective,
-    flags_without_effect,
-    labelled,
-    labels_of,
-    mismatched,
-    require_labels,
-)
+from dpo.config import DPOConfig
+from dpo.losses import LOSSES, KTOConfig, labels_of
+from dpo.objective import PreferenceObjective, mismatched
+from dpo.policy import PolicyLearner, PolicySource
 from lm.config import ModelConfig
 from lm.lora import adapted
 from lm.model import LanguageModel, init_weights
 from lm.weights import ModelFolder
-from preferences.formats.own import ranking_row
+from preferences.formats.native import ranking_row
+from preferences.formats.pairs import read_unpaired
 from preferences.formats.parts import Report
 from preferences.formats.registry import sniff
-from preferences.formats.trl import read_unpaired
 from preferences.records import Message, Ranking
 from reward.comparisons import Comparison, RankingsConfig, Verdict, read_rankings
 from reward.config import RewardConfig
@@ -68,7 +63,7 @@ def logprob_of(policy: PolicyLearner, tokens: tuple[int, ...], num: int) -> torc
 
 
 def test_the_loss_and_its_gradient_are_the_equations(policy: PolicyLearner) -> None:
-    objective = UnpairedObjective(COMPARISONS, REFERENCE, CONFIG)
+    objective = PreferenceObjective(COMPARISONS, REFERENCE, CONFIG)
     objective.baseline.value = 0.8
     expected = torch.zeros(())
     right = total = 0.0
@@ -101,7 +96,7 @@ def test_the_baseline_is_the_batchs_mean_log_ratio_of_other_responses(tmp_path: 
     logprobs = [float(logprob_of(engine.module, of.sequences[0], of.response_tokens[0]).detach()) for of in others]
     for shift, rows in ((2.0, [0, 1, 2]), (0.5, [2, 0]), (-1.0, [0, 1, 2])):
         before = [np.array([logprob - shift * (row + 1)], dtype=np.float32) for row, logprob in enumerate(logprobs)]
-        objective = UnpairedObjective(COMPARISONS, REFERENCE, CONFIG, others, before)
+        objective = PreferenceObjective(COMPARISONS, REFERENCE, CONFIG, others, before)
         objective.prepare(engine, np.array(rows), BatchConfig(batch_size=4, micro_batch_size=1))
         expected = max(0.0, sum(shift * (row + 1) for row in rows) / len(rows))
         assert objective.baseline.value == pytest.approx(expected, abs=1e-4)
@@ -151,7 +146,7 @@ def test_ratings_and_flags_are_labels(
 ) -> None:
     verdict = Verdict((1, 2), ratings, 1.0, flags)
     assert labels_of(verdict, KTO) == labels
-    kept = labelled([Comparison("t", ((1,), (2,)), (verdict,))], KTO)
+    kept = LOSSES["kto"].select([Comparison("t", ((1,), (2,)), (verdict,))], CONFIG)
     assert bool(kept) == any(labels)
 
 
@@ -225,18 +220,21 @@ def split_of(*prompts: str) -> Split:
 
 def test_responses_to_one_prompt_have_no_baseline() -> None:
     config = DPOConfig.model_validate({"rankings": {"source": "labels.jsonl"}, "loss": "kto"})
-    require_labels(split_of("Q", "Q", "P"), config)
+    LOSSES["kto"].check_data(split_of("Q", "Q", "P"), config)
     with pytest.raises(
         ValueError, match=r"1 of the training prompts of labels.jsonl have .*; at least two were expected"
     ):
-        require_labels(split_of("Q", "Q"), config)
+        LOSSES["kto"].check_data(split_of("Q", "Q"), config)
     with pytest.raises(ValueError, match=r"0 of the held-out prompts of labels.jsonl have"):
-        require_labels(replace(split_of("Q", "P"), heldout=[]), config)
+        LOSSES["kto"].check_data(replace(split_of("Q", "P"), heldout=[]), config)
 
 
 def test_flags_that_no_response_has_are_reported() -> None:
-    config = KTOConfig(undesirable_flags=("rude", "harmfull"))
-    assert flags_without_effect(split_of("Q"), config) == ["harmfull"]
+    flags = KTOConfig(undesirable_flags=("rude", "harmfull"))
+    config = DPOConfig.model_validate({"rankings": {"source": "x"}, "loss": "kto", "kto": flags})
+    split = split_of("Q", "P")
+    split = replace(split, train=[replace(ranking, flags=()) for ranking in split.train])
+    assert LOSSES["kto"].check_data(split, config) == ["no response of x has a flag 'harmfull'"]
 
 
 def test_single_responses_are_refused_where_they_teach_nothing(tmp_path: Path, model_folder: Path) -> None:
@@ -301,13 +299,6 @@ def test_settings_without_effect_are_refused(changes: dict[str, Any], message: s
         DPOConfig.model_validate({"rankings": {"source": "x"}, **changes})
     written = DPOConfig.model_validate({"rankings": {"source": "x"}}).model_dump()  # as in a run's job.toml
     assert DPOConfig.model_validate(written).loss == "sigmoid"
-
-
-@pytest.mark.parametrize("loss", get_args(Loss))
-def test_what_a_run_records_can_be_read_again(loss: str) -> None:
-    """`heed replay`, `python -m research.study` and `heed run RUN/job.toml` read the job with all defaults."""
-    config = DPOConfig.model_validate({"rankings": {"source": "x"}, "loss": loss})
-    assert DPOConfig.model_validate(config.model_dump(mode="json", exclude_none=True)) == config
 
 
 def test_flags_of_rankings_survive_a_file(tmp_path: Path) -> None:

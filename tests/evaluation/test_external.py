@@ -135,7 +135,7 @@ def test_our_own_export_gives_the_verdicts_that_people_gave(sqlite_tables: Path,
     pairs = pairs_of(prompts, responses)
     path = tmp_path / "labels.sqlite"
     path.write_bytes(sqlite_tables.read_bytes())
-    judge = PeopleJudge("people", "", str(path), "b", 1, seed=0)
+    judge = PeopleJudge("people", "", str(path), "b", 1, seed=0, open_labels=LabelStore)
     judge.put_tasks(pairs)
     with LabelStore(path) as store:
         answer_all(store, [Longest()], batch="b", client="t", instructions_version="1")

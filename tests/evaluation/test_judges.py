@@ -204,7 +204,7 @@ class Scripted:
 
 
 def people(store: Path, labelers: int = 1) -> PeopleJudge:
-    return PeopleJudge("people", f"people:{store}", str(store), "b", labelers, seed=0)
+    return PeopleJudge("people", f"people:{store}", str(store), "b", labelers, seed=0, open_labels=LabelStore)
 
 
 def test_people_rank_all_policies_at_once(pairs: Sequence[Pair], sqlite_tables: Path, tmp_path: Path) -> None:
@@ -263,5 +263,5 @@ def test_identical_responses_are_a_tie_without_a_labeler(sqlite_tables: Path, tm
 
 
 def test_the_stores_address_is_not_written() -> None:
-    judge = PeopleJudge("people", "people:postgresql://u:***@h/d", "postgresql://u:secret@h/d", "b", 1, 0)
+    judge = PeopleJudge("people", "people:postgresql://u:***@h/d", "postgresql://u:secret@h/d", "b", 1, 0, LabelStore)
     assert "secret" not in json.dumps(judge.describe()) + repr(judge)

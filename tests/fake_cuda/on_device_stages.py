@@ -101,7 +101,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     ]  # fmt: skip
     setup = {
         "rankings": write(folder / "rankings.jsonl", rankings), "demonstrations": [talks], "num_epochs": 1,
-        "heldout_share": 0.25, "num_calibration": 8, **TRAINING,
+        "heldout_share": 0.25, **TRAINING,
     }  # fmt: skip
     train_reward(context(folder / "reward"), RewardConfig.model_validate(setup), folder / "sft" / "model")
     yield folder

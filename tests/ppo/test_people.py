@@ -156,7 +156,8 @@ def run(
 
         object.__setattr__(roles, "sync_weights", people_answer)  # the class is frozen
         with closing(roles):
-            loop.train(StageContext(folder, 11, 1, ENGINE), config, roles, adapted, Fitting(asked, prompts))
+            context, fitting = StageContext(folder, 11, 1, ENGINE), Fitting(asked, prompts)
+            loop.train(context, config, roles, adapted, fitting, open_labels=LabelStore)
 
     return build
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from preferences.formats.own import consensus_of, read_rankings, write_consensus
+from preferences.formats.native import consensus_of, read_rankings, write_consensus
 from preferences.formats.parts import Report
 from preferences.records import Judgment, Message, StoredTask, Task
 

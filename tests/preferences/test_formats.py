@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from preferences.formats.merging import Found, collect, collect_all
+from preferences.formats.merging import ImportedLabels, collect, collect_all
 from preferences.formats.registry import FORMATS, format_to_read, format_to_write, sniff
 from preferences.records import Message, Ranking
 
@@ -23,7 +23,7 @@ ROWS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "format_ro
 del ROWS["trl_text"]  # trl without a prompt in messages; TEXTS below has that
 
 
-def read(name: str, *rows: dict[str, Any], objective: str = "") -> Found:
+def read(name: str, *rows: dict[str, Any], objective: str = "") -> ImportedLabels:
     *_, found = collect(format_to_read(name), placed(*rows), objective=objective)
     return found
 

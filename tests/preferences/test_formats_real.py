@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from files.rows import read_source
-from preferences.formats.merging import Found, collect_all
+from preferences.formats.merging import ImportedLabels, collect_all
 from preferences.formats.registry import sniff
 
 REAL = Path(__file__).parents[3] / "shared" / "data"
 
 
-def read_real(name: str, expected: str) -> Found:
+def read_real(name: str, expected: str) -> ImportedLabels:
     path = REAL / name
     if not path.is_file():
         pytest.skip(f"the real data ({path}) is not on this machine")
@@ -21,7 +21,7 @@ def read_real(name: str, expected: str) -> Found:
     return collect_all(form, read_source(str(path)))
 
 
-def lines_of(found: Found, kind: str) -> list[int]:
+def lines_of(found: ImportedLabels, kind: str) -> list[int]:
     return [int(warning.where.split()[-1]) for warning in found.report.warnings if warning.kind == kind]
 
 

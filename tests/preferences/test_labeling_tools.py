@@ -19,7 +19,7 @@ import pytest
 from files.rows import read_source
 from preferences.accounts import Accounts
 from preferences.formats.exchange import export
-from preferences.formats.merging import Found, collect_all
+from preferences.formats.merging import ImportedLabels, collect_all
 from preferences.formats.parts import Report
 from preferences.formats.registry import format_to_read, format_to_write, rows_of, sniff
 from preferences.records import Judgment, Message, Task
@@ -42,13 +42,13 @@ TALK = Task("birds/2", TURNS, ("Because.", '山 "x"'), ("model-b", "model-a"), w
 OPEN = Task("birds/3", (Message("user", "Nobody judged this."),), ("x", "y"), ("model-a", "model-b"))
 
 
-def read(path: Path | str, name: str) -> Found:
+def read(path: Path | str, name: str) -> ImportedLabels:
     source = rows_of(str(path))
     assert sniff(read_source(source), source)[0].name == name
     return collect_all(format_to_read(name), read_source(source))
 
 
-def said(found: Found) -> list[tuple[Any, ...]]:
+def said(found: ImportedLabels) -> list[tuple[Any, ...]]:
     return [
         (found.tasks[one.task_id].prompt[-1].content, one.labeler, one.kind, one.ranks, one.ratings, one.note)
         for one in found.judgments

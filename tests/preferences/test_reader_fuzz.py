@@ -13,7 +13,7 @@ import pytest
 
 from files.rows import read_source
 from preferences.formats.exchange import store_found
-from preferences.formats.merging import UNFORESEEN, Found, collect, collect_all
+from preferences.formats.merging import UNFORESEEN, ImportedLabels, collect, collect_all
 from preferences.formats.parts import Format, Report, Row
 from preferences.formats.registry import FORMATS, sniff
 from preferences.store import LabelStore
@@ -80,7 +80,7 @@ def as_text(row: dict[str, Any]) -> str:
     return text
 
 
-def require_told(found: Found, second: str, num_rows: int) -> None:
+def require_told(found: ImportedLabels, second: str, num_rows: int) -> None:
     """The second row occurs somewhere in the result."""
     assert found.report.num_rows == num_rows
     assert second in found.locations.values() or any(second in warning.where for warning in found.report.warnings)

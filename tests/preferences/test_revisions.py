@@ -6,12 +6,11 @@ import pytest
 
 from preferences.formats.exchange import store_found
 from preferences.formats.merging import collect_all
-from preferences.formats.own import write_heed, write_rankings
+from preferences.formats.native import write_heed, write_rankings
 from preferences.formats.parts import Report
 from preferences.formats.registry import format_to_read
 from preferences.leases import LeaseLostError
-from preferences.records import Answer, Message, Task
-from preferences.results import Progress
+from preferences.records import Answer, Message, Progress, Task
 from preferences.statistics.summary import summary
 from preferences.store import UNDO_SECONDS, LabelStore
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from preferences.records import Answer, Message, Skip, Task
-from preferences.results import Coverage
+from preferences.records import Answer, Coverage, Message, Skip, Task
 from preferences.scripted import answer_all, assign
 from preferences.store import LabelStore
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from dpo.objective import DPOConfig
-from dpo.unpaired import labels_of
+from dpo.config import DPOConfig
+from dpo.losses import labels_of
 from files.rows import read_source
 from preferences import adjudication, recording
 from preferences.adjudication import Threshold

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from preferences import results
 from preferences.leases import LeaseLostError, display_order
-from preferences.records import Answer, Message, StoredTask, Task, dense_ranks
-from preferences.results import Coverage, Progress
+from preferences.records import Answer, Coverage, Message, Progress, StoredTask, Task, dense_ranks
 from preferences.store import LabelStore
 from tests.examples import examples
 

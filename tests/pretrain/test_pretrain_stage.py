@@ -12,6 +12,7 @@ import torch
 from lm.config import ModelConfig
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
+from pretrain import stage
 from pretrain.stage import PretrainConfig, bits_per_byte, prepare_tokenizer, train
 from tests.token_files import pretrain_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
@@ -43,7 +44,6 @@ def write_config(folder: Path) -> PretrainConfig:
     return PretrainConfig(
         texts=(TextConfig(source=str(folder / "train.jsonl")),),
         heldout=(TextConfig(source=str(folder / "heldout.jsonl")),),
-        tokenizer_texts=20,
         seq_len=16,
         num_steps=30,
         batch=BatchConfig(batch_size=8, micro_batch_size=4),
@@ -164,7 +164,8 @@ def test_bits_per_byte_by_hand_of_a_vocabulary_that_is_not(wordpiece: Tokenizer,
     assert bits_per_byte(2.0, spelled) == pytest.approx(2.0 * 8 / (math.log(2) * num_bytes))
 
 
-def test_the_tokenizer_learns_from_the_first_texts_alone(tmp_path: Path) -> None:
+def test_the_tokenizer_learns_from_the_first_texts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "TOKENIZER_TEXTS", 20)
     config = write_config(tmp_path)
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write("not json\n")  # past the twentieth text, so never read

@@ -12,6 +12,7 @@ from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import load_scalar_model, save_model
 from preferences.store import LabelStore
+from reward import label_sampling
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -59,8 +60,11 @@ def test_single_responses_are_rated_alone(folder: Path, heed_label: Call) -> Non
     assert [(len(task.responses), task.details["propensity"]) for task in tasks] == [(1, 0.5)] * 6
 
 
-def test_reward_models_choose_what_they_are_unsure_of(folder: Path, heed_label: Call) -> None:
-    judged = ("--judge", str(folder / "judge"), "--evaluation-share", "0.5", "--responses", "2", "--samples", "3")
+def test_reward_models_choose_what_they_are_unsure_of(
+    folder: Path, heed_label: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(label_sampling, "EVALUATION_SHARE", 0.5)
+    judged = ("--judge", str(folder / "judge"), "--responses", "2", "--samples", "3")
     code, said, _ = heed_label(*arguments(folder, *judged, "--choose", "near-tie"))
     assert (code, "selected by near-tie" in said) == (0, True)
     with LabelStore(folder / "labels.sqlite") as store:
@@ -110,7 +114,6 @@ def test_refusals(folder: Path, heed_label: Call) -> None:
         (("--responses", "9", "--samples", "1"), "no prompt has 9 different responses"),
         (("--responses", "0"), "--responses 0: 1 to 9 were expected"),
         (("--responses", "1", "--judge", str(folder / "judge")), "--responses 1: single responses are drawn uniformly"),
-        (("--evaluation-share", "2"), "evaluation_share"),
         (("--judge", str(folder / "one")), "one"),
     ):
         code, _, err = heed_label(*arguments(folder, *more))

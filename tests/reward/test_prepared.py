@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import training.data
-from dpo.objective import DPOConfig
+from dpo.config import DPOConfig
 from lm.tokenizer import Tokenizer
 from preferences.formats import merging
-from preferences.formats.merging import RECENT_TASKS, Found
+from preferences.formats.merging import RECENT_TASKS, ImportedLabels
 from preferences.statistics.agreement import accuracy_against
 from reward.comparisons import RankingsConfig, encode_rankings, read_judgments
 from reward.config import RewardConfig
@@ -27,7 +27,7 @@ SEED, CONTEXT = 7, 400
 
 
 @pytest.fixture(scope="module")
-def read(tmp_path_factory: pytest.TempPathFactory) -> tuple[RewardConfig, Found]:
+def read(tmp_path_factory: pytest.TempPathFactory) -> tuple[RewardConfig, ImportedLabels]:
     """Two labelers, two tasks of every third prompt, long responses."""
     path = tmp_path_factory.mktemp("rankings") / "rankings.jsonl"
     rows = [
@@ -56,7 +56,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> tuple[RewardConfig, Found]
 
 @pytest.fixture(scope="module")
 def prepared(
-    read: tuple[RewardConfig, Found], tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+    read: tuple[RewardConfig, ImportedLabels], tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
 ) -> PreparedRankings:
     config, _ = read
     folder = tmp_path_factory.mktemp("prepared") / "tokens"
@@ -66,7 +66,7 @@ def prepared(
 
 @pytest.mark.parametrize("keeps_end", [True, False])
 def test_truncated_responses_of_the_reward_model_keep_their_end_and_those_of_dpo_do_not(
-    read: tuple[RewardConfig, Found], tokenizer: Tokenizer, tmp_path: Path, keeps_end: bool
+    read: tuple[RewardConfig, ImportedLabels], tokenizer: Tokenizer, tmp_path: Path, keeps_end: bool
 ) -> None:
     """Scoring ends a truncated response with the end token; a policy must not learn to end in mid-sentence."""
     preferences = DPOConfig(rankings=read[0].rankings, on_overlong="truncate")
@@ -88,7 +88,7 @@ def test_truncated_responses_of_the_reward_model_keep_their_end_and_those_of_dpo
 
 @pytest.mark.parametrize("side", ["train", "heldout"])
 def test_comparisons_are_those_of_the_texts(
-    read: tuple[RewardConfig, Found], prepared: PreparedRankings, tokenizer: Tokenizer, side: str
+    read: tuple[RewardConfig, ImportedLabels], prepared: PreparedRankings, tokenizer: Tokenizer, side: str
 ) -> None:
     config, found = read
     split, weights = split_of(found.rankings, config, SEED), {("overall", "bo"): 0.5}
@@ -101,7 +101,7 @@ def test_comparisons_are_those_of_the_texts(
         assert one.response_tokens == other.response_tokens
 
 
-def test_statistics_need_no_texts(read: tuple[RewardConfig, Found], prepared: PreparedRankings) -> None:
+def test_statistics_need_no_texts(read: tuple[RewardConfig, ImportedLabels], prepared: PreparedRankings) -> None:
     """The interval is over prompts, which have hashes in place of texts."""
     config, found = read
     heldout = split_of(found.rankings, config, SEED).heldout

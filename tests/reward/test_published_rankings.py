@@ -47,7 +47,6 @@ def test_a_reward_model_trains_on_real_dialogues(tmp_path: Path, tiny_config: Mo
         num_epochs=0.2,
         batch=BatchConfig(batch_size=8, micro_batch_size=4),
         optimizer=OptimizerConfig(learning_rate=0.003, schedule="constant"),
-        num_calibration=1,
         save_every_steps=100,
         evaluate_every_steps=100,
     )

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, load_scalar_model
 from preferences.rankings import split_rankings
+from reward import metrics
 from reward.comparisons import Comparison, RankingsConfig, Verdict, read_rankings
 from reward.config import RewardConfig
 from reward.objective import AuxiliaryParameters, RankingObjective, RewardLearner, ranking_loss
@@ -142,11 +144,17 @@ def config_for(folder: Path, **changes: Any) -> RewardConfig:
         "num_epochs": 4.0,
         "batch": BatchConfig(batch_size=8, micro_batch_size=4),
         "optimizer": OptimizerConfig(learning_rate=0.01, schedule="constant"),
-        "num_calibration": 2,
         "save_every_steps": 10,
         "evaluate_every_steps": 5,
     }
     return RewardConfig(**(values | changes))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def two_are_calibrated() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "NUM_CALIBRATION", 2)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +186,7 @@ def test_demonstrations_score_0_on_average(finished: tuple[Path, RewardConfig, d
         alone(
             model, tuple(tokenizer.encode(f"<|user|> {row['prompt']}<|end|><|assistant|> {row['completion']}<|end|>"))
         )
-        for row in DEMONSTRATIONS[:2]  # num_calibration
+        for row in DEMONSTRATIONS[:2]  # NUM_CALIBRATION
     ]
     assert sum(scores) / 2 == pytest.approx(0.0, abs=1e-5)
     assert max(abs(score) for score in scores) > 1e-4

@@ -52,7 +52,6 @@ def config_for(folder: Path) -> RewardConfig:
             "num_epochs": 0.5,
             "batch": {"batch_size": 8, "micro_batch_size": 4},
             "optimizer": {"learning_rate": 0.01, "schedule": "constant", "eps": 1e-4},
-            "num_calibration": 7,
         }
     )
 

@@ -84,7 +84,6 @@ def test_trls_rows_are_read(written: Callable[..., StepLabelsConfig]) -> None:
         assert where.endswith("steps.jsonl: line 1")
         assert prompt == [{"role": "user", "content": "Add 1 and 2, then 3."}]
         assert (steps, labels) == (TRL["completions"], [RIGHT, WRONG])
-    assert read(written(TRL, last_step_only=True)) == [(TRL["completions"], [UNLABELLED, WRONG])]
 
 
 def test_prm800k_gives_the_followed_response_and_its_alternatives(written: Callable[..., StepLabelsConfig]) -> None:

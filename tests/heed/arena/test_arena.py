@@ -37,7 +37,7 @@ from tests.serving import serving
 if TYPE_CHECKING:
     from lm.tokenizer import Tokenizer
 
-SAMPLING = ArenaSampling(temperature=0.9, top_k=0, top_p=1.0, max_new_tokens=12, seed=3)
+SAMPLING = ArenaSampling(temperature=0.9, max_new_tokens=12, seed=3)
 WAIT_SECONDS = 120.0
 SMOL = Path(__file__).parents[3] / "models" / "SmolLM2-135M-Instruct.gguf"
 

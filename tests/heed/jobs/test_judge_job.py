@@ -20,6 +20,7 @@ from heed.worlds.gold import gold_score
 from lm.config import ModelConfig
 from lm.tokenizer import Tokenizer
 from ppo.stage import STAGE as PPO
+from preferences.store import LabelStore
 from stages.planning.hardware import GPUS
 from tests.grading import write_judge
 from tests.heed.jobs.test_external_reward import JOBS, SMALL
@@ -114,7 +115,7 @@ def test_heed_judge_compares_by_the_same_rubric(judge: Path, tmp_path: Path) -> 
     asking = Asking(tmp_path / "answers.sqlite", 1, 5.0, 0, 0.5)
     asked = {"role": "user", "content": "Name two animals and begin with cat."}
     prompts = [Prompt(prompt_id="a", messages=(asked,), kind="list")]
-    judging = Judging(asking, None, 16, "batch", 1, 0, open_world, path)
+    judging = Judging(asking, None, 16, "batch", 1, 0, open_world, path, open_labels=LabelStore)
     (opened,) = open_judges([f"mine={judge}"], judging, prompts, 2)
     texts = {"one": "1. cat\n2. dog", "two": "It is"}
     pairs = pairs_of(prompts, {name: [Response(name, "a", 0, text)] for name, text in texts.items()})

@@ -558,27 +558,31 @@ def add_tasks(run_folder: Path, store: str, num: int) -> None:
         opened.add_tasks(tasks, batch="tiny", num_labelers=1)
 
 
+def collect_in(run_folder: Path) -> StageRun:
+    return cast(StageRun, SimpleNamespace(name="collect", run_folder=run_folder, open_labels=LabelStore))
+
+
 def test_a_round_waits_for_no_archived_task_and_for_no_store_without_its_tasks(tmp_path: Path) -> None:
     store = str(tmp_path / "people.sqlite")
     config = load_job(job_file(tmp_path, 10, 1, f'store = "{store}"\nenough_share = 1.0')).part("collect")
     add_tasks(tmp_path, store, 10)
     with LabelStore(store) as opened:
         answer(store, 5)
-        assert missing_labels(tmp_path, config) == 5
+        assert missing_labels(collect_in(tmp_path), config) == 5
         with opened.writing() as connection:
             places = organizing.positions_of(connection, ["t0", "t7", "t8"])  # the first has its label
             organizing.set_archived(connection, places, is_archived=True, by="eve", now=1.0)
-    assert missing_labels(tmp_path, config) == 3
+    assert missing_labels(collect_in(tmp_path), config) == 3
     other = config.model_copy(update={"store": str(tmp_path / "other.sqlite")})
     with pytest.raises(ValueError, match=r"other.sqlite lacks 10 tasks of batch 'tiny' that the loop has added"):
-        missing_labels(tmp_path, other)
+        missing_labels(collect_in(tmp_path), other)
 
 
 def test_a_round_that_waits_says_how_many_people_a_task_needs(tmp_path: Path) -> None:
     store = str(tmp_path / "people.sqlite")
     config = load_job(job_file(tmp_path, 4, 1, f'store = "{store}"\nenough_share = 1.0')).part("collect")
     add_tasks(tmp_path, store, 4)
-    run = cast(StageRun, SimpleNamespace(name="collect", run_folder=tmp_path))
+    run = collect_in(tmp_path)
     with LabelStore(store) as opened:
         with pytest.raises(LabelsWaitError, match=r"says$"):
             require_labels(run, opened, config, [added_by(tmp_path, 1)])
@@ -594,7 +598,11 @@ def test_a_locked_store_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monkey
     store = str(tmp_path / "people.sqlite")
     LabelStore(store).close()
     said = r"collect waits for the label store .*people.sqlite: database is locked"
-    with pytest.raises(LabelsWaitError, match=said) as waiting, locked(store), waiting_for_store("collect", store):
+    with (
+        pytest.raises(LabelsWaitError, match=said) as waiting,
+        locked(store),
+        waiting_for_store(collect_in(tmp_path), store),
+    ):
         LabelStore(store)
     assert waiting.value.count_missing() == 0  # it is open again
 
@@ -645,7 +653,7 @@ def test_a_loop_waits_for_a_database_that_restarts_and_says_so_once(
 
     restarting = threading.Thread(target=restart)
     restarting.start()
-    waiting = LabelsWaitError("", partial(missing_labels, tmp_path, job.part("collect")))
+    waiting = LabelsWaitError("", partial(missing_labels, collect_in(tmp_path), job.part("collect")))
     assert controller._wait(tmp_path, LoopState(1), waiting, waits=True)
     restarting.join()
     said = capsys.readouterr().err
@@ -658,7 +666,7 @@ def test_a_loop_waits_for_a_database_that_restarts_and_says_so_once(
 
 def failing_store() -> LabelsWaitError:
     """What a stage raises whose store opens, but cannot be written."""
-    with pytest.raises(LabelsWaitError) as raised, waiting_for_store("collect", "sqlite://"):
+    with pytest.raises(LabelsWaitError) as raised, waiting_for_store(collect_in(Path()), "sqlite://"):
         raise database.StoreClosedError("the disk is full", None)
     return raised.value
 

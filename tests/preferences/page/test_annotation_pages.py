@@ -8,8 +8,8 @@ import re
 import pytest
 
 from preferences.annotations import Annotations, CriterionRatings, Span
-from preferences.page.annotation_forms import max_edit, occurrences
 from preferences.page.config import LabelCriterion, LabelingConfig
+from preferences.page.forms import max_edit, occurrences
 from preferences.records import Message, Task
 
 CONFIG = LabelingConfig(

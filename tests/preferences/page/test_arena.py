@@ -11,7 +11,6 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy.exc import OperationalError
 
-from preferences import usability
 from preferences.accounts import Account
 from preferences.arena_records import Conversations
 from preferences.assignment import set_settings
@@ -24,7 +23,6 @@ from preferences.page.app import make_app
 from preferences.page.arena import BOTH_BAD, CHOICES, Arena, ArenaPrompt, ArenaSetup, Given
 from preferences.page.config import LabelingConfig, QuizQuestion, Screening
 from preferences.page.lockstep import LockstepTurn
-from preferences.page.study_config import StudyCondition, StudyConfig
 from preferences.records import Answer, Message, Task
 from preferences.statistics.summary import summary
 from tests.preferences.page.arenas import SECRETS, ScriptedWriters
@@ -533,30 +531,6 @@ def test_who_has_read_the_instructions_comes_back_to_the_arena(
         assert "All of it is right." in page.text
         path = re.findall('href="([^"]+)">Start labeling', page.text)[0]
         assert ann.get(path).url.path == "/arena"
-
-
-def test_who_is_in_a_usability_study_gets_its_tasks_first(
-    world: Any, arena: Arena, person: Callable[[str], TestClient]
-) -> None:
-    ann = person("ann")
-    verdict_on = begin(ann)
-    shown_until_over(arena, verdict_on.rpartition("/")[2])
-    tasks = [Task(f"s{n}", (Message("user", "Why?"),), ("a", "b"), ("x", "y")) for n in range(2)]
-    world.add(*tasks, batch="study", num_labelers=2)
-    conditions = tuple(
-        StudyCondition(name=name, batch="study", instructions=f"With {name}.") for name in ("one form", "another")
-    )
-    asked = StudyConfig(
-        name="s", labelers=("ann", "bob"), tasks_per_condition=1, practice_tasks=0, conditions=conditions
-    )
-    with world.store.writing() as connection:
-        usability.start(connection, asked.study(CONFIG)[0], asked.labelers, world.clock())
-    page = ann.post("/instructions", data={"csrf": csrf(ann.get("/").text)})
-    assert page.url.path == "/task"  # not back to the instructions, which have been read
-    page = ann.get("/arena")
-    assert (page.url.path, "You are taking part in a usability study." in page.text) == ("/arena", True)
-    assert ann.post("/arena", data={"csrf": csrf(page.text), "question": "Why?"}).status_code == 403
-    assert ann.get(verdict_on).url.path == verdict_on
 
 
 @pytest.mark.parametrize(

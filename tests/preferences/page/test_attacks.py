@@ -30,7 +30,7 @@ from preferences.page.security import (
     PER_NAME,
     PER_NAME_AND_ADDRESS,
 )
-from preferences.page.serve import server_settings
+from preferences.page.serve import Deadlines, server_settings
 from preferences.records import Message, Task
 from preferences.store import LabelStore
 from tests.preferences.page.test_pages import form
@@ -46,10 +46,10 @@ ON_ONE_DATABASE = pytest.mark.parametrize("new_database", ["sqlite"], indirect=T
 class Site:
     """A server with accounts, and clients that are signed in."""
 
-    def __init__(self, url, config, run):
+    def __init__(self, url, config, run, deadlines):
         self.store, self.accounts, self.config = LabelStore(url), Accounts(url), config
         self.keys, self.clients = {}, []
-        self.address, self.stop = run(make_app(self.store, self.accounts, config), config.server)
+        self.address, self.stop = run(make_app(self.store, self.accounts, config), deadlines)
 
     def join(self, name, role="labeler"):
         _, self.keys[name] = self.accounts.accept(self.accounts.invite(name, role))
@@ -83,9 +83,9 @@ class Site:
 def site(new_database, serve_app):
     opened = []
 
-    def open_site(config=PLAIN, **server):
+    def open_site(config=PLAIN, deadlines=None, **server):
         told = config.with_server(server)
-        opened.append(Site(new_database(), told, serve_app))
+        opened.append(Site(new_database(), told, serve_app, deadlines or Deadlines()))
         opened[-1].store.add_tasks([make_task(n) for n in range(5)], batch="main", num_labelers=2)
         for name, role in (("ann", "labeler"), ("bob", "labeler"), ("eve", "lead")):
             opened[-1].join(name, role)
@@ -462,7 +462,7 @@ def test_hosts_that_are_not_configured_are_refused(site):
     [
         {"public_url": "labels.example.org"}, {"public_url": "ftp://x"}, {"public_url": "https://x/labels"},
         {"trusted_proxies": ("10.0.0.0/8", "10.1.2.3/8")}, {"trusted_proxies": ("proxy",)},
-        {"trusted_hosts": ("https://x",)}, {"trusted_hosts": ("a*b",)}, {"header_seconds": 0},
+        {"trusted_hosts": ("https://x",)}, {"trusted_hosts": ("a*b",)},
     ],
 )  # fmt: skip
 def test_a_configuration_that_would_not_do_what_it_says_is_refused(server):
@@ -640,7 +640,7 @@ HALVES = [
 
 @ON_ONE_DATABASE
 def test_half_sent_requests_are_closed_in_time_while_others_are_served(site):
-    opened = site(header_seconds=4, body_seconds=4)
+    opened = site(deadlines=Deadlines(header_seconds=4, body_seconds=4))
     halves = [connect(opened) for _ in range(200)]
     start = time.monotonic()
     for connection, half in zip(halves, itertools.cycle(HALVES), strict=False):
@@ -662,7 +662,7 @@ def test_half_sent_requests_are_closed_in_time_while_others_are_served(site):
 @pytest.mark.long
 @ON_ONE_DATABASE
 def test_a_byte_now_and_then_does_not_keep_a_connection(site):
-    opened = site(header_seconds=2, body_seconds=2)
+    opened = site(deadlines=Deadlines(header_seconds=2, body_seconds=2))
     for start_of in (b"GET /sign-in HTTP/1.1\r\n", HALVES[2]):
         with connect(opened) as connection:
             connection.sendall(start_of)
@@ -676,7 +676,7 @@ def test_a_byte_now_and_then_does_not_keep_a_connection(site):
 
 @pytest.mark.long
 def test_idle_connections_are_closed_and_slow_readers_too(site):
-    opened = site(keep_alive_seconds=1, reading_seconds=2)
+    opened = site(deadlines=Deadlines(keep_alive_seconds=1, reading_seconds=2))
     with connect(opened) as connection:
         connection.sendall(b"GET /sign-in HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         while part := connection.recv(100_000):
@@ -702,7 +702,7 @@ def test_idle_connections_are_closed_and_slow_readers_too(site):
 
 @ON_ONE_DATABASE
 def test_more_connections_than_there_may_be_make_room(site):
-    opened = site(max_connections=20, header_seconds=60)
+    opened = site(deadlines=Deadlines(max_connections=20, header_seconds=60))
     halves = [connect(opened) for _ in range(60)]
     for connection in halves[-20:]:
         connection.sendall(HALVES[1])
@@ -814,7 +814,7 @@ def test_the_servers_name_is_not_told(site):
 
 
 def test_uvicorn_believes_no_header_by_itself():
-    settings = server_settings(None, ServerConfig())
+    settings = server_settings(None, Deadlines())
     assert (settings.proxy_headers, settings.ws, settings.lifespan) == (False, "none", "off")
 
 

@@ -430,14 +430,6 @@ def test_the_exact_text_is_one_click_away(site, has_scripts):
         assert not formula.is_visible()
 
 
-def test_texts_may_come_exactly_first(site):
-    config = LabelingConfig(asks_ratings=False, text_view="raw")
-    page = site([Task("t1", (Message("user", RICH),), ("a", "b"), ("x", "y"))], config).visit("ann")
-    assert page.locator(".message.user .exact .raw").inner_text() == RICH
-    page.get_by_text("Exact text of the user’s turn 1").click()
-    assert page.locator(".message.user math").first.is_visible()
-
-
 @pytest.mark.parametrize(
     ("num_responses", "rows"), [(2, [2]), pytest.param(3, [3], marks=pytest.mark.nightly), (4, [2, 2])]
 )

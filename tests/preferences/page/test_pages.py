@@ -544,7 +544,7 @@ def test_a_lead_configures_by_a_file(tmp_path):
         ValueError,
         match=r"label.toml: lease_seconds: Input should be greater than 0, found -4; server.public_url: 'x' was given; "
         r".*"
-        r"server.zzz: unknown key; known keys are body_seconds, .*; titel: unknown key; did you mean title\?$",
+        r"server.zzz: unknown key; known keys are public_url, .*; titel: unknown key; did you mean title\?$",
     ):
         LabelingConfig.load(path)
     path.write_text("title = \n")

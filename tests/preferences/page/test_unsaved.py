@@ -235,7 +235,7 @@ def test_what_is_remembered_is_bounded_by_bytes():
     for number in range(20):
         shown = ShownTask(f"t{number}", (Message("user", "x"),), ("u" * 100_000, "v" * 100_000))
         form_of = TaskForm(f"handle {number}", 0, 0, "seal")
-        tasks.append(PresentedTask(Lease(shown, "ann", (0, 1), 0.0), form_of, LabelingConfig()))
+        tasks.append(PresentedTask(Lease(shown, "ann", (0, 1), 0.0), form_of))
         assert unsaved.put("session", account, tasks[-1]) is None
     assert unsaved.failed("session", tasks[-5].form, Fields({})) is None
     assert unsaved.failed("session", tasks[-3].form, Fields({"note": "n"})).unsaved == Fields({"note": "n"})

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from reward.verifiers.choice import score_choice
+from reward.verifiers.answers import score_choice
 
 OPTIONS = ["blue", "light blue", "green", "a red house"]
 TEN = [f"option number {number}" for number in range(10)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reward.verifiers.final_number import final_number
+from reward.verifiers.answers import final_number
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "grade-school-math"
 

@@ -6,7 +6,7 @@ import time
 import pytest
 from jsonschema import Draft202012Validator
 
-from reward.verifiers import formats
+from reward.verifiers import checks
 from reward.verifiers.checks import Check, read_checks
 
 SCHEMA = {
@@ -31,7 +31,7 @@ def test_a_regular_expression_is_searched_for(pattern: str, response: str, passe
 
 
 def test_a_search_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "SEARCH_SECONDS", 0.1)
+    monkeypatch.setattr(checks, "SEARCH_SECONDS", 0.1)
     check = Check.of("here", "format:regex", {"pattern": "^(a|a|b?a)*$"})
     with pytest.raises(TimeoutError):
         check.passes("a" * 40 + "c")
@@ -55,13 +55,13 @@ SLOW, LONG = "^(a|a|b?a)*$", "a" * 40 + "c"
 def test_a_search_without_end_in_a_schema_is_stopped(
     schema: dict[str, object], response: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(formats, "SEARCH_SECONDS", 0.1)
+    monkeypatch.setattr(checks, "SEARCH_SECONDS", 0.1)
     with pytest.raises(TimeoutError):
         Check.of("here", "format:json_schema", {"schema": schema}).passes(response)
 
 
 def test_the_searches_of_a_response_take_that_long_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "SEARCH_SECONDS", 0.2)
+    monkeypatch.setattr(checks, "SEARCH_SECONDS", 0.2)
     check = Check.of("here", "format:json_schema", {"schema": {"items": {"not": {"pattern": SLOW}}}})
     started = time.process_time()
     with pytest.raises(TimeoutError):
@@ -158,4 +158,4 @@ def test_rows_name_checks_with_their_arguments_and_null_is_absent() -> None:
 @pytest.mark.parametrize("response", ["NaN", "1e400", "9" * 400, "[" * 400 + "]" * 400])
 def test_json_that_the_validator_cannot_handle_is_invalid(response: str) -> None:
     schema = {"multipleOf": 0.5, "items": {"$ref": "#"}, "uniqueItems": True, "type": "number"}
-    assert not formats.json_schema(response, schema=schema)
+    assert not checks.json_schema(response, schema=schema)

@@ -1,14 +1,19 @@
-"""TRL's preference type: `chosen` and `rejected`, with a `prompt` field or with the prompt inside both; and its
-unpaired type: `prompt`, `completion` and `label`.
+"""Pairs of a chosen and a rejected response.
 
-Both are texts (standard) or lists of {role, content} (conversational). An implicit prompt is their common beginning, as
-in TRL's extract_prompt. `ultrafeedback_binarized` adds `prompt_id`, `score_chosen` and `score_rejected`.
+TRL's preference type: `chosen` and `rejected`, with a `prompt` field or with the prompt inside both; and its unpaired
+type: `prompt`, `completion` and `label`. Both are texts (standard) or lists of {role, content} (conversational). An
+implicit prompt is their common beginning, as in TRL's extract_prompt. `ultrafeedback_binarized` adds `prompt_id`,
+`score_chosen` and `score_rejected`.
+
+Anthropic's HH-RLHF (Bai et al. 2022, arXiv 2204.05862): `chosen` and `rejected` are whole transcripts. A transcript
+repeats "\\n\\nHuman: ...\\n\\nAssistant: ..."; its last turn is the response. The data does not say who judged. Only
+the file's folder says whether labelers judged by helpfulness or harmlessness, so set it with --objective.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from files.conversations import implicit_prompt, tool_messages
+from files.conversations import SPEAKER, implicit_prompt, is_transcript, tool_messages, transcript_turns
 from files.fields import (
     any_messages,
     any_text,
@@ -38,7 +43,11 @@ from preferences.formats.parts import (
 )
 from preferences.records import OVERALL, Judgment, Message, StoredTask, Task
 
+SPEAKERS = {"user": "Human", "assistant": "Assistant"}
 Sides = tuple[tuple[Message, ...], str, str]  # prompt, chosen, rejected
+
+
+# ---- TRL ----
 
 
 def recognise(row: Row) -> str:
@@ -220,3 +229,63 @@ def _replies(pair: Pair) -> dict[str, list[dict[str, str]]]:
         "chosen": [{"role": "assistant", "content": pair.better}],
         "rejected": [{"role": "assistant", "content": pair.worse}],
     }
+
+
+# ---- transcripts of HH-RLHF ----
+
+
+def recognise_hh(row: Row) -> str:
+    if is_transcript(row.get("chosen")) and is_transcript(row.get("rejected")):
+        return "chosen and rejected begin with '\\n\\nHuman:'"
+    return ""
+
+
+def read_hh(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
+    chosen, rejected = (
+        [Message(turn.role, turn.content) for turn in transcript_turns(where, row, field)]
+        for field in ("chosen", "rejected")
+    )
+    if chosen[:-1] != rejected[:-1]:
+        turn = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), 0)
+        found = f"{len(chosen)} and {len(rejected)} turns, which differ from turn {turn + 1} on"
+        report.add("prompts differ", where, found, "left out")
+        return
+    for field, turns in (("chosen", chosen), ("rejected", rejected)):
+        if turns[-1].role != "assistant":
+            report.add("no reply", where, f"{field} ends with the human's turn", "left out")
+            return
+        if not turns[-1].content.strip():
+            report.add("empty reply", where, f"{field} ends with an empty reply", "left out")
+            return
+    prompt = tuple(chosen[:-1])
+    responses, ranks = in_hash_order(chosen[-1].content, rejected[-1].content)
+    task = Task(
+        task_id=content_id("hh", prompt, responses, ()),
+        prompt=prompt,
+        responses=responses,
+        sources=(UNKNOWN, UNKNOWN),
+        objective=objective or OVERALL,
+    )
+    yield from judged_pair(where, report, task, [Vote(UNKNOWN, ranks)])
+
+
+def write_hh(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[dict[str, Any]]:
+    """Writes one row per untied pair. Leaves out what a transcript cannot represent."""
+    for pair in untied_pairs(stored, judgments, report):
+        turns = [*pair.task.prompt, Message("assistant", pair.better), Message("assistant", pair.worse)]
+        strange = next(
+            (turn for turn in turns if turn.role not in SPEAKERS or turn.more or SPEAKER.search(turn.content)), None
+        )
+        if strange is not None:
+            found = f"{strange.role}: {strange.content[:40]!r}"
+            report.add("not a transcript", pair.where, f"{found} cannot be part of a transcript", "left out")
+        elif is_sound_prompt(pair.where, pair.task.prompt, report):
+            prompt = _transcript(pair.task.prompt)
+            yield {
+                "chosen": prompt + _transcript([Message("assistant", pair.better)]),
+                "rejected": prompt + _transcript([Message("assistant", pair.worse)]),
+            }
+
+
+def _transcript(turns: Sequence[Message]) -> str:
+    return "".join(f"\n\n{SPEAKERS[turn.role]}: {turn.content}" for turn in turns)
