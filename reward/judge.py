@@ -1,4 +1,4 @@
-"""The reward "judge": a language model grades each response by the criteria of a rubric (docs/rewards.md).
+"""The reward "judge": a language model grades each response by the criteria of a rubric (docs/verifiers.md).
 
     score = Σ_c w_c g_c / Σ_c w_c,    g = Σ_k k p(k) / Σ_k p(k)
 

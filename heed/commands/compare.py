@@ -27,7 +27,7 @@ JUDGES = "people:STORE, gold:JOB.toml, URL#MODEL, URL, FILE.py:FUNCTION or a rew
 Template = Annotated[Path | None, typer.Option(help="File with the prompt template for a language-model judge.")]
 Rubric = Annotated[
     Path | None,
-    typer.Option(help="TOML file of criteria, by which language models grade each response (docs/rewards.md)."),
+    typer.Option(help="TOML file of criteria, by which language models grade each response (docs/verifiers.md)."),
 ]
 JudgeTokens = Annotated[int, typer.Option(min=1, help="Maximum answer length of a language-model judge, in tokens.")]
 Labelers = Annotated[int, typer.Option(min=1, help="Number of people who judge each task.")]

@@ -1,4 +1,4 @@
-"""Runs code that a model wrote, and its tests, in a process that can do little but compute (docs/rewards.md)."""
+"""Runs code that a model wrote, and its tests, in a process that can do little but compute (docs/verifiers.md)."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The reward "verifier": programs check a response by fields of its prompt's row (docs/rewards.md).
+"""The reward "verifier": programs check a response by fields of its prompt's row (docs/verifiers.md).
 
 A response scores 1 if it passes everything that its row asks for, and 0 if it does not, or if it has no clear answer.
 If it cannot be told which, the score is missing, with a reason.
@@ -67,7 +67,7 @@ class Verifier(ExternalReward):
     checks: tuple[dict[str, Any], ...] = Field(
         default=(),
         description='Checks of every response, in addition to those of its row: tables such as { kind = "format:regex",'
-        ' pattern = "^Answer: [A-D]$" } (docs/rewards.md has the kinds).',
+        ' pattern = "^Answer: [A-D]$" } (docs/verifiers.md has the kinds).',
     )
     unclear: Literal["failed", "wrong"] = Field(
         default="wrong",

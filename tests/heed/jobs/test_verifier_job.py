@@ -198,7 +198,7 @@ def test_the_quick_start_of_the_documentation_runs(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rows and job, with a tiny model that writes short responses."""
-    page = (JOBS.parents[1] / "docs" / "rewards.md").read_text()
+    page = (JOBS.parents[1] / "docs" / "verifiers.md").read_text()
     section = page.partition("### A quick start with a published model\n")[2].partition("\n### ")[0]
     (rows, job) = (re.findall(rf"```{kind}\n(.*?)```", section, re.DOTALL)[0] for kind in ("json", "toml"))
     monkeypatch.chdir(tmp_path)
