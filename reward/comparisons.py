@@ -3,7 +3,7 @@
 One line of a rankings file: {"task_id", "prompt": [{"role", "content"}, ...], "responses": [...], "ranks": [...],
 "labeler"}; rank 1 is best and equal ranks are ties. Two fields are optional: "ratings", a number per response,
 higher is better; and "objective", the criterion of the labeler (default: "overall"). Published formats are read too
-(docs/labels.md).
+(docs/labels-formats.md).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,7 +55,7 @@ class RankingsConfig(SourceConfig):
 
     format: str = Field(
         default=AUTO,
-        description="Format of the rows, one of those in docs/labels.md; `auto` recognises it by the rows' fields.",
+        description="Format of the rows, one of those in docs/labels-formats.md; `auto` recognises it by the fields.",
     )
 
     @field_validator("format")
