@@ -3,7 +3,7 @@
 Worlds with known labelers (`benchmarks.known_labelers`) are drawn repeatedly, each with new tasks and answers. Every
 interval of `preferences.statistics.summary` is compared with the truth (`benchmarks.label_truth`). The same labelers
 give the same answers over HTTP in `tests/preferences/page/test_scripted_labelers.py`, so this also covers the server.
-`tests/preferences/statistics/test_coverage.py` runs fewer worlds; docs/labels.md has the table for 2,000.
+`tests/preferences/statistics/test_coverage.py` runs fewer worlds; docs/labels-quality.md sums up 2,000 of them.
 """
 
 import argparse

@@ -146,7 +146,7 @@ def gold_accuracy(traits: Traits) -> float:
 
 
 def alpha() -> float:
-    """1 - D_o/D_e for a task with n answers; D_o weights its pairs of labelers by 1/(n - 1), see docs/labels.md.
+    """1 - D_o/D_e for a task with n answers; D_o weights its pairs of labelers by 1/(n - 1).
 
     Opposite preferences disagree by 1, a tie and a preference by ¼; by chance, ½ and ¼.
     """

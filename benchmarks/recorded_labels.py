@@ -2,7 +2,7 @@
 
 `python -m benchmarks.recorded_labels NAME=FILE... --model MODEL --measures FOLDER` measures five random splits of each
 file and prints the tables of research/findings/label-choice.md. Without files, it prints those of the measures in
-FOLDER. A file has rankings in any format of docs/labels.md.
+FOLDER. A file has rankings in any format of docs/labels-formats.md.
 
 People have judged some pairs of each prompt's responses. A replay reveals pairs of the training prompts: random ones
 first, and then three times as many again as there are, chosen by a rule. Scores are linear in features of a frozen

@@ -284,7 +284,7 @@ class RewardMeasures:
 
 
 def read_judged(source: str, form: str = AUTO) -> Judgments:
-    """Reads a file's valid rankings; `form` is a format named in docs/labels.md, or "auto".
+    """Reads a file's valid rankings; `form` is a format named in docs/labels-formats.md, or "auto".
 
     Raises: ValueError naming file, line and field; for rows in an unknown format, and if none holds a judgment.
     """

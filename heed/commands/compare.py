@@ -137,7 +137,7 @@ def compare(
 
 def verdicts(
     file: Annotated[str, typer.Argument(help="File of judgments that name each response's writer, or NAME=FILE.")],
-    form: Annotated[str, typer.Option("--format", help="Format of the file; docs/labels.md lists them.")] = "auto",
+    form: Annotated[str, typer.Option("--format", help="Format of the file (docs/labels-formats.md).")] = "auto",
     out: Out = None,
     category: Category = "",
     cluster_by: ClusterBy = "",

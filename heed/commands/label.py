@@ -49,7 +49,7 @@ def import_labels(
     ],
     store: Store = "",
     batch: Annotated[str, typer.Option(help="The tasks' batch. Rows in Heed's own format name it themselves.")] = "",
-    form: Annotated[str, typer.Option("--format", help="The rows' format; docs/labels.md lists them.")] = "auto",
+    form: Annotated[str, typer.Option("--format", help="The rows' format (docs/labels-formats.md).")] = "auto",
     objective: Annotated[
         str, typer.Option(help="What the labelers judged by, such as helpful, if the rows do not say.")
     ] = "",
@@ -123,7 +123,7 @@ def export_labels(
     form: Annotated[
         str,
         typer.Option(
-            "--format", help="The output format; docs/labels.md lists them. `heed` with --names loses nothing."
+            "--format", help="The output format; docs/labels-formats.md lists them. `heed` with --names loses nothing."
         ),
     ] = "heed",
     batch: Annotated[str, typer.Option(help="Export only this batch.")] = "",
@@ -166,8 +166,8 @@ def sample_for_labelers(
     choose: Annotated[
         str,
         typer.Option(
-            help="How --judge selects: large-gap, information, near-tie, disagreement, or uniform (docs/labels.md);"
-            " without a --judge, tasks are selected uniformly."
+            help="How --judge selects: large-gap, information, near-tie, disagreement, or uniform"
+            " (docs/labels-tasks.md); without a --judge, tasks are selected uniformly."
         ),
     ] = "large-gap",
     weight: Weights = None,

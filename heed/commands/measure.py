@@ -35,8 +35,8 @@ MaxNewTokens = Annotated[
 @measure_app.command("reward")
 def measure_reward(
     model: Annotated[Path, typer.Argument(help="A reward model's directory, such as runs/demo/reward/model.")],
-    file: Annotated[str, typer.Argument(help="Rankings or pairs in any format of docs/labels.md.")],
-    form: Annotated[str, typer.Option("--format", help="Format of the rows; docs/labels.md lists them.")] = "auto",
+    file: Annotated[str, typer.Argument(help="Rankings or pairs in any format of docs/labels-formats.md.")],
+    form: Annotated[str, typer.Option("--format", help="Format of the rows (docs/labels-formats.md).")] = "auto",
     heldout_share: Annotated[
         float, typer.Option(min=0, max=1, help="Use only prompts that a run with this reward.heldout_share held out.")
     ] = 1.0,

@@ -35,7 +35,7 @@ class LoopConfig(Config):
     choose: str = Field(
         default=UNIFORM,
         description="Rule that chooses what to label by the scores of the newest reward models:"
-        f" {', '.join(RULES)} (docs/labels.md). Rounds with too few reward models use uniform.",
+        f" {', '.join(RULES)} (docs/labels-tasks.md). Rounds with too few reward models use uniform.",
     )
     evaluation_share: float = Field(
         default=0.1, ge=0, lt=1, description="Share of the prompts whose tasks are always chosen uniformly."

@@ -6,7 +6,7 @@ Shared taste (all labelers slightly prefer longer and more cheerful answers) is 
 labels in addition to the gold score, and so what a policy can over-optimise. Own taste, opinion and noise make two
 labelers disagree. Only noise makes a labeler disagree with themselves on a repeated task; an opinion about a response
 stays the same. A lazy labeler answers some tasks unread, in under a second: in the order shown, or at random. So
-everything that label statistics estimate (docs/labels.md) is known here by construction.
+everything that label statistics estimate (docs/labels-quality.md) is known here by construction.
 
 All randomness is a hash of (seed, labeler, task, response) and does not depend on the order of calls, so a resumed run
 gets the same labels.

@@ -1,7 +1,8 @@
 """All label statistics of the lead's page, computed from tasks and judgments.
 
 Agreement and alpha use ordinary tasks only: gold tasks are chosen because they are clear, and a repeat counts an
-opinion twice. Position, time and ratings use all answers. docs/labels.md explains each number and how far to trust it.
+opinion twice. Position, time and ratings use all answers. docs/labels-quality.md explains each number
+and how far to trust it.
 """
 
 import math

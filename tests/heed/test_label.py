@@ -187,7 +187,8 @@ def test_export_refuses(tmp_path: Path, book: LabelStore, heed_label: Any) -> No
 
 def test_every_command_that_is_shown_parses() -> None:
     command: Any = get_command(heed.commands.label.label_app)
-    texts = [path.read_text() for path in (ROOT / "docs/labels.md", *(ROOT / "configs/jobs/cluster").glob("hh-*.toml"))]
+    pages = [*(ROOT / "docs").glob("labels*.md"), *(ROOT / "configs/jobs/cluster").glob("hh-*.toml")]
+    texts = [path.read_text() for path in pages]
     shown = {line for text in texts for line in re.findall(r"^(?:#  *)?heed label (.*)$", text, re.MULTILINE)}
     assert len(shown) >= 14
     for line in shown:
@@ -196,7 +197,7 @@ def test_every_command_that_is_shown_parses() -> None:
 
 
 def test_the_table_of_formats_is_that_of_the_code() -> None:
-    text = (ROOT / "docs" / "labels.md").read_text()
+    text = (ROOT / "docs" / "labels-formats.md").read_text()
     rows = re.findall(r"^\| `([\w-]+)` \| (yes|no|as `trl`) \| (yes|no|pairs) \|", text, re.MULTILINE)
     expected = {name: (read != "no", written != "no") for name, read, written in rows}
     assert expected == {name: (form.read is not None, form.write is not None) for name, form in FORMATS.items()}
@@ -206,7 +207,7 @@ def test_every_kind_of_warning_is_explained() -> None:
     code = "".join(path.read_text() for path in (ROOT / "preferences" / "formats").glob("*.py"))
     kinds = set(re.findall(r"report\.add\(\s*\"([^\"]+)\"", code))
     assert len(kinds) > 20
-    text = (ROOT / "docs" / "labels.md").read_text()
+    text = (ROOT / "docs" / "labels-formats.md").read_text()
     assert {kind for kind in kinds if kind not in text} == set()
 
 

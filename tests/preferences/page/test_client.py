@@ -108,7 +108,7 @@ def test_what_was_not_acknowledged_is_sent_again_and_stored_once(run_server, tmp
 
 
 def test_the_labeler_in_the_docs_labels(run_server, tmp_path):
-    text = (Path(__file__).parents[3] / "docs/labels.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs/labels-server.md").read_text(encoding="utf-8")
     (code,) = (block for block in text.split("```") if block.startswith("python\nfrom preferences.page.client "))
     with run_server(str(tmp_path / "labels.db"), LabelingConfig()) as running:
         running.store.add_tasks([task for task, _ in draw_tasks(Size(2, 0, 0), 0)[:2]], batch="b", num_labelers=1)

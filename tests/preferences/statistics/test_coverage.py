@@ -58,7 +58,7 @@ def test_reliability_is_covered(name):
 
 
 def test_what_reversing_labelers_would_win_and_lose():
-    """The table in docs/labels.md: reversing helps if a labeler is upside down, and harms if a majority is misled."""
+    """The table in docs/labels-quality.md: reversing a labeler who is upside down helps; a misled majority harms."""
     gains = {}
     for name, team in TEAMS.items():
         _, (_, cut, reversed_, sure) = team_results(team, num_worlds=40, seed=2)
