@@ -107,8 +107,7 @@ def run(folder: Path, memory: Mode, zero_stage: Any, precision: Precision, kind:
             learner.policy_logprobs(rollout, PASSES)
             with live.phase("score by the reference"):
                 reference.reference_logprobs(rollout, PASSES)
-            with live.phase("values"):
-                learner.values(rollout, PASSES)
+            learner.values(rollout, PASSES)
         part = rollout.rows(slice(0, MICRO_BATCHES * MICRO_BATCH))
         ones_BR = torch.ones(len(part), RESPONSE)
         mask_BR = part.response_mask_BR
