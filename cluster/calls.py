@@ -86,8 +86,8 @@ def stored_once(arguments: Sized) -> Any:
     return ray.put(arguments) if len(arguments) else arguments
 
 
-def wait_all(*started: Calls[Result]) -> list[list[Result]]:
-    """Wait for calls on several groups whose ranks may wait for each other. Returns the results of each, by rank.
+def wait_all(*started: Callable[[], list[Result]]) -> list[list[Result]]:
+    """Wait for `Calls` on several groups whose ranks may wait for each other. Returns the results of each, by rank.
 
     A rank that is silent for too long counts as lost, and so do all pending ranks once none makes progress.
 
@@ -96,9 +96,11 @@ def wait_all(*started: Calls[Result]) -> list[list[Result]]:
         Exception: whatever the first rank to fail raised. The groups that fail are closed; ranks that hang because of
             the failure are not waited for.
     """
-    places = {ref: (calls, rank) for calls in started for rank, ref in enumerate(calls.references)}
+    in_progress = [calls for calls in started if isinstance(calls, Calls)]
+    assert len(in_progress) == len(started), f"calls on groups were expected, not {started}"
+    places = {ref: (calls, rank) for calls in in_progress for rank, ref in enumerate(calls.references)}
     names = {ref: calls.ranks.names[rank] for ref, (calls, rank) in places.items()}
-    first = started[0].ranks
+    first = in_progress[0].ranks
     vigil = Vigil(
         first.limits,
         list(names.values()),
@@ -114,7 +116,7 @@ def wait_all(*started: Calls[Result]) -> list[list[Result]]:
         if not ready:
             vigil.look([names[reference] for reference in pending])
             _require_life(vigil, [(places[reference], names[reference]) for reference in pending])
-    return [[results[reference] for reference in calls.references] for calls in started]
+    return [[results[reference] for reference in calls.references] for calls in in_progress]
 
 
 @dataclass

@@ -285,8 +285,8 @@ def explanations(trial: Trial, generated: Generated, version: int) -> Iterator[t
     for name, others in (other_templates(trial) | _without_ends(trial)).items():
         yield name, truth(policy, others, responses, TEMPERATURE)
     for shift in (1, -1):
-        rows = (shifted(rows, shift, policy.config.vocab_size) for rows in (prompts, responses))
-        yield OTHER_TOKENIZER, truth(policy, *rows, TEMPERATURE)
+        ids = [shifted(rows, shift, policy.config.vocab_size) for rows in (prompts, responses)]
+        yield OTHER_TOKENIZER, truth(policy, ids[0], ids[1], TEMPERATURE)
     for number, block in product(older, BLOCKS):
         yield STALE_CACHE, truth_with_stale_prefixes(policy, trial.policy(number), *rollout, block)
 
