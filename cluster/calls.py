@@ -5,7 +5,7 @@ fails, its peers fail in their next collective and may report it sooner, so `res
 """
 
 import time
-from collections.abc import Collection, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Generic, NoReturn, TypeVar
 
