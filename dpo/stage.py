@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dpo.objective import DPOConfig, Floats, PolicyLearner, PolicySource, PreferenceObjective, implicit_rewards
 from dpo.reference import check_first_loss, logprobs_on_all_ranks, reference_logprobs
-from dpo.report import REPORTER, DPOResults, PairMeans, UnpairedResults
+from dpo.report import REPORTER, DPOResults, PairMeans, UnpairedResults, title_of
 from dpo.unpaired import UnpairedObjective, flags_without_effect, labelled, labels_of, mismatched, require_labels
 from files.atomic import write_json
 from files.hashes import derive_seed
@@ -344,5 +344,6 @@ STAGE = Stage(
     check=check,
     preflight=preflight,
     plan=plan,
+    title=lambda config: title_of(config.loss),
     report=REPORTER,
 )

@@ -236,12 +236,13 @@ def _print_people(outcome: "Outcome", judges: Sequence[str]) -> None:
 
 
 def _print_results(outcome: "Outcome", folder: Path) -> None:
-    from evaluation.compare.comparing import conclude, results_table, scope_of
+    from evaluation.compare.comparing import conclude, results_table
 
     if not outcome.has_verdicts:
         console.print("no verdicts yet, nothing to report")
         return
     report = conclude(folder)
     results_console().print(results_table(report))
-    console.print(scope_of(report), markup=False)
+    for sentence in (report["answer"]["text"], *report["answer"]["more"]):
+        console.print(sentence, markup=False)
     console.print(str(folder / "report.html"), markup=False)
