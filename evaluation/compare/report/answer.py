@@ -316,7 +316,7 @@ def _of_trained(results: CompareResults, one: PolicyResults) -> Answer:
     tone, text = _of_two(pair.ahead_first, results.judge.name, styles, prompts_of(results, pair))
     if pair.different and pair.win_rate.mean < 0.5:
         tone = "worse"
-    sentences = [in_capital(text)]
+    sentences = [in_capital(text) if text.startswith(names.the_initial) else text]
     if one.kl_nats is not None:
         sentences.append(f"{title}'s {names.kl} is {number(float(one.kl_nats.mean), 1)} nats.")
     if isfinite(one.gold_score.mean):  # otherwise people gave no ratings
