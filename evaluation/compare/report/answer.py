@@ -317,6 +317,8 @@ def _of_trained(results: CompareResults, one: PolicyResults) -> Answer:
     if pair.different and pair.win_rate.mean < 0.5:
         tone = "worse"
     sentences = [in_capital(text) if text.startswith(names.the_initial) else text]
+    if not pair.different and isfinite(pair.win_rate.low):
+        sentences.append(detectable(pair))
     if one.kl_nats is not None:
         sentences.append(f"{title}'s {names.kl} is {number(float(one.kl_nats.mean), 1)} nats.")
     if isfinite(one.gold_score.mean):  # otherwise people gave no ratings
