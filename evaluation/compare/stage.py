@@ -407,7 +407,9 @@ STAGE = Stage(
     config=CompareConfig,
     run=run_compare,
     parents=(
-        *(Parent(name, is_read=lambda _, stages, name=name: name in stages) for name in (PRETRAIN, SFT, REWARD)),
+        Parent(PRETRAIN, is_read=lambda _, stages: PRETRAIN in stages),
+        Parent(SFT, is_read=lambda _, stages: SFT in stages),
+        Parent(REWARD, is_read=lambda _, stages: REWARD in stages),
         Parent(POLICIES),
     ),
     optional_sections=("world",),
