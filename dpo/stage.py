@@ -18,7 +18,7 @@ from dpo.config import DPOConfig
 from dpo.losses import HeldoutLabels, LabelResults
 from dpo.objective import PreferenceObjective, check_first_loss, mismatched
 from dpo.policy import Floats, PolicyLearner, PolicySource, logprobs_on_all_ranks, reference_logprobs
-from dpo.report import REPORTER, DPOResults, PairMeans
+from dpo.report import REPORTER, DPOResults, PairMeans, title_of
 from files.atomic import write_json
 from files.hashes import derive_seed
 from files.records import record_of
@@ -300,5 +300,6 @@ STAGE = Stage(
     check=check,
     preflight=preflight,
     plan=plan,
+    title=lambda config: title_of(config.loss),
     report=REPORTER,
 )

@@ -1,8 +1,10 @@
-"""Policies of a comparison: models sampled here, models behind an endpoint, and files of saved outputs."""
+"""Policies of a comparison as data, and where their responses come from: models sampled here, models behind an
+endpoint, and files of saved outputs.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +20,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, read_config
 from reward.endpoint import Asker, OnProgress
 from reward.sampling import Sample, SamplingSpec, sample_policy
+from stages.reports.text import PolicyStyle, in_capital, styles_of
 from training.data import Prompt
 
 SEEDS = 2**31  # servers accept seeds below this
@@ -28,6 +31,42 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 RESPONSE_FIELDS = ("response", "output", "completion", "text")
 WRITER_FIELDS = ("policy", "generator")
 ASKING_FIELDS = ("messages", "prompt", "instruction")
+
+
+# Kinds of the policies of a run:
+PRETRAINED = "pretrained"
+INITIAL = "initial"  # training starts from it
+TRAINED = "trained"  # from the initial policy
+BEST_OF_N = "best of n"  # chooses among another policy's samples
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a comparison knows about a policy; compare.json holds it.
+
+    `kind` is one of those above, or in `heed compare` where the responses come from. `trainer` is the stage that
+    trained it, and `chat_template` the template it was trained in ("" = its model's own); `raises_score` says whether
+    that stage raises the score that best-of-n chooses by. `seen` holds, by stage, the ids of the compared prompts that
+    it was trained on; it is not complete unless `is_seen_known`. A policy of kind "best of n" chooses among `n` samples
+    of the policy `of`.
+    """
+
+    name: str
+    kind: str = ""
+    title: str = ""  # what reports call it; "" = by its name
+    trainer: str = ""
+    raises_score: bool = False
+    chat_template: str = ""
+    seen: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    is_seen_known: bool = True
+    n: int = 0
+    of: str = ""
+
+
+def policy_styles(policies: Sequence[Policy]) -> dict[str, PolicyStyle]:
+    """Returns how pages show each policy, in order."""
+    titles = {one.name: in_capital(one.title) for one in policies if one.title}
+    return styles_of([one.name for one in policies], titles)
 
 
 @dataclass(frozen=True)
@@ -52,8 +91,8 @@ class Sampling:
             )
 
 
-class Policy(Protocol):
-    """A policy and the prompts that it answers. Implementations validate their inputs in the constructor."""
+class ResponseSource(Protocol):
+    """Where a policy's responses to the prompts come from. Implementations validate their inputs in the constructor."""
 
     @property
     def name(self) -> str: ...

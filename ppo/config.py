@@ -16,10 +16,10 @@ from lm.lora import LoRAConfig
 from ppo.algorithm import GAE, Advantage, CutImportance, Importance, KLConfig, PolicyLoss, TeacherConfig, TokenLoss
 from ppo.environments.kinds import AnyEnvironment
 from ppo.placement import Colocated, HeedSampler, Placement, Sampler
-from ppo.prompts import Prompts, PromptSource, unmet_needs, with_scored_by
+from ppo.prompts import Prompts, PromptSource, unmet_needs
 from reward.external import ExternalReward, ModelReward, NoReward, RemoteReward, RewardFunction
 from reward.judge import JudgeReward
-from reward.sources import Reward, RewardSum
+from reward.sources import Reward, RewardSum, with_scored_by
 from reward.steps import StepsConfig
 from reward.verifiers.verifier import Verifier
 from stages.labels import OpenLabels

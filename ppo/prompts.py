@@ -24,8 +24,8 @@ from files.hashes import derive_seed
 from files.rows import is_file_name
 from ppo.groups import group_metrics
 from ppo.rollout import Rollout
-from reward.sources import SCORED_BY
-from training.data import DataConfig, RowFields
+from reward.sources import unmet_scorers
+from training.data import DataConfig
 from training.packing import Sampler
 
 
@@ -88,24 +88,6 @@ def unmet_needs(sources: Sequence[PromptSource], rewards: Sequence[str]) -> Iter
             )
         if problem := unmet_scorers(f"prompts.{number}.scored_by", source.scored_by, rewards):
             yield problem
-
-
-def unmet_scorers(field: str, scored_by: Sequence[str], rewards: Sequence[str]) -> str:
-    """Returns what is wrong with the names of rewards in `scored_by`; "" if nothing is."""
-    unknown = next((name for name in scored_by if name not in rewards), "")
-    wanted = f"some of {', '.join(rewards)}" if rewards else 'names in the `sources` of a reward of kind "sum"'
-    return f"{field} has {unknown!r}; {wanted} were expected" if unknown else ""
-
-
-def with_scored_by(fields: RowFields, scored_by: Sequence[str]) -> RowFields:
-    """Returns the fields that a source's rows keep. A row without a `scored_by` of its own gets the source's."""
-    if not scored_by:
-        return fields
-    names = list(scored_by)
-    return RowFields(
-        lambda where, row: fields.of(where, row if row.get(SCORED_BY) is not None else {**row, SCORED_BY: names}),
-        f"{fields.key}{SCORED_BY} {names}",
-    )
 
 
 class Mixture:

@@ -29,7 +29,7 @@ from ppo.placement import VLLM
 from ppo.plan import RewardSection, plan, policy_tokenizer, reward_section
 from ppo.prompts import PromptSource, first_distinct
 from ppo.rank import InitialModels, ScoreScale, TokenStream
-from ppo.report import REPORTER
+from ppo.report import REPORTER, names_of
 from ppo.roles import Roles
 from ppo.rollout import Rollout
 from ppo.shared_body import adapter_of, require_same_body, require_same_shape
@@ -38,7 +38,7 @@ from pretrain.stage import tokenize
 from reward.external import ExternalReward, ModelReward, NoReward
 from reward.judge import JudgeReward
 from reward.report import RewardResults
-from reward.sampling import SamplingSpec, sample_everywhere
+from reward.sampling import SamplingSpec, StageScore, sample_everywhere
 from reward.scoring import check_steps, labels_of, weights_by_label
 from reward.sources import REWARD_KEYS
 from reward.verifiers.verifier import Verifier
@@ -423,6 +423,19 @@ def _check_teacher(stage: StageRun, field: str, name: str, config: PPOConfig) ->
         )
 
 
+def score_of(config: PPOConfig) -> StageScore:
+    """Returns the score that the policy is trained to raise."""
+    return StageScore(
+        name=names_of(config, starts_from_sft=False).scorer,
+        external=config.external_reward,
+        objective_weights=config.reward.objective_weights,
+        steps=config.steps,
+        row_fields=config.row_fields,
+        parts=config.reward_sources,
+        samples_world=config.samples_world,
+    )
+
+
 STAGE = Stage(
     name="ppo",
     config=PPOConfig,
@@ -466,5 +479,8 @@ STAGE = Stage(
         )
     ),
     plan=plan,
+    title=lambda config: config.advantage.algorithm,
+    trained_prompts=lambda config: config.prompt_sources,
+    score=score_of,
     report=REPORTER,
 )

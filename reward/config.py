@@ -18,7 +18,7 @@ class RankingsConfig(SourceConfig):
 
     format: str = Field(
         default=AUTO,
-        description="Format of the rows, one of those in docs/labels-formats.md; `auto` recognises it by the rows' fields.",
+        description="Format of the rows, one of those in docs/labels-formats.md; `auto` recognises it by the fields.",
     )
 
     @field_validator("format")

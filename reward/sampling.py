@@ -26,12 +26,31 @@ from lm.weights import ModelFolder, read_config
 from reward.external import ExternalReward, Scored, score_in_parts
 from reward.scoring import RewardModel
 from reward.steps import StepsConfig
-from training.data import Prompt
+from training.data import NO_FIELDS, Prompt, RowFields
 
 if TYPE_CHECKING:
     from stages.run import StageRun
 
 BATCH = 128
+
+
+@dataclass(frozen=True)
+class StageScore:
+    """The score that a stage learns to give, or trains its policy to raise: what its `STAGE.score` returns.
+
+    Without `external`, a reward model gives it: the stage's own, or that of the policy's parent "reward". Prompts keep
+    `row_fields` for it. `objectives` are those of a reward model that no stage weighs, and `parts` the names that a
+    row's `scored_by` chooses among. With `samples_world`, the policy is trained on prompts of the job's world only.
+    """
+
+    name: str = "reward model"
+    external: ExternalReward | None = None
+    objective_weights: Mapping[str, float] = field(default_factory=dict)
+    steps: StepsConfig | None = None
+    row_fields: RowFields = NO_FIELDS
+    objectives: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    samples_world: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from reward.external import (
 from reward.judge import JudgeReward
 from reward.verifiers.verifier import Verifier
 from training.config import by_kind
+from training.data import RowFields
 
 Source = Annotated[
     Annotated[Verifier, Tag("verifier")]
@@ -182,3 +183,21 @@ _BY_NAME = {tag.tag: kind for kind, tag in map(get_args, get_args(Kinds))}
 Reward = Annotated[Kinds, by_kind(*_BY_NAME)]
 # The keys that name where scores come from, in place of a reward stage.
 REWARD_KEYS = tuple(dict.fromkeys(f"reward.{kind.source_key}" for kind in _BY_NAME.values() if kind is not NoReward))
+
+
+def unmet_scorers(field: str, scored_by: Sequence[str], rewards: Sequence[str]) -> str:
+    """Returns what is wrong with the names of rewards in `scored_by`; "" if nothing is."""
+    unknown = next((name for name in scored_by if name not in rewards), "")
+    wanted = f"some of {', '.join(rewards)}" if rewards else 'names in the `sources` of a reward of kind "sum"'
+    return f"{field} has {unknown!r}; {wanted} were expected" if unknown else ""
+
+
+def with_scored_by(fields: RowFields, scored_by: Sequence[str]) -> RowFields:
+    """Returns the fields that a source's rows keep. A row without a `scored_by` of its own gets the source's."""
+    if not scored_by:
+        return fields
+    names = list(scored_by)
+    return RowFields(
+        lambda where, row: fields.of(where, row if row.get(SCORED_BY) is not None else {**row, SCORED_BY: names}),
+        f"{fields.key}{SCORED_BY} {names}",
+    )

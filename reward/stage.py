@@ -65,6 +65,7 @@ from reward.prepared import (
     weights_of_labelers,
 )
 from reward.report import REPORTER, RewardResults
+from reward.sampling import StageScore
 from reward.scoring import RewardModel, RewardNetwork, network_folder, shifted
 from reward.step_training import plan_steps, tokenize_steps, train_steps
 from stages.contract import Parent, Stage
@@ -341,5 +342,6 @@ STAGE = Stage(
     check=check,
     preflight=preflight,
     plan=plan,
+    score=lambda config: StageScore(objectives=config.labels),
     report=REPORTER,
 )

@@ -375,5 +375,7 @@ STAGE = Stage(
     preflight=preflight,
     check=check,
     plan=plan,
+    title=lambda _: "Rejection sampling",
+    trained_prompts=lambda config: (config.prompts,),
     report=REJECTION_REPORTER,
 )

@@ -349,6 +349,7 @@ STAGE = Stage(
     check=check,
     preflight=preflight,
     plan=plan,
+    title=lambda _: "SFT",
     report=SFT_REPORTER,
     conversation_tokens=lambda config: config.seq_len,
 )

@@ -14,6 +14,7 @@ from stages.reports.parts import StageReporter
 from stages.run import JobView, StageRun
 from stages.sizes import Sizes, SourceSize
 from training.config import Config, values_at
+from training.data import DataConfig
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
@@ -110,6 +111,11 @@ class Stage(Generic[AnyConfig]):
     plan: Callable[[Planner, AnyConfig], Work] | None = None  # None: its memory and time are unknown
     conversation_tokens: Callable[[AnyConfig], int] | None = None  # bound on the conversations it teaches
     report: StageReporter | None = None  # what the run's page shows; None: the numbers of results.json
+
+    # What a comparison of policies asks.
+    title: Callable[[AnyConfig], str] | None = None  # what reports call the model that it trains; None: its own name
+    trained_prompts: Callable[[AnyConfig], tuple[DataConfig, ...]] | None = None  # that it trains on; None: not known
+    score: Callable[[AnyConfig], object] | None = None  # `reward.sampling.StageScore`: learned or raised
 
     # Set for a stage of a later round (heed/jobs/registry.py).
     repeats: str = ""  # the stage of the first round, whose section it has

@@ -16,7 +16,6 @@ from rich.table import Table
 
 from evaluation.compare.folder import (
     ALGORITHMS,
-    BEST_OF_N,
     MEASURES,
     RESPONSES,
     VERDICTS,
@@ -31,14 +30,21 @@ from evaluation.compare.folder import (
     write_verdicts,
 )
 from evaluation.compare.judges import Judging, open_judges
-from evaluation.compare.report.answer import WEIGHTS_ONLY
 from evaluation.compare.report.page import write_comparison_report
 from evaluation.inputs import clusters_of, named_runs, named_specs, read_compared_prompts
 from evaluation.judges.external import read_verdict_file
 from evaluation.judges.judge import MAX_PAIRS, Judge, ScoreJudge, pairs_of, refuse_too_many_failures
 from evaluation.judges.people import PeopleJudge
 from evaluation.measures.policies import Known, measure_policies
-from evaluation.policies import LocalPolicy, Policy, RemotePolicy, Sampling, SavedPolicy, is_saved
+from evaluation.policies import (
+    BEST_OF_N,
+    LocalPolicy,
+    RemotePolicy,
+    ResponseSource,
+    Sampling,
+    SavedPolicy,
+    is_saved,
+)
 from evaluation.statistics.significance import ALPHA
 from evaluation.verdicts import Response, Verdict, read_responses, read_verdicts, write_rows
 from files.atomic import write_json
@@ -177,9 +183,9 @@ def take_verdicts(
     return Outcome(settings, has_verdicts=True), verdict_file.report
 
 
-def open_policies(compared: Compared, prompts: Sequence[Prompt]) -> list[Policy]:
+def open_policies(compared: Compared, prompts: Sequence[Prompt]) -> list[ResponseSource]:
     """Returns the policies of NAME=SPEC or SPEC. Raises: ValueError for an invalid one."""
-    policies: list[Policy] = []
+    policies: list[ResponseSource] = []
     for name, spec in named_runs(compared.policies)[0]:
         if spec.startswith(("http://", "https://")):
             policies.append(RemotePolicy(name, prompts, compared.sampling, compared.judging.asking.asker(name, spec)))
@@ -190,7 +196,9 @@ def open_policies(compared: Compared, prompts: Sequence[Prompt]) -> list[Policy]
     return policies
 
 
-def _fitted(policies: Sequence[Policy], sampling: Sampling, tell: Callable[[str], None]) -> list[Policy]:
+def _fitted(
+    policies: Sequence[ResponseSource], sampling: Sampling, tell: Callable[[str], None]
+) -> list[ResponseSource]:
     """Returns the policies, with `max_new_tokens` reduced if necessary, so that the longest prompt and its response fit
     into every model's context.
     """
@@ -205,7 +213,7 @@ def _fitted(policies: Sequence[Policy], sampling: Sampling, tell: Callable[[str]
     return [replace(one, sampling=reduced) if isinstance(one, LocalPolicy | RemotePolicy) else one for one in policies]
 
 
-def _settings(compared: Compared, prompts: Sequence[Prompt], policies: Sequence[Policy]) -> Settings:
+def _settings(compared: Compared, prompts: Sequence[Prompt], policies: Sequence[ResponseSource]) -> Settings:
     data = compared.prompts
     path = Path(data.source)
     _, runs = named_runs(compared.policies)
@@ -232,7 +240,7 @@ def settings_of_clusters(field: str) -> dict[str, str]:
 
 
 def _sample(
-    policies: Sequence[Policy], prompts: Sequence[Prompt], aside: Path, progress: Progress
+    policies: Sequence[ResponseSource], prompts: Sequence[Prompt], aside: Path, progress: Progress
 ) -> dict[str, list[Response]]:
     """Returns responses by policy. Those that were sampled before an interruption are read from `aside`."""
     responses: dict[str, list[Response]] = {}
@@ -245,7 +253,7 @@ def _sample(
     return responses
 
 
-def _sampled_before(aside: Path, policy: Policy, prompts: Sequence[Prompt]) -> tuple[Path, list[Response]]:
+def _sampled_before(aside: Path, policy: ResponseSource, prompts: Sequence[Prompt]) -> tuple[Path, list[Response]]:
     """Returns the file for a policy's responses, and the responses that it already holds."""
     prompt_rows = [prompt.model_dump(exclude={"cluster"}) for prompt in prompts]
     depends = json.dumps([policy.describe(), prompt_rows], sort_keys=True)
@@ -327,57 +335,30 @@ def _share_prompts(responses: Sequence[Response]) -> bool:
 
 
 def results_table(report: Mapping[str, Any]) -> Table:
-    """Returns a table with a row per judge and pair of policies: the first policy's win rate, and which one is better.
-    The numbers are the report's own.
+    """Returns a table with a row per judge and pair of algorithms or policies: the first one's win rate with its
+    interval, and whether a difference is shown. The numbers are the report's own.
     """
     table = Table(box=None, pad_edge=False)
-    for column in ("judge", "policies", "win rate (95%)", "p (Holm)", "prompts", ""):
-        table.add_column(column, no_wrap=column not in ("judge", "policies", ""))
+    for column in ("judge", "policies", "win rate", "p (Holm)", "prompts", "difference"):
+        table.add_column(column, no_wrap=column not in ("judge", "policies", "difference"))
     for judge in report["summary"]["judges"]:
         for pair in judge["algorithms"]:
-            rate = pair["win_rate"]
-            ahead = pair["algorithm_a"] if rate["mean"] > 0.5 else pair["algorithm_b"]
-            table.add_row(
-                judge["judge"],
-                f"{pair['algorithm_a']} against {pair['algorithm_b']}, {pair['num_runs_a']} and {pair['num_runs_b']}"
-                " runs",
-                f"{_percent(rate['mean'])} ({_percent(rate['low'])} to {_percent(rate['high'])})",
-                f"{pair['holm_p']:.3g}",
-                f"{pair['num_prompts']:,}",
-                f"{ahead} is the better algorithm" if pair["holm_p"] < ALPHA else "no difference of algorithms shown",
-            )
+            runs = f"{pair['num_runs_a']} and {pair['num_runs_b']} runs"
+            names = f"{pair['algorithm_a']} against {pair['algorithm_b']}, {runs}"
+            shown = "shown" if pair["holm_p"] < ALPHA else "not shown"
+            rate = _rate(pair["win_rate"])
+            table.add_row(judge["judge"], names, rate, f"{pair['holm_p']:.3g}", f"{pair['num_prompts']:,}", shown)
         for pair in judge["pairs"]:
-            rate = pair["win_rate"]
-            interval = f"({_percent(rate['low'])} to {_percent(rate['high'])})"
             failed = f"; {pair['num_failed']} verdicts failed" if pair["num_failed"] else ""
-            table.add_row(
-                judge["judge"],
-                f"{pair['policy_a']} against {pair['policy_b']}",
-                f"{_percent(rate['mean'])} {interval}",
-                f"{pair['significance']['holm_p']:.3g}",
-                f"{rate['num_prompts']:,}",
-                in_words(pair) + failed,
-            )
+            shown = ("shown" if pair["different"] else "not shown") + failed
+            names, rate = f"{pair['policy_a']} against {pair['policy_b']}", pair["win_rate"]
+            holm_p = f"{pair['significance']['holm_p']:.3g}"
+            table.add_row(judge["judge"], names, _rate(rate), holm_p, f"{rate['num_prompts']:,}", shown)
     return table
 
 
-def scope_of(report: Mapping[str, Any]) -> str:
-    """Says whether the results are on weights or on algorithms."""
-    if any(judge["algorithms"] for judge in report["summary"]["judges"]):
-        return "Rows with runs are about algorithms, over seeds and prompts; the others are about these weights only."
-    return WEIGHTS_ONLY
-
-
-def in_words(pair: Mapping[str, Any]) -> str:
-    """Says which of the two is better; if that is not shown, the smallest win rate that would have been shown."""
-    if pair["different"]:
-        return f"{pair['policy_a'] if pair['win_rate']['mean'] > 0.5 else pair['policy_b']} is better"
-    detectable = pair["power"]["detectable"]
-    if pair["verdicts"]["wins"] == pair["verdicts"]["losses"] == 0:
-        return "no difference shown: all verdicts are ties"
-    if detectable is None:
-        return "no difference shown: too few prompts"
-    return f"no difference shown; {_percent(0.5 + detectable)} would be"
+def _rate(rate: Mapping[str, Any]) -> str:
+    return f"{_percent(rate['mean'])} ({_percent(rate['low'])} to {_percent(rate['high'])})"
 
 
 def _percent(value: float | None) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 
 from pydantic import Field
 
+from evaluation.policies import Policy
 from evaluation.verdicts import Response, Verdict, read_responses, read_verdicts, write_rows
 from files.atomic import atomic_folder, lock, write_json, write_text
 from files.fields import any_messages, any_text, list_field, text_field, whole_field
@@ -31,7 +32,7 @@ from files.records import record_of
 from files.rows import read_source
 from stages.lineage import code_version
 from stages.reports.run_folder import parse_object
-from stages.reports.text import Names, clean_json
+from stages.reports.text import DEFAULT_NAMES, clean_json
 from training.config import Config
 from training.data import DataConfig, OnOverlong, Prompt, overlong_field
 
@@ -82,13 +83,11 @@ class CompareConfig(Config):
     best_of: int = Field(default=16, ge=2, description="Samples per prompt of the SFT policy, for best-of-n.")
     max_new_tokens: int = Field(ge=1, description="Length limit of a response, in tokens.")
     temperature: float = Field(default=1.0, ge=0, description="Sampling temperature; 0 = greedy.")
-    num_shown: int = Field(default=12, ge=0, description="Prompts whose responses the report shows next to each other.")
 
 
 SETTINGS, PROMPTS, MEASURES = "compare.json", "prompts.jsonl", "measures.json"
 RESPONSES, VERDICTS = "responses.parquet", "verdicts.parquet"
 ALGORITHMS = "algorithms"  # in the settings: by algorithm, the policies that are its training runs
-BEST_OF_N = "best of n"  # the kind of policies that choose among another policy's samples
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy")
 
 Settings = dict[str, Any]
@@ -174,9 +173,14 @@ class ComparisonFolder:
     files: Mapping[str, str]
 
     @property
-    def names(self) -> Names:
-        """Returns what the policies of a run are called; a comparison of other policies has the default names."""
-        return record_of(self.settings.get("names", {}), Names, f"{SETTINGS}: names")
+    def about(self) -> tuple[Policy, ...]:
+        """What is known about each policy."""
+        return tuple(record_of(entry, Policy, f"{SETTINGS}: policies") for entry in self.settings["policies"])
+
+    @property
+    def scorer(self) -> str:
+        """What the page calls what gave the responses' proxy scores."""
+        return str(self.settings.get("scorer", DEFAULT_NAMES.scorer))
 
     @property
     def runs(self) -> dict[str, list[str]]:

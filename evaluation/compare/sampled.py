@@ -4,7 +4,7 @@ It writes the same folder as `heed compare`, with the same code, so `heed judge`
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import nan
 from pathlib import Path
@@ -13,63 +13,57 @@ from typing import Any
 import numpy as np
 
 from evaluation.compare.comparing import Progress, conclude, counts_of, judged, settings_of_clusters
-from evaluation.compare.folder import BEST_OF_N, MEASURES, CompareConfig, Settings, versions, write_files
+from evaluation.compare.folder import MEASURES, CompareConfig, Settings, read_comparison, versions, write_files
 from evaluation.compare.judges import PEOPLE
-from evaluation.compare.results import (
-    CompareResults,
-    JudgeResults,
-    PairResults,
-    PolicyResults,
-    SampledPrompt,
-    SampledText,
-    WinRateResults,
-)
+from evaluation.compare.results import CompareResults, results_of
 from evaluation.inputs import clusters_of
 from evaluation.judges.judge import ScoreJudge, pairs_of
 from evaluation.judges.people import PeopleJudge
 from evaluation.measures.best_of_n import BestOfN, best_of_n_scores
-from evaluation.measures.policies import PolicyMeasures, PolicyScores, Scores, response_scores
+from evaluation.measures.policies import Scores, response_scores
 from evaluation.measures.reward_hacking import RewardHacking, TrainingScore, measure_reward_hacking
-from evaluation.policies import response_of
-from evaluation.statistics.results import JudgeSummary, Summary
+from evaluation.policies import BEST_OF_N, INITIAL, Policy, response_of
+from evaluation.statistics.results import Summary
 from evaluation.verdicts import Response, places_of
 from files.atomic import write_json
 from files.hashes import file_hash
 from files.records import as_json, record_of
-from ppo.rollout_log import TrainingSample
-from preferences.statistics.estimates import UNKNOWN, Interval
+from lm.tokenizer import Messages
 from reward.sampling import Sample
 from stages.contract import StageWaitsError
-from stages.reports.text import DEFAULT_NAMES, Names
+from stages.reports.text import DEFAULT_NAMES
 from training.data import Prompt
 
 MAX_FAILED_SHARE = 0.1
-UNSCORED = PolicyScores(UNKNOWN, UNKNOWN, {})
+NUM_SHOWN = 12  # prompts whose responses the report of the run shows next to each other
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A response that a policy learned from, in iteration `step`, with the score that it was trained to raise."""
+
+    step: int
+    prompt_id: str
+    messages: Messages
+    response: str
+    score: float
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Samples by policy, in the order of the report.
+    """Policies and their samples, in the order of the report.
 
-    `pool` is the policy that best-of-n chooses from, "" if nothing scores its samples; `training` is PPO's (KL, score)
-    per iteration, and `drawn` holds responses that PPO learned from. `names` is what reports call the policies.
+    With `has_pool`, the initial policy's samples have scores, by which best-of-n chooses among them; `scorer` is what
+    reports call what scores them. `drawn` holds responses that the policy learned from which is trained to raise the
+    score.
     """
 
     prompts: Sequence[Prompt]
-    policies: Mapping[str, Sequence[Sample]]
-    pool: str
-    training: Sequence[tuple[float, float]]
+    policies: Sequence[tuple[Policy, Sequence[Sample]]]
+    has_pool: bool
     seed: int
-    drawn: Sequence[TrainingSample] = ()
-    names: Names = DEFAULT_NAMES
-
-
-@dataclass(frozen=True)
-class _Measures:
-    """The part of measures.json that the results contain."""
-
-    policies: Mapping[str, PolicyMeasures]
-    best_of_n: tuple[BestOfN, ...]
+    drawn: Sequence[Drawn] = ()
+    scorer: str = DEFAULT_NAMES.scorer
 
 
 def best_of(samples: Sequence[Sample], n: int) -> list[Sample]:
@@ -83,10 +77,6 @@ def best_of(samples: Sequence[Sample], n: int) -> list[Sample]:
     return [max(pool[:n], key=lambda sample: sample.score) for pool in by_prompt.values()]
 
 
-def best_of_name(n: int) -> str:
-    return f"best_of_{n}"
-
-
 def compare_sampled(
     folder: Path, config: CompareConfig, sampled: Sampled, judge: ScoreJudge | PeopleJudge, progress: Progress
 ) -> CompareResults:
@@ -96,38 +86,23 @@ def compare_sampled(
         ValueError: a prompt has too few samples to choose from, or the judge fails too often.
         StageWaitsError: people have not judged all tasks yet.
     """
-    responses = _responses(sampled, config.best_of)
+    policies, responses = _with_best_of(sampled, config.best_of)
     if isinstance(judge, PeopleJudge):
         responses = _asked(responses, config.num_samples)
         _require_judgments(judge, sampled.prompts, responses, config.judged_share)
     entry, verdicts = judged(judge, sampled.prompts, responses, MAX_FAILED_SHARE, progress)
-    settings = _settings(config, sampled, responses, entry)
+    settings = _settings(config, sampled, policies, responses, entry)
     write_files(folder, settings, sampled.prompts, [row for rows in responses.values() for row in rows], verdicts)
-    scores = response_scores(verdicts).get(judge.name, {})  # people's ratings, if they gave any
-    best = () if isinstance(judge, PeopleJudge) else _best_of_n(sampled, responses, scores)
-    write_json(folder / MEASURES, {"best_of_n": as_json(best)})
+    if isinstance(judge, ScoreJudge):
+        scores = response_scores(verdicts).get(judge.name, {})
+        best = _best_of_n(sampled, responses, scores)
+        # Needs a scorer other than the reward that training raised.
+        is_reward = config.judge_reward or judge.details.get("is_reward")
+        hacking = None if is_reward else _hacking(sampled, responses, scores, judge)
+        write_json(folder / MEASURES, {"best_of_n": as_json(best), "reward_hacking": as_json(hacking)})
     report = conclude(folder)
     summary = record_of(report["summary"], Summary, "report.json: summary")
-    measures = record_of(report["measures"], _Measures, "report.json: measures")
-    (by_gold,) = summary.judges
-    return CompareResults(
-        judge=_described(judge),
-        num_prompts=len(sampled.prompts),
-        num_samples=config.num_samples,
-        temperature=config.temperature,
-        policies={name: _policy(policy_measures, judge.name) for name, policy_measures in measures.policies.items()},
-        pairs=dict(_pairs(by_gold)),
-        best_of_n=measures.best_of_n,
-        cluster_by=config.cluster_by,
-        num_clusters=len({prompt.cluster for prompt in sampled.prompts}) if config.cluster_by else 0,
-        training_kl_nats=tuple(kl for kl, _ in sampled.training),
-        training_scores=tuple(score for _, score in sampled.training),
-        samples=_shown(sampled.prompts[: config.num_shown], responses, scores),
-        # Needs a scorer other than the reward that training raised.
-        hacking=None
-        if isinstance(judge, PeopleJudge) or config.judge_reward or judge.details.get("is_reward")
-        else _hacking(sampled, responses, scores, judge),
-    )
+    return results_of(read_comparison(folder), summary, NUM_SHOWN)
 
 
 def _asked(responses: Mapping[str, Sequence[Response]], num_samples: int) -> dict[str, list[Response]]:
@@ -149,52 +124,46 @@ def _require_judgments(
 ) -> None:
     """Put the tasks into the label store. Raises: StageWaitsError while too few of them are judged."""
     put = judge.put_tasks(pairs_of(prompts, responses))
+    store = judge.spec.removeprefix(PEOPLE)
     if put.num_tasks - put.num_open < judged_share * put.num_tasks:
         raise StageWaitsError(
             f"compare waits for people: {put.num_open:,} of {put.num_tasks:,} tasks of batch {judge.batch!r} in"
-            f" {_store_of(judge)} have fewer than {judge.num_labelers} judgments. Once they are labeled (`heed label"
+            f" {store} have fewer than {judge.num_labelers} judgments. Once they are labeled (`heed label"
             " serve`), the same command continues; to go on without tasks that everybody skips, set"
             " compare.judged_share"
         )
 
 
-def _store_of(judge: PeopleJudge) -> str:
-    return judge.spec.removeprefix(PEOPLE)
-
-
-def _described(judge: ScoreJudge | PeopleJudge) -> JudgeResults:
-    if isinstance(judge, PeopleJudge):
-        about = f"people, {judge.num_labelers} per task, by the labels in {_store_of(judge)}"
-        return JudgeResults(judge.name, about, "people")
-    is_reward = bool(judge.details.get("is_reward"))
-    return JudgeResults(judge.name, str(judge.details["description"]), judge.kind, is_reward)
-
-
-def _responses(sampled: Sampled, n: int) -> dict[str, list[Response]]:
-    """Returns responses by policy; best-of-n comes after the policy that it chooses from."""
+def _with_best_of(sampled: Sampled, n: int) -> tuple[list[Policy], dict[str, list[Response]]]:
+    """Returns the policies and their responses; best-of-n comes after the policy that it chooses from."""
+    policies: list[Policy] = []
     responses: dict[str, list[Response]] = {}
-    for name, samples in sampled.policies.items():
-        responses[name] = [response_of(name, sample) for sample in samples]
-        if name == sampled.pool:
-            best, chosen = best_of_name(n), best_of(samples, n)
+    for policy, samples in sampled.policies:
+        policies.append(policy)
+        responses[policy.name] = [response_of(policy.name, sample) for sample in samples]
+        if policy.kind == INITIAL and sampled.has_pool:
+            best = Policy(f"best_of_{n}", BEST_OF_N, n=n, of=policy.name)
+            policies.append(best)
             # The log-ratio of a chosen sample says nothing about the choosing policy, whose KL is known only by its
             # bound.
-            responses[best] = [replace(response_of(best, sample), log_ratio=nan) for sample in chosen]
-    return responses
+            responses[best.name] = [
+                replace(response_of(best.name, sample), log_ratio=nan) for sample in best_of(samples, n)
+            ]
+    return policies, responses
 
 
 def _settings(
-    config: CompareConfig, sampled: Sampled, responses: Mapping[str, Sequence[Response]], judge: dict[str, Any]
+    config: CompareConfig,
+    sampled: Sampled,
+    policies: Sequence[Policy],
+    responses: Mapping[str, Sequence[Response]],
+    judge: dict[str, Any],
 ) -> Settings:
     data, path = config.prompts, Path(config.prompts.source)
-    chosen = {"name": best_of_name(config.best_of), "kind": BEST_OF_N, "n": config.best_of, "of": sampled.pool}
-    sampling = config.model_dump(include={"num_samples", "temperature", "max_new_tokens"})
+    sampling = {"sampling": config.model_dump(include={"num_samples", "temperature", "max_new_tokens"})}
     return {
-        "names": as_json(sampled.names),
-        "policies": [
-            chosen if name == chosen["name"] else {"name": name, "kind": "stage", "sampling": sampling}
-            for name in responses
-        ],
+        "scorer": sampled.scorer,
+        "policies": [as_json(policy) | ({} if policy.kind == BEST_OF_N else sampling) for policy in policies],
         "prompts": {
             **data.model_dump(include={"split", "subset", "max_rows"}),
             "source": path.name,
@@ -212,9 +181,9 @@ def _settings(
 
 def _best_of_n(sampled: Sampled, responses: Mapping[str, Sequence[Response]], gold: Scores) -> tuple[BestOfN, ...]:
     """Returns best-of-n scores from the whole pool, which is sorted by prompt; empty if there is no pool."""
-    if not sampled.pool:
+    if not sampled.has_pool:
         return ()
-    pool = responses[sampled.pool]
+    pool = next(responses[policy.name] for policy, _ in sampled.policies if policy.kind == INITIAL)
     gold_R = np.array([gold.get((row.policy, row.prompt_id, row.index), nan) for row in pool])
     proxy_R = np.array([row.proxy_score for row in pool])
     shape = (len(sampled.prompts), -1)
@@ -223,29 +192,16 @@ def _best_of_n(sampled: Sampled, responses: Mapping[str, Sequence[Response]], go
     return best_of_n_scores(gold_R.reshape(shape), proxy_R.reshape(shape), places_of(prompts, clusters))
 
 
-def _policy(measures: PolicyMeasures, judge: str) -> PolicyResults:
-    gold, diversity = measures.scores.get(judge, UNSCORED), measures.diversity
-    assert diversity.tokens is not None, "a sampled response has a number of tokens"
-    return PolicyResults(
-        gold_score=gold.mean,
-        pass_share=gold.pass_share,
-        kl_nats=_known(measures.kl_nats),
-        proxy_score=_known(measures.proxy_score),
-        distinct_2=diversity.across.distinct_2,
-        end_rate=diversity.finished.mean,
-        mean_tokens=diversity.tokens.mean.mean,
-        by_kind=gold.by_category,
-    )
-
-
 def _hacking(
     sampled: Sampled, responses: Mapping[str, Sequence[Response]], scores: Scores, judge: ScoreJudge
 ) -> RewardHacking | None:
-    """Compare PPO with SFT by both scores, also on the responses that PPO learned from, which the judge scores here.
-    Returns None without PPO, because other policies are not trained to raise a score.
+    """Compare the policy that is trained to raise the score with the initial one by both scores, also on the responses
+    that it learned from, which the judge scores here. Returns None if no policy is.
     """
-    if "ppo" not in responses:
+    raising = next((policy.name for policy, _ in sampled.policies if policy.raises_score), None)
+    if raising is None:
         return None
+    initial = next(policy.name for policy, _ in sampled.policies if policy.kind == INITIAL)
     drawn = sampled.drawn
     gold_scores = judge.score([s.messages for s in drawn], [s.response for s in drawn]) if drawn else []
     training = [
@@ -254,40 +210,4 @@ def _hacking(
     ]
     categories = {prompt.prompt_id: prompt.kind for prompt in sampled.prompts}
     clusters = clusters_of(sampled.prompts)
-    return measure_reward_hacking(responses["sft"], responses["ppo"], scores, categories, training, clusters)
-
-
-def _known(interval: Interval) -> Interval | None:
-    return None if np.isnan(interval.mean) else interval
-
-
-def _pairs(judge: JudgeSummary) -> Iterator[tuple[str, PairResults]]:
-    """Yields every two policies in both orders."""
-    for pair in judge.pairs:
-        rate, holm_p = pair.win_rate, pair.significance.holm_p
-        one = WinRateResults(rate.mean, rate.low, rate.high, rate.num_prompts, holm_p)
-        other = WinRateResults(1 - rate.mean, 1 - rate.high, 1 - rate.low, rate.num_prompts, holm_p)
-        yield f"{pair.policy_a}/{pair.policy_b}", PairResults(one)
-        yield f"{pair.policy_b}/{pair.policy_a}", PairResults(other)
-
-
-def _shown(
-    prompts: Sequence[Prompt], responses: Mapping[str, Sequence[Response]], scores: Scores
-) -> tuple[SampledPrompt, ...]:
-    """Returns the first sample of every policy on each prompt, with gold and reward model scores."""
-    firsts: dict[tuple[str, str], Response] = {}
-    for row in (row for rows in responses.values() for row in rows):
-        firsts.setdefault((row.policy, row.prompt_id), row)
-    return tuple(
-        SampledPrompt(
-            prompt_id=prompt.prompt_id,
-            kind=prompt.kind,
-            messages=prompt.messages,
-            responses={name: _text(firsts[name, prompt.prompt_id], scores) for name in responses},
-        )
-        for prompt in prompts
-    )
-
-
-def _text(row: Response, scores: Scores) -> SampledText:
-    return SampledText(row.text, scores.get((row.policy, row.prompt_id, row.index), nan), row.proxy_score)
+    return measure_reward_hacking(responses[initial], responses[raising], scores, categories, training, clusters)

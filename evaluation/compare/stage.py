@@ -1,14 +1,15 @@
-"""The compare stage: compares policies of the run on held-out prompts, by a judge that training never saw."""
+"""The compare stage: compares policies of the run on held-out prompts, by a judge that training never saw.
+
+It knows no trainer: it asks stages through their contract what they trained, on which prompts, to raise which score.
+"""
 
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from dpo.report import title_of
-from dpo.stage import STAGE as DPO
 from evaluation.compare.folder import CompareConfig
 from evaluation.compare.judges import (
     described_as_reward,
@@ -20,33 +21,31 @@ from evaluation.compare.judges import (
     without_password,
 )
 from evaluation.compare.report.stage import REPORTER
-from evaluation.compare.sampled import Sampled, compare_sampled
+from evaluation.compare.sampled import Drawn, Sampled, compare_sampled
 from evaluation.inputs import named_specs, with_clusters
 from evaluation.judges.judge import ScoreJudge
 from evaluation.judges.people import PeopleJudge
+from evaluation.policies import INITIAL, PRETRAINED, TRAINED, Policy
 from files.hashes import derive_seed, file_hash
 from files.records import record_of
 from lm.hub import model_directory
 from lm.tokenizer import Tokenizer
-from ppo.config import PPOConfig
-from ppo.prompts import unmet_scorers, with_scored_by
-from ppo.report import names_of
-from ppo.rollout_log import SAMPLES, TrainingSample
-from ppo.stage import STAGE as PPO
 from reward.external import ExternalReward, NoReward, RewardFunction
-from reward.sampling import Sample, SamplingSpec, sample_everywhere
-from reward.stage import STAGE as REWARD
+from reward.sampling import Sample, SamplingSpec, StageScore, sample_everywhere
+from reward.sources import unmet_scorers, with_scored_by
 from reward.steps import StepsConfig
-from sft.rejection import STAGE as REJECTION
 from stages.contract import POLICIES, Parent, Stage
 from stages.data import OnAccess, fitting_prompts
 from stages.plan import Planner, Sampling
-from stages.reports.text import DEFAULT_NAMES
+from stages.reports.text import DEFAULT_NAMES, INITIAL_POLICY
 from stages.run import JobView, StageRun
 from training.data import NO_FIELDS, DataConfig, Prompt, RowFields, stream_prompts
 from training.metrics import read_metrics
 
-SFT = "sft"
+# The stage's parents, and what the comparison calls the policies that they leave.
+PRETRAIN, SFT, REWARD = "pretrain", "sft", "reward"
+NAMES = {PRETRAIN: "pretrained", SFT: "sft"}
+SAMPLES = "samples.jsonl"  # in a stage's folder: responses kept for reading
 JUDGES = ("judge_function", "judge_from", "judge_people", "judge_reward")
 
 
@@ -68,9 +67,10 @@ class PolicyStart:
         return str(getattr(section, "chat_template", ""))
 
     @property
-    def is_sft(self) -> bool:
-        """Whether this job's SFT trains the model."""
-        return self.parent == SFT and not self.run.job.substitute(self.run.name, self.parent)
+    def title(self) -> str:
+        """What reports call it: by the stage that trains it, if a stage of this job does."""
+        title = "" if self.run.job.substitute(self.run.name, self.parent) else _title(self.run.job, self.parent)
+        return title or INITIAL_POLICY
 
     def model(self) -> Path:
         return self.run.start(self.parent)
@@ -92,21 +92,22 @@ class Proxy:
 
 def run_compare(run: StageRun, config: CompareConfig) -> None:
     """Sample every policy on held-out prompts, measure, judge."""
-    start, ppo_config = start_of(run), run.job.section(PPO)
+    start = start_of(run)
     tokenizer, initial, proxy = start.tokenizer, start.model(), proxy_of(run)
     fitting = fitting_prompts(
         run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong, keeps=_row_fields(run.job, config)
     )
     prompts = with_clusters(fitting.prompts, config.prompts, config.cluster_by)
 
-    def samples_of(name: str, num_samples: int) -> list[Sample]:
-        # The pretrained model has seen no chat template, so it is prompted with SFT's.
+    def samples_of(policy: Policy) -> list[Sample]:
+        # The pretrained model has seen no chat template, so it is prompted with the initial policy's.
+        is_pool = policy.kind == INITIAL and proxy.exists
         spec = SamplingSpec(
-            policy=initial if name == "sft" else run.model_of(name),
-            num_samples=num_samples,
+            policy=initial if policy.kind == INITIAL else run.model_of(policy.trainer),
+            num_samples=max(config.best_of, config.num_samples) if is_pool else config.num_samples,
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
-            seed=derive_seed(run.seed, "compare", name),
+            seed=derive_seed(run.seed, "compare", PRETRAIN if policy.kind == PRETRAINED else policy.name),
             precision=run.engine.resolved_precision(),
             reference=str(initial),
             reward=proxy.model,
@@ -116,44 +117,47 @@ def run_compare(run: StageRun, config: CompareConfig) -> None:
             template_of=str(initial),
             chat_template=start.chat_template,
         )
-        return sample_everywhere(run, name, spec, prompts)
+        return sample_everywhere(run, PRETRAIN if policy.kind == PRETRAINED else policy.name, spec, prompts)
 
-    pool = samples_of("sft", max(config.best_of, config.num_samples) if proxy.exists else config.num_samples)
-    pretrained = {"pretrained": samples_of("pretrain", config.num_samples)} if "pretrain" in run.parents else {}
-    metrics = read_metrics(run.folder_of(PPO.name) / "metrics.jsonl") if ppo_config is not None else []
+    policies = policies_in(run, prompts)
+    raising = next((policy for policy in policies if policy.raises_score), None)
+    metrics = read_metrics(run.folder_of(raising.trainer) / "metrics.jsonl") if raising is not None else []
+    scorer = scorer_in(run.job)
     sampled = Sampled(
         prompts=prompts,
-        policies={
-            **pretrained,
-            "sft": pool,
-            **{name: samples_of(name, config.num_samples) for name in policies_of(run.job)},
-        },
-        pool="sft" if proxy.exists else "",
-        training=[(line["kl_nats"], line["score"]) for line in metrics if {"kl_nats", "score"} <= line.keys()],
+        policies=[(policy, samples_of(policy)) for policy in policies],
+        has_pool=proxy.exists,
         seed=run.seed,
-        drawn=() if ppo_config is None else _drawn(run, config, ppo_config),
-        names=replace(names_of(ppo_config, starts_from_sft=start.is_sft), preference_loss=_preference_loss(run.job)),
+        drawn=() if raising is None else _drawn(run, config, raising.trainer),
+        scorer=DEFAULT_NAMES.scorer if scorer is None else scorer[1].name,
     )
 
     def progress(step: str) -> Callable[[int, int], None]:
         return lambda done, total: run.show(done, total, step)
 
-    results = compare_sampled(run.folder, config, sampled, judge_of(run, config), progress)
+    training = [(line["kl_nats"], line["score"]) for line in metrics if {"kl_nats", "score"} <= line.keys()]
     run.write_results(
         replace(
-            results,
-            num_seen=max((_num_seen(run, prompts, sources) for sources in _trained_on(run.job).values()), default=0),
+            compare_sampled(run.folder, config, sampled, judge_of(run, config), progress),
+            training_kl_nats=tuple(kl for kl, _ in training),
+            training_scores=tuple(score for _, score in training),
             overlong=fitting.overlong or None,
             sources=fitting.sources,
-            names=sampled.names,
         )
     )
 
 
-def _preference_loss(job: JobView) -> str:
-    """Returns the title of what [dpo] minimises."""
-    dpo = job.section(DPO)
-    return DEFAULT_NAMES.preference_loss if dpo is None else title_of(dpo.loss)
+def _contract(job: JobView, name: str) -> Stage[Any]:
+    stage = job.stage(name)
+    assert isinstance(stage, Stage), f"stage {name} is a {type(stage).__name__}, not a Stage"
+    return stage
+
+
+def _title(job: JobView, name: str) -> str:
+    """Returns what reports call the model of a stage; "" if its name is enough, as for those of later rounds."""
+    stage = _contract(job, name)
+    section = job.section(stage)
+    return stage.title(section) if stage.title and stage.round == 1 and section is not None else ""
 
 
 def policies_of(job: JobView) -> tuple[str, ...]:
@@ -162,36 +166,113 @@ def policies_of(job: JobView) -> tuple[str, ...]:
 
 
 def start_of(run: StageRun) -> PolicyStart:
-    """Returns the model that the policies start from: "sft" in the comparison, and the reference of every KL."""
+    """Returns the model that the policies start from: the initial policy, and the reference of every KL."""
     name = policies_of(run.job)[0]
     return PolicyStart(run.at(name), run.job.stage(name).policy_from)
 
 
-def proxy_of(run: StageRun) -> Proxy:
-    """Returns what scores the samples in addition to the judge, and chooses best-of-n: the reward that PPO is trained
-    on, or without PPO the job's reward model, if it has one.
+def policies_in(run: StageRun, prompts: Sequence[Prompt]) -> list[Policy]:
+    """Returns what is compared: the pretrained model if the job has one, the initial policy, and every trained one."""
+    seen, job, scorer = seen_by_stage(run, prompts), run.job, scorer_in(run.job)
+    policies = [Policy(NAMES[PRETRAIN], PRETRAINED, trainer=PRETRAIN)] if PRETRAIN in run.parents else []
+    policies.append(Policy(NAMES[SFT], INITIAL, start_of(run).title))
+    for name in policies_of(job):
+        trainers = _trainers(job, name)
+        policies.append(
+            Policy(
+                name,
+                TRAINED,
+                _title(job, name),
+                trainer=name,
+                raises_score=scorer is not None and _first_round(job, name) == scorer[0],
+                chat_template=PolicyStart(run.at(name), job.stage(name).policy_from).chat_template,
+                seen={stage: seen[stage] for stage in trainers if stage in seen},
+                is_seen_known=all(stage in seen for stage in trainers),
+            )
+        )
+    return policies
+
+
+def _trainers(job: JobView, name: str) -> list[str]:
+    """Returns the stages that trained a stage's policy one after the other, from the initial policy on."""
+    before = job.stage(name).policy_from
+    return [*(_trainers(job, before) if before in policies_of(job) else ()), name]
+
+
+def _first_round(job: JobView, name: str) -> str:
+    return _contract(job, name).repeats or name
+
+
+def seen_by_stage(run: StageRun, prompts: Sequence[Prompt]) -> dict[str, list[str]]:
+    """Returns, by stage that trains a policy, the ids of the prompts that it trains on too: those with the same
+    messages, whatever their ids. A stage that does not say what it trains on is left out.
     """
-    ppo = run.job.section(PPO)
-    if ppo is None:
-        return Proxy(str(run.model_of(REWARD.name)) if REWARD.name in run.parents else "")
-    if isinstance(ppo.reward, NoReward):
+    by_messages: dict[str, list[str]] = {}
+    for prompt in prompts:
+        by_messages.setdefault(json.dumps(prompt.messages), []).append(prompt.prompt_id)
+    seen: dict[str, list[str]] = {}
+    for name in policies_of(run.job):
+        if (first := _first_round(run.job, name)) in seen:  # later rounds have the same prompts
+            seen[name] = seen[first]
+        elif (sources := _trained_on(run.job, name)) is not None:
+            streamed = chain.from_iterable(
+                stream_prompts(run.resolve(source)) for source in sources
+            )  # may be many more
+            trained = {messages for _, prompt in streamed if (messages := json.dumps(prompt.messages)) in by_messages}
+            seen[name] = [
+                prompt_id for messages, ids in by_messages.items() if messages in trained for prompt_id in ids
+            ]
+    return seen
+
+
+def _trained_on(job: JobView, name: str) -> tuple[DataConfig, ...] | None:
+    """Returns the sources of the prompts that a stage trains its policy on; None if it does not say."""
+    stage = _contract(job, name)
+    section = job.section(stage)
+    return None if stage.trained_prompts is None or section is None else stage.trained_prompts(section)
+
+
+def scorer_in(job: JobView) -> tuple[str, StageScore] | None:
+    """Returns the last stage that learns a score, or trains its policy to raise one, and the score."""
+    for name in reversed(job.stage_names):
+        stage = _contract(job, name)
+        section = job.section(stage)
+        if stage.round == 1 and stage.score is not None and section is not None:
+            score = stage.score(section)
+            assert isinstance(score, StageScore), f"[{name}] scores by a {type(score).__name__}"
+            return name, score
+    return None
+
+
+def proxy_of(run: StageRun) -> Proxy:
+    """Returns what scores the samples in addition to the judge, and chooses best-of-n: the score that a policy is
+    trained to raise, or without such a policy the job's reward model, if it has one.
+    """
+    if (scorer := scorer_in(run.job)) is None:
         return Proxy()
-    model = "" if ppo.external_reward else str(run.at(PPO.name).start(REWARD.name))
-    external = ppo.external_reward
-    steps = None if external else ppo.steps
-    return Proxy(model, ppo.reward.objective_weights, external and external.prepared(run.folder_of(PPO.name)), steps)
+    name, score = scorer
+    if name not in policies_of(run.job):
+        return Proxy(str(run.model_of(name)) if name in run.parents else "")
+    if isinstance(score.external, NoReward):
+        return Proxy()
+    external = score.external and score.external.prepared(run.folder_of(name))
+    model = "" if external else str(run.at(name).start(REWARD))
+    return Proxy(model, score.objective_weights, external, None if external else score.steps)
 
 
 def _row_fields(job: JobView, config: CompareConfig) -> RowFields:
-    """Returns the fields that prompts keep for PPO's reward, which scores the samples too."""
-    ppo = job.section(PPO)
-    return NO_FIELDS if ppo is None else with_scored_by(ppo.row_fields, config.scored_by)
+    """Returns the fields that prompts keep for the reward that a policy is trained by, which scores the samples too."""
+    scorer = scorer_in(job)
+    is_raised = scorer is not None and scorer[0] in policies_of(job)
+    return with_scored_by(scorer[1].row_fields, config.scored_by) if scorer and is_raised else NO_FIELDS
 
 
 def judge_of(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJudge:
     """Open the judge. Raises: ValueError for a function, a model or a store that cannot be opened."""
     if config.judge_people:
-        num_policies = len(policies_of(run.job)) + 2 + ("pretrain" in run.parents)  # SFT and best-of-n are two more
+        num_policies = (
+            len(policies_of(run.job)) + 2 + (PRETRAIN in run.parents)
+        )  # the initial policy and best-of-n are two more
         batch = run.run_folder.name
         return people_judge(
             "people",
@@ -226,8 +307,8 @@ def judge_of(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJudge:
 
 def _is_climbed(job: JobView) -> bool:
     """Returns whether a policy is trained to raise what `proxy_of` returns."""
-    policies = policies_of(job)
-    return PPO.name in policies or any(REWARD.name in job.parents(name) for name in policies)
+    policies, scorer = policies_of(job), scorer_in(job)
+    return scorer is not None and (scorer[0] in policies or any(scorer[0] in job.parents(name) for name in policies))
 
 
 def check(config: CompareConfig, job: JobView) -> None:
@@ -240,10 +321,10 @@ def check(config: CompareConfig, job: JobView) -> None:
     if len(set(starts.values())) > 1:
         named = " and ".join(f"{name} from {start or job.stage(name).policy_from}" for name, start in starts.items())
         raise ValueError(f"compare: {named} start; policies that start from one model were expected")
-    reward = job.section(REWARD)
-    if reward is not None and PPO.name not in policies and len(reward.labels) > 1:
+    scorer, score = scorer_in(job) or ("", StageScore())
+    if scorer not in policies and len(score.objectives) > 1:
         raise ValueError(
-            f"compare: [reward] scores {', '.join(reward.labels)}, and without [ppo] nothing weighs them; a reward"
+            f"compare: [{scorer}] scores {', '.join(score.objectives)}, and without [ppo] nothing weighs them; a reward"
             " model of one objective was expected"
         )
     judges = [field for field in JUDGES if getattr(config, field)]
@@ -252,11 +333,9 @@ def check(config: CompareConfig, job: JobView) -> None:
     if not (judges or job.has_world):
         named = ", ".join(f"compare.{field}" for field in JUDGES)
         raise ValueError(f"compare has no judge: {named} or a [world] was expected")
-    ppo = job.section(PPO)
-    if problem := unmet_scorers("compare.scored_by", config.scored_by, () if ppo is None else ppo.reward_sources):
+    if problem := unmet_scorers("compare.scored_by", config.scored_by, score.parts):
         raise ValueError(problem)
-    has_reward = reward is not None if ppo is None else not isinstance(ppo.reward, NoReward)
-    if config.judge_reward and not has_reward:
+    if config.judge_reward and (not scorer or isinstance(score.external, NoReward)):
         raise ValueError("compare.judge_reward: the job has no reward; [reward], [ppo] or another judge was expected")
     if without_password(config.judge_people) != config.judge_people:
         raise ValueError(
@@ -265,16 +344,16 @@ def check(config: CompareConfig, job: JobView) -> None:
         )
 
 
-def _drawn(run: StageRun, config: CompareConfig, ppo: PPOConfig) -> list[TrainingSample]:
-    """Returns the training responses that PPO kept; empty if the judge is people or the reward itself, or if it is a
-    world's and the prompts are not, because a world's judge scores only answers to its own prompts.
+def _drawn(run: StageRun, config: CompareConfig, stage: str) -> list[Drawn]:
+    """Returns the training responses that a stage kept; empty if the judge is people or the reward itself, or if it is
+    a world's and the prompts are not, because a world's judge scores only answers to its own prompts.
     """
     is_gold = not (config.judge_from or config.judge_function)
-    if config.judge_people or config.judge_reward or (is_gold and not ppo.samples_world):
+    scorer = scorer_in(run.job)
+    if config.judge_people or config.judge_reward or (is_gold and not (scorer and scorer[1].samples_world)):
         return []
-    path = run.folder_of(PPO.name) / SAMPLES
-    samples = [record_of(line, TrainingSample, str(path)) for line in read_metrics(path)]
-    return [sample for sample in samples if sample.kind == "drawn"]
+    path = run.folder_of(stage) / SAMPLES
+    return [record_of(line, Drawn, str(path)) for line in read_metrics(path) if line.get("kind") == "drawn"]
 
 
 def preflight(run: StageRun, config: CompareConfig) -> None:
@@ -286,15 +365,15 @@ def preflight(run: StageRun, config: CompareConfig) -> None:
     limits = config.max_new_tokens, config.on_overlong
     fitting = fitting_prompts(run, tokenizer, config.prompts, *limits, run.tell, _row_fields(run.job, config))
     with_clusters(fitting.prompts, config.prompts, config.cluster_by)
-    ppo = run.job.section(PPO)
-    if ppo is not None and ppo.external_reward is not None:  # it scores these samples too
-        ppo.external_reward.check(OnAccess(len(fitting.prompts), lambda row: fitting.prompts[row].row))
-    for stage, sources in _trained_on(run.job).items():
-        if num_seen := _num_seen(run, fitting.prompts, sources):
-            names = ", ".join(source.source for source in sources)
+    scorer = scorer_in(run.job)
+    if scorer is not None and scorer[1].external is not None:  # it scores these samples too
+        scorer[1].external.check(OnAccess(len(fitting.prompts), lambda row: fitting.prompts[row].row))
+    for stage, prompt_ids in seen_by_stage(run, fitting.prompts).items():
+        if prompt_ids and run.job.stage(stage).round == 1:
+            names = ", ".join(source.source for source in _trained_on(run.job, stage) or ())
             run.tell(
-                f"{config.prompts.source}: {num_seen:,} of {len(fitting.prompts):,} prompts of [compare] are also among"
-                f" those of [{stage}] ({names}), so they are not held out"
+                f"{config.prompts.source}: {len(prompt_ids):,} of {len(fitting.prompts):,} prompts of [compare] are"
+                f" also among those of [{stage}] ({names}), so they are not held out"
             )
 
 
@@ -310,26 +389,9 @@ def _require_one_template(run: StageRun, tokenizer: Tokenizer) -> None:
             )
 
 
-def _trained_on(job: JobView) -> dict[str, tuple[DataConfig, ...]]:
-    """Returns the sources of prompts that the job's policies are trained on, by stage. Rankings' prompts are not
-    included, so [dpo] is not checked.
-    """
-    ppo, rejection = job.section(PPO), job.section(REJECTION)
-    of_ppo = {} if ppo is None else {PPO.name: ppo.prompt_sources}
-    return of_ppo if rejection is None else {**of_ppo, REJECTION.name: (rejection.prompts,)}
-
-
-def _num_seen(run: StageRun, prompts: Sequence[Prompt], trained_on: Sequence[DataConfig]) -> int:
-    """Returns how many prompts have the same messages as a prompt in `trained_on`, whatever their ids."""
-    compared = Counter(json.dumps(prompt.messages) for prompt in prompts)
-    streamed = chain.from_iterable(stream_prompts(run.resolve(source)) for source in trained_on)  # may be many more
-    trained = (json.dumps(prompt.messages) for _, prompt in streamed)
-    return sum(compared[messages] for messages in {messages for messages in trained if messages in compared})
-
-
 def plan(planner: Planner, config: CompareConfig) -> Sampling:
     pool = max(config.best_of, config.num_samples)
-    others = len(policies_of(planner.job)) + ("pretrain" in planner.job.stage_names)
+    others = len(policies_of(planner.job)) + (PRETRAIN in planner.job.stage_names)
     per_prompt = pool + config.num_samples * others
     lengths = planner.answered(
         config.prompts, config.max_new_tokens, config.on_overlong, lambda run: start_of(run).tokenizer
@@ -350,9 +412,9 @@ STAGE = Stage(
     config=CompareConfig,
     run=run_compare,
     parents=(
-        Parent("pretrain", is_read=lambda _, stages: "pretrain" in stages),
-        Parent("sft", is_read=lambda _, stages: "sft" in stages),
-        Parent("reward", is_read=lambda _, stages: "reward" in stages),
+        Parent(PRETRAIN, is_read=lambda _, stages: PRETRAIN in stages),
+        Parent(SFT, is_read=lambda _, stages: SFT in stages),
+        Parent(REWARD, is_read=lambda _, stages: REWARD in stages),
         Parent(POLICIES),
     ),
     optional_sections=("world",),

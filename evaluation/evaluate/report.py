@@ -65,6 +65,7 @@ MAX_CHARACTERS = 1_000_000  # of their texts
 MAX_FAILURES = 20  # reasons per suite
 MAX_GROUPS = 60
 MAX_DIFFERENCES = 200  # rows per suite
+WIDENED = "Intervals are 95% intervals, or wider where the correction removes a difference: at the level of that test."
 TWO_MODELS = (
     "A difference is one between two sets of weights: another seed of the same algorithm may do better or worse, and"
     " these intervals do not cover that."
@@ -390,9 +391,9 @@ def _differences(suite: SuiteReport, styles: Styles) -> Table:
     caption = (
         "The first model minus the second, on the items that both have, paired. p is two-sided and corrected for all"
         " pairs of models (Holm); the interval excludes 0 exactly if it is below 5%. "
-        f"{TWO_MODELS}{rest} From {REPORT}."
+        f"{WIDENED} {TWO_MODELS}{rest} From {REPORT}."
     )
-    columns = ("Models", "Measure", "Difference (95%)", "p (Holm)", "Items", "Which is better")
+    columns = ("Models", "Measure", "Difference (interval)", "p (Holm)", "Items", "Which is better")
     return Table(caption, columns, tuple(rows), title="Differences")
 
 
@@ -418,9 +419,9 @@ def _algorithms(suite: SuiteReport) -> Table:
     caption = (
         "The first algorithm minus the second, over all of their runs, on the items that all runs have. Intervals and p"
         " are over seeds and items, so they are about the algorithms; p is corrected for all pairs of algorithms"
-        f" (Holm). All other tables are about single sets of weights. From {REPORT}."
+        f" (Holm). {WIDENED} All other tables are about single sets of weights. From {REPORT}."
     )
-    columns = ("Algorithms", "Measure", "Runs", "Difference (95%)", "p (Holm)", "Items", "Which is better")
+    columns = ("Algorithms", "Measure", "Runs", "Difference (interval)", "p (Holm)", "Items", "Which is better")
     return Table(caption, columns, tuple(rows), title="Algorithms, over seeds")
 
 

@@ -7,11 +7,16 @@ NaN, and `reason` says why.
 A pair's interval and its test are one: the interval excludes ½ exactly if `holm_p` is below 5%.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from preferences.statistics.agreement import Alpha
 from preferences.statistics.estimates import Interval, Share
+
+
+def turned_share(share: Interval) -> Interval:
+    """Returns a share from the other policy's side."""
+    return Interval(1 - share.mean, 1 - share.high, 1 - share.low)
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,10 @@ class Counts:
     wins: int
     ties: int
     losses: int
+
+    @property
+    def turned(self) -> "Counts":
+        return Counts(self.losses, self.ties, self.wins)
 
 
 @dataclass(frozen=True)
@@ -45,17 +54,25 @@ class WinRate:
     num_verdicts: int
     num_labelers: int
 
+    @property
+    def turned(self) -> "WinRate":
+        mean, low, high = 1 - self.mean, 1 - self.high, 1 - self.low
+        bootstrap, over_labelers = turned_share(self.bootstrap), turned_share(self.over_labelers)
+        return replace(self, mean=mean, low=low, high=high, bootstrap=bootstrap, over_labelers=over_labelers)
+
 
 @dataclass(frozen=True)
 class Significance:
     """Two-sided p-values of "a and b are preferred equally often", over prompts (`significance.EqualityTest`).
 
-    `num_permutations` is 0 if all sign vectors were counted. `holm_p` is `p` corrected for all pairs of this judge.
+    `num_permutations` is 0 if all sign vectors were counted. `holm_p` is `p` corrected for all `num_pairs` pairs of
+    this judge.
     """
 
     p: float
     num_permutations: int
     holm_p: float
+    num_pairs: int
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,13 @@ class LengthControlled:
     num_prompts: int
     shrunk: bool
     reason: str
+
+    @property
+    def turned(self) -> "LengthControlled":
+        """The fit from the other policy's side. The length effect keeps its sign, because both the difference in length
+        and the outcome are reversed.
+        """
+        return replace(self, mean=1 - self.mean, low=1 - self.high, high=1 - self.low)
 
 
 @dataclass(frozen=True)
@@ -150,6 +174,25 @@ class PairSummary:
     flips: Flips
     categories: tuple[CategoryWinRate, ...]
 
+    @property
+    def turned(self) -> "PairSummary":
+        """The pair from the other policy's side. Tests, power, position and flips are the same from both sides."""
+        return replace(
+            self,
+            policy_a=self.policy_b,
+            policy_b=self.policy_a,
+            win_rate=self.win_rate.turned,
+            verdicts=self.verdicts.turned,
+            prompts=self.prompts.turned,
+            length_controlled=self.length_controlled.turned,
+            categories=tuple(replace(category, win_rate=category.win_rate.turned) for category in self.categories),
+        )
+
+    @property
+    def ahead_first(self) -> "PairSummary":
+        """The pair from the side of the policy that is preferred more often."""
+        return self.turned if self.win_rate.mean < 0.5 else self
+
 
 @dataclass(frozen=True)
 class AlgorithmPair:
@@ -168,6 +211,7 @@ class AlgorithmPair:
     win_rate: Interval
     p: float
     holm_p: float
+    num_pairs: int  # of algorithms, for which `holm_p` is corrected
     score_difference: Interval
     num_prompts: int
     num_clusters: int
@@ -177,6 +221,18 @@ class AlgorithmPair:
     def different(self) -> bool:
         """Whether one of the two is shown to be better."""
         return self.win_rate.low > 0.5 or self.win_rate.high < 0.5
+
+    @property
+    def ahead_first(self) -> "AlgorithmPair":
+        """The pair from the side of the algorithm that is preferred more often."""
+        gain = self.score_difference
+        if not self.win_rate.mean < 0.5:
+            return self
+        return replace(
+            self, algorithm_a=self.algorithm_b, algorithm_b=self.algorithm_a,
+            num_runs_a=self.num_runs_b, num_runs_b=self.num_runs_a, win_rate=turned_share(self.win_rate),
+            score_difference=Interval(-gain.mean, -gain.high, -gain.low),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

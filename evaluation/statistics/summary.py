@@ -129,7 +129,7 @@ def _pairs(
                 prompts=counts_of(test.x_P),
                 num_failed=len(of_pair) - len(pair),
                 num_prompts_missing=len(comparisons.prompts) - len(test.x_P),
-                significance=Significance(test.p, test.num_draws, holm_p),
+                significance=Significance(test.p, test.num_draws, holm_p, len(pairs)),
                 different=holm_p < ALPHA,
                 power=power_of(test.x_P, prompt_clusters(pair)),
                 length_controlled=length_controlled(pair),
@@ -161,6 +161,7 @@ def _algorithms(rows: Sequence[Verdict], comparisons: Comparisons, runs: Runs, s
             win_rate=UNKNOWN,
             p=test.p,
             holm_p=math.nan,
+            num_pairs=0,
             score_difference=_score_difference(scores, runs[a], runs[b], prompts, cluster_P, seed),
             num_prompts=len(prompts),
             num_clusters=len(np.unique(cluster_P)),
@@ -169,7 +170,7 @@ def _algorithms(rows: Sequence[Verdict], comparisons: Comparisons, runs: Runs, s
         tests.append((pair, test))
     corrected = holm(np.array([test.p for _, test in tests])).tolist()
     return tuple(
-        replace(pair, win_rate=test.interval(holm_level(test.p, holm_p)), holm_p=holm_p)
+        replace(pair, win_rate=test.interval(holm_level(test.p, holm_p)), holm_p=holm_p, num_pairs=len(tests))
         for (pair, test), holm_p in zip(tests, corrected, strict=True)
     )
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from reward.endpoint import OnProgress
 
 LONGEST_NAME = 80
+RETRIES = 4  # of a failed request to an endpoint
 WARNINGS = "warnings.jsonl"  # in the comparison's folder: warnings about a file of judgments
 JUDGES = "people:STORE, gold:JOB.toml, URL#MODEL, URL, FILE.py:FUNCTION or a reward model"
 
@@ -33,7 +34,6 @@ JudgeTokens = Annotated[int, typer.Option(min=1, help="Maximum answer length of 
 Labelers = Annotated[int, typer.Option(min=1, help="Number of people who judge each task.")]
 Concurrency = Annotated[int, typer.Option(min=1, help="Concurrent requests to an endpoint.")]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds without data before a request is given up.")]
-Retries = Annotated[int, typer.Option(min=0, help="Retries of a failed request to an endpoint.")]
 MaxFailedShare = Annotated[
     float, typer.Option(min=0, max=1, help="Share of a judge's verdicts that may fail before the command stops.")
 ]
@@ -51,13 +51,6 @@ ClusterBy = Annotated[
     str,
     typer.Option(help="Field that says which prompts depend on each other, such as their template (default: none do)."),
 ]
-
-
-def _refuse_verdicts(file: str) -> str:
-    """Raise ValueError for an option that is now a command."""
-    if file:
-        raise ValueError(f"--verdicts is now a command: heed verdicts {file} was expected")
-    return file
 
 
 def compare(
@@ -93,10 +86,8 @@ def compare(
     labelers: Labelers = 1,
     concurrency: Concurrency = 8,
     timeout: Timeout = 120.0,
-    retries: Retries = 4,
     max_failed_share: MaxFailedShare = 0.1,
     cache: Cache = None,
-    _verdicts: Annotated[str, typer.Option("--verdicts", hidden=True, is_eager=True, callback=_refuse_verdicts)] = "",
 ) -> None:
     """Compare policies: which is better, by how much, and is the difference real? See docs/comparing.md.
 
@@ -113,7 +104,7 @@ def compare(
     if not prompts:
         raise ValueError("--prompts is empty; a file or a hub id was expected")
     folder = out or _folder_of(policies)
-    asking = Asking(cache or answers_cache(folder), concurrency, timeout, retries, max_failed_share)
+    asking = Asking(cache or answers_cache(folder), concurrency, timeout, RETRIES, max_failed_share)
     judging = Judging(
         asking,
         template,
@@ -162,7 +153,6 @@ def judge_again(
     labelers: Labelers = 1,
     concurrency: Concurrency = 8,
     timeout: Timeout = 120.0,
-    retries: Retries = 4,
     max_failed_share: MaxFailedShare = 0.1,
     cache: Cache = None,
 ) -> None:
@@ -174,7 +164,7 @@ def judge_again(
     from preferences.store import LabelStore
 
     settings = read_settings(folder)
-    asking = Asking(cache or answers_cache(folder), concurrency, timeout, retries, max_failed_share)
+    asking = Asking(cache or answers_cache(folder), concurrency, timeout, RETRIES, max_failed_share)
     judging = Judging(
         asking,
         template,
@@ -256,12 +246,13 @@ def _print_people(outcome: "Outcome", judges: Sequence[str]) -> None:
 
 
 def _print_results(outcome: "Outcome", folder: Path) -> None:
-    from evaluation.compare.comparing import conclude, results_table, scope_of
+    from evaluation.compare.comparing import conclude, results_table
 
     if not outcome.has_verdicts:
         console.print("no verdicts yet, nothing to report")
         return
     report = conclude(folder)
     results_console().print(results_table(report))
-    console.print(scope_of(report), markup=False)
+    for sentence in (report["answer"]["text"], *report["answer"]["more"]):
+        console.print(sentence, markup=False)
     console.print(str(folder / "report.html"), markup=False)

@@ -9,8 +9,8 @@ import typer
 
 from heed.commands.compare import (
     LONGEST_NAME,
+    RETRIES,
     Concurrency,
-    Retries,
     Timeout,
     answers_cache,
     progress_bars,
@@ -92,7 +92,6 @@ def evaluate(
     budget: MostRequests = 0,
     concurrency: Concurrency = 8,
     timeout: Timeout = 120.0,
-    retries: Retries = 4,
     max_failed_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of requests that may fail before the command stops.")
     ] = 0.1,
@@ -117,7 +116,7 @@ def evaluate(
             refuse_run_folder(Path(spec))
     folder = out or _folder_of([*suite, *(name for name, _ in named)])
     allowed = Budget(budget) if budget else Budget()
-    asking = Asking(cache or answers_cache(folder), concurrency, timeout, retries, max_failed_share, allowed)
+    asking = Asking(cache or answers_cache(folder), concurrency, timeout, RETRIES, max_failed_share, allowed)
     with progress_bars() as progress:
         how = Answering(
             asking, seed, "bf16" if bf16 else "fp32", max_new_tokens, progress, partial(console.print, markup=False)

@@ -137,13 +137,20 @@ def _curve(axes: Any, series: Series, xs: Floats, ys: Floats) -> None:
 
 
 def headline_of_share(
-    stage: StageFolder, field: str, title: str, share: tuple[float, float, float], detail: str = ""
+    stage: StageFolder,
+    field: str,
+    title: str,
+    share: tuple[float, float, float],
+    detail: str = "",
+    interval: str = "95% interval",
 ) -> Headline:
-    """Return the card of a share, as (mean, low, high), from `field` of a stage's results. Its interval is drawn."""
+    """Return the card of a share, as (mean, low, high), from `field` of a stage's results. Its interval is drawn;
+    `interval` says what it is.
+    """
     mean, low, high = share
     file, source = f"{stage.name}/results.json", f"{field}.mean"
     has_interval = isfinite(low) and isfinite(high)
-    ends = f"95% interval {share_ends(low, high)}" if has_interval else "no interval"
+    ends = f"{interval} {share_ends(low, high)}" if has_interval else "no interval"
     text = ", ".join(part for part in (ends, detail) if part)
     bar = (low, mean, high) if has_interval else None
     return Headline(f"{stage.name}.{source}", file, source, mean, title, percent(mean), text, bar)

@@ -33,14 +33,13 @@ FREE_STYLES = (
 
 @dataclass(frozen=True)
 class Names:
-    """What the report of a run calls the policy that training starts from, the algorithm of [ppo], what scores its
-    responses, and the loss of [dpo]. The defaults are those of the whole loop.
+    """What the report of a run calls the policy that training starts from, the algorithm that raises a score, and what
+    gives that score. The defaults are those of the whole loop.
     """
 
     initial: str = "SFT"
     algorithm: str = "PPO"
     scorer: str = "reward model"
-    preference_loss: str = "DPO"
 
     @property
     def the_initial(self) -> str:
@@ -55,11 +54,6 @@ class Names:
     def score(self) -> str:
         """The score within a sentence, without an article."""
         return "reward model's score" if self.scorer == "reward model" else f"score of {self.scorer}"
-
-    @property
-    def titles(self) -> dict[str, str]:
-        """Titles of the policies that do not always have the same one."""
-        return {"sft": in_capital(self.initial), "ppo": self.algorithm, "dpo": self.preference_loss}
 
 
 DEFAULT_NAMES = Names()
@@ -200,7 +194,7 @@ class PolicyStyle:
 def styles_of(names: Sequence[str], titles: Mapping[str, str] | None = None) -> dict[str, PolicyStyle]:
     """Return a style for each policy, in order. With more than seven policies, some share a style.
 
-    `titles` replace the titles of known policies.
+    `titles` replace the titles of known policies, and the names of others.
     """
     known: dict[str, PolicyStyle] = {}
     for name in names:
@@ -214,7 +208,7 @@ def styles_of(names: Sequence[str], titles: Mapping[str, str] | None = None) -> 
     free = [style for style in FREE_STYLES if style[0] not in taken] or FREE_STYLES
     others = [name for name in names if name not in known]
     for place, name in enumerate(others):
-        known[name] = PolicyStyle(name, label(name), *free[place % len(free)])
+        known[name] = PolicyStyle(name, label((titles or {}).get(name, name)), *free[place % len(free)])
     used_titles = [style.title for style in known.values()]
     return {
         name: known[name] if used_titles.count(known[name].title) == 1 else replace(known[name], title=name)

@@ -1,19 +1,41 @@
 """Describes a comparison in words: the answer, which claims exactly as much as the evidence supports, and warnings.
 
-Warnings are what a reader should know before relying on a comparison.
+The only place that does: the terminal, the page of a comparison and the report of a run show these sentences. Warnings
+are what a reader should know before relying on a comparison.
 """
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from math import isfinite
 from typing import Literal
 
 from evaluation.compare.folder import ComparisonFolder
-from evaluation.statistics.results import JudgeSummary, PairSummary, Rating, Ratings, Summary
+from evaluation.compare.results import CompareResults, PolicyResults
+from evaluation.measures.reward_hacking import Gain, RewardHacking
+from evaluation.policies import BEST_OF_N
+from evaluation.statistics.results import AlgorithmPair, JudgeSummary, PairSummary, Rating, Ratings, Summary
 from evaluation.statistics.significance import ALPHA
 from evaluation.verdicts import Verdict
+from preferences.statistics.estimates import Interval
 from stages.reports.parts import Answer
-from stages.reports.text import PolicyStyle, count_of, listed, number, p_value, percent, points, share_ends
+from stages.reports.text import (
+    Names,
+    PolicyStyle,
+    count,
+    count_of,
+    ends_of,
+    in_capital,
+    label,
+    listed,
+    number,
+    p_value,
+    percent,
+    points,
+    share_ends,
+)
 
 Styles = Mapping[str, PolicyStyle]
 Tone = Literal["better", "worse", "unclear"]
@@ -23,6 +45,9 @@ FEW_PROMPTS = 100
 FEW_CLUSTERS = 10  # with fewer, sign flips and Student's quantiles leave little to show
 MANY_FLIPS = 0.2
 LEAST_AGREEMENT = 0.667  # below it Krippendorff would draw no conclusions (Content Analysis, 2004, ch. 11)
+LEAST_DIVERSITY_KEPT = 0.85  # of the initial policy's distinct bigrams
+LEAST_END_RATE = 0.9
+FEW_POLICIES = 2  # trained ones, about which one paragraph can speak
 UNEVEN_ORDER = 0.1  # from ½: a pair's share of verdicts in which one policy was shown first
 
 WEIGHTS_ONLY = "This is about these weights only: another seed of the same algorithm may do better or worse."
@@ -73,14 +98,22 @@ def answer_of(summary: Summary, styles: Styles) -> Answer:
     return Answer(tone, text, tuple(more))
 
 
-def evidence(pair: PairSummary) -> str:
-    """Returns the evidence to put in brackets after a claim about two policies."""
+def evidence(pair: PairSummary, prompts: str = "") -> str:
+    """Returns the evidence to put in brackets after a claim about two policies; `prompts` says on which prompts."""
     rate = pair.win_rate
-    kind = "interval, widened by Holm's correction," if is_taken_back(pair) else "95% interval"
-    return (
-        f"{kind} {share_ends(rate.low, rate.high)}, ties counting half; {p_value(pair.significance.holm_p)};"
-        f" {prompts_in_words(pair.win_rate.num_prompts, pair.win_rate.num_clusters)}"
-    )
+    prompts = prompts or prompts_in_words(rate.num_prompts, rate.num_clusters)
+    if not (isfinite(rate.low) and isfinite(rate.high)):
+        return f"too few prompts for an interval, ties counting half; {prompts}"
+    ends, p = share_ends(rate.low, rate.high), p_value(pair.significance.holm_p)
+    return f"{interval_name(pair)} {ends}, ties counting half; {p}; {prompts}"
+
+
+def interval_name(pair: PairSummary | AlgorithmPair) -> str:
+    """Returns what the interval of a win rate is, to put before its ends."""
+    if not is_taken_back(pair):
+        return "95% interval"
+    num = pair.num_pairs if isinstance(pair, AlgorithmPair) else pair.significance.num_pairs
+    return f"interval, widened for {count_of(num, 'comparison')} (Holm),"
 
 
 def prompts_in_words(num_prompts: int, num_clusters: int) -> str:
@@ -96,9 +129,9 @@ def _of_algorithms(judge: JudgeSummary) -> list[str]:
         a, b, rate = pair.algorithm_a, pair.algorithm_b, pair.win_rate
         runs = f"{number(pair.num_runs_a)} and {number(pair.num_runs_b)} runs"
         prompts = prompts_in_words(pair.num_prompts, pair.num_clusters)
-        kind = "interval, widened by Holm's correction," if pair.p < ALPHA <= pair.holm_p else "95% interval"
         interval_text = (
-            f"{kind} over seeds and prompts {share_ends(rate.low, rate.high)}; {p_value(pair.holm_p)}; {prompts}"
+            f"{interval_name(pair)} over seeds and prompts {share_ends(rate.low, rate.high)};"
+            f" {p_value(pair.holm_p)}; {prompts}"
         )
         if pair.different:
             sentences.append(
@@ -113,18 +146,24 @@ def _of_algorithms(judge: JudgeSummary) -> list[str]:
     return sentences
 
 
-def is_taken_back(pair: PairSummary) -> bool:
-    """Returns whether the pair alone would show a difference, which Holm's correction for all pairs takes back."""
-    return pair.significance.p < ALPHA <= pair.significance.holm_p
+def is_taken_back(pair: PairSummary | AlgorithmPair) -> bool:
+    """Returns whether the pair alone would show a difference, which Holm's correction for all pairs takes back. Its
+    interval is then wider than a 95% interval: it has the level of the corrected test.
+    """
+    p, holm_p = (
+        (pair.p, pair.holm_p) if isinstance(pair, AlgorithmPair) else (pair.significance.p, pair.significance.holm_p)
+    )
+    return p < ALPHA <= holm_p
 
 
-def _of_two(pair: PairSummary, judge: str, styles: Styles) -> tuple[Tone, str]:
+def _of_two(pair: PairSummary, judge: str, styles: Styles, prompts: str = "") -> tuple[Tone, str]:
+    """Says which of two policies is preferred. The one that is ahead must come first."""
     ahead, behind, mean = styles[pair.policy_a].title, styles[pair.policy_b].title, percent(pair.win_rate.mean)
+    brackets = evidence(pair, prompts)
     if pair.different:
-        return "better", f"{ahead} is preferred to {behind} {mean} of the time by the judge {judge} ({evidence(pair)})."
+        return "better", f"{ahead} is preferred to {behind} {mean} of the time by the judge {judge} ({brackets})."
     return "unclear", (
-        f"No difference between {ahead} and {behind} is shown by the judge {judge}: {often(pair, styles)}"
-        f" ({evidence(pair)})."
+        f"No difference between {ahead} and {behind} is shown by the judge {judge}: {often(pair, styles)} ({brackets})."
     )
 
 
@@ -235,6 +274,172 @@ def islands(ratings: Ratings, styles: Styles) -> str:
     """Names the groups of policies that no verdict connects."""
     first, *rest = [listed([styles[name].title for name in group]) for group in ratings.islands]
     return f"no verdict connects {first} with {' or with '.join(rest)}"
+
+
+def answer_of_run(results: CompareResults) -> Answer:
+    """Says whether each trained policy is preferred to the initial one, and what that alone would hide. The tone is
+    that of the last policy, which is the result of the run. `more` says whether the reward was hacked, or why that is
+    unknown. What a verdict on a run must say belongs here.
+    """
+    trained, styles = results.trained, results.styles
+    answers = [_of_trained(results, one) for one in trained]
+    between = [
+        _of_two(pair.ahead_first, results.judge.name, styles)[1]
+        for one, other in combinations(reversed(trained), 2)
+        if (pair := results.pair(one.policy, other.policy)) is not None
+    ]
+    newest, *earlier = (answer.text for answer in reversed(answers))
+    apart: tuple[str, ...] = ()
+    if len(answers) > FEW_POLICIES:
+        text, apart = newest, (*earlier, " ".join(between))
+    else:
+        text = " ".join([newest, *earlier, *between])
+    more: tuple[str, ...] = ()
+    few = results.cluster_by and results.num_clusters < FEW_CLUSTERS
+    if results.hacking is not None:
+        more = (hacking_answer(results.hacking, results.names).text, *_rate_and_score(results))
+    elif results.judge.is_reward:
+        more = (
+            "The judge is the reward or comes from the same file, so this does not show whether the reward was gamed.",
+        )
+    clusters = f"Only {count(results.num_clusters)} clusters of prompts: the intervals are wide."
+    return Answer(answers[-1].tone, text, (*filter(None, apart), *more, *((clusters,) if few else ()), WEIGHTS_ONLY))
+
+
+def _of_trained(results: CompareResults, one: PolicyResults) -> Answer:
+    """Says whether a trained policy is preferred to the initial one."""
+    names, styles, initial = results.names, dict(results.styles), results.initial
+    title, pair = styles[one.policy.name].title, results.pair(one.policy, initial.policy)
+    styles[initial.policy.name] = replace(styles[initial.policy.name], title=names.the_initial)
+    if pair is None:
+        return Answer("unclear", f"{title} and {names.the_initial} have not been compared.")
+    tone, text = _of_two(pair.ahead_first, results.judge.name, styles, prompts_of(results, pair))
+    if pair.different and pair.win_rate.mean < 0.5:
+        tone = "worse"
+    sentences = [in_capital(text) if text.startswith(names.the_initial) else text]
+    if not pair.different and isfinite(pair.win_rate.low):
+        sentences.append(detectable(pair))
+    if one.kl_nats is not None:
+        sentences.append(f"{title}'s {names.kl} is {number(float(one.kl_nats.mean), 1)} nats.")
+    if isfinite(one.gold_score.mean):  # otherwise people gave no ratings
+        scores = (
+            f"The judge's mean score goes from {number(float(initial.gold_score.mean))} ({names.initial}) to"
+            f" {number(float(one.gold_score.mean))} ({title})"
+        )
+        best = [
+            f"best-of-{other.policy.n} from {names.the_initial} reaches {number(float(other.gold_score.mean))}"
+            for other in results.policies.values()
+            if other.policy.kind == BEST_OF_N
+        ]
+        sentences.append(f"{'; '.join([scores, *best])}.")
+    return Answer(tone, " ".join([*sentences, *_hidden(results, one)]))
+
+
+def _rate_and_score(results: CompareResults) -> tuple[str, ...]:
+    """Says why only one of the win rate and the mean score shows a difference from the initial policy."""
+    raising = results.raising
+    pair = None if raising is None else results.pair(raising, results.initial.policy)
+    if pair is None or results.hacking is None:
+        return ()
+    gain = results.hacking.overall.judge
+    if pair.different == (gain.low > 0 or gain.high < 0):
+        return ()
+    return (
+        "A win rate counts which response is better, a mean score also by how much: one can show a difference where the"
+        " other does not.",
+    )
+
+
+def prompts_of(results: CompareResults, pair: PairSummary) -> str:
+    """Returns the number of prompts in words, and whether they are held out, as far as that is known."""
+    prompts = prompts_in_words(pair.win_rate.num_prompts, pair.win_rate.num_clusters)
+    num_seen, stages = results.seen
+    if num_seen:
+        train = "trains" if len(stages) == 1 else "train"
+        return (
+            f"{prompts}, not held out: {listed(stages)} {train} on {number(num_seen)} of {number(results.num_prompts)}"
+        )
+    return prompts.replace("prompt", "held-out prompt", 1) if results.are_heldout else prompts
+
+
+def _hidden(results: CompareResults, one: PolicyResults) -> list[str]:
+    """Warns of what a win rate alone would hide: best-of-n still ahead, less varied responses, missing EOS."""
+    warnings, styles, initial = [], results.styles, results.initial
+    title = styles[one.policy.name].title
+    for other in results.policies.values():
+        pair = results.pair(one.policy, other.policy)
+        if other.policy.kind == BEST_OF_N and pair is not None and pair.different and pair.win_rate.mean < 0.5:
+            wins = percent(pair.win_rate.mean)
+            warnings.append(
+                f"{styles[other.policy.name].title} is still ahead of {title}, which wins {wins} against it."
+            )
+    if one.distinct_2 < LEAST_DIVERSITY_KEPT * initial.distinct_2:
+        fell = f"{number(initial.distinct_2)} to {number(one.distinct_2)}"
+        warnings.append(f"{title}'s responses are less varied: distinct-2 fell from {fell}.")
+    if one.end_rate < LEAST_END_RATE:
+        share = f"Only {percent(one.end_rate)}" if one.end_rate else "None"
+        warnings.append(f"{share} of {title}'s responses end with the end token.")
+    return warnings
+
+
+def hacking_answer(hacking: RewardHacking, names: Names) -> Answer:
+    """Says what the gains show about the trained policy against the initial one; that may be nothing."""
+    proxy, judge = hacking.overall.proxy, hacking.overall.judge
+    rose = f"the score that {names.algorithm} was trained on rose by {_gained(proxy)}"
+    if math.isnan(proxy.low) or math.isnan(judge.low):
+        return Answer("unclear", "Nothing can be said about reward hacking: there are too few prompts for an interval.")
+    if proxy.low <= 0:
+        return Answer(
+            "unclear",
+            f"Nothing can be said about reward hacking: {names.algorithm} has not clearly raised the score that it was"
+            f" trained on, which changed by {_gained(proxy)}.",
+        )
+    more = (*_categories(hacking.categories, names), *_late(hacking))
+    if judge.high < 0:
+        return Answer("worse", f"Reward hacking: {rose} while the judge's fell by {_gained(-judge)}.", more)
+    if judge.low > 0:
+        text = f"No reward hacking is seen on average: {rose}, and the judge's by {_gained(judge)}."
+        return Answer("better", text, more)
+    text = (
+        f"Reward hacking is neither shown nor ruled out: {rose}, but the judge's changed by {_gained(judge)}, which"
+        " includes no change at all."
+    )
+    return Answer("unclear", text, more)
+
+
+def _categories(gains: Sequence[Gain], names: Names) -> list[str]:
+    """Names categories in which the trained-on score clearly rose while the judge's fell or showed no gain."""
+    raised = [gain for gain in gains if gain.proxy.low > 0]
+    fell = [gain for gain in raised if gain.holm_p < ALPHA and gain.judge.mean < 0]
+    flat = [gain for gain in raised if gain not in fell and not (gain.holm_p < ALPHA and gain.judge.mean > 0)]
+    sentences = []
+    if fell:
+        those = listed([f"{gain_name(gain)} ({_gained(gain.judge)})" for gain in fell])
+        sentences.append(f"The judge's score fell while {names.algorithm}'s rose in {those}.")
+    if flat:
+        sentences.append(
+            f"In {listed([gain_name(gain) for gain in flat])} the score that {names.algorithm} was trained on rose, but"
+            " the judge's score shows no gain."
+        )
+    return sentences
+
+
+def _late(hacking: RewardHacking) -> list[str]:
+    if not hacking.late_judge.high < 0:
+        return []
+    change = _gained(-hacking.late_judge)
+    return [
+        f"Late in training the judge's score fell by {change} from the middle to the last third, so an earlier policy"
+        " may be better (ppo.keep_policies_every keeps them)."
+    ]
+
+
+def _gained(interval: Interval) -> str:
+    return f"{number(float(interval.mean))} (95% {ends_of(interval) or 'unknown'})"
+
+
+def gain_name(gain: Gain) -> str:
+    return label(gain.category) or "(no category)"
 
 
 def warnings_of(folder: ComparisonFolder, summary: Summary, styles: Styles) -> tuple[str, ...]:

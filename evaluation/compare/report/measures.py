@@ -11,18 +11,20 @@ A figure is a number, a text, or {mean, low, high}. Objects nest; a figure's pla
 diversity.within.identical.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import Any
+from typing import Any, Literal
 
-from evaluation.compare.report.answer import Styles
+from evaluation.compare.report.answer import Styles, gain_name, hacking_answer
 from evaluation.measures.language_modelling import Tax
+from evaluation.measures.reward_hacking import Gain, RewardHacking, TrainingBin
 from evaluation.measures.reward_model import RewardMeasures
 from files.records import as_json, record_of
 from preferences.statistics.estimates import Interval
-from stages.reports.parts import Cell, Details, Figure, Key, Part, Row, Table
+from stages.reports.parts import Cell, Columns, Details, Figure, Key, Note, Part, Row, Section, Table
 from stages.reports.plots import MARGINS, WIDE_SIZE, draw, set_ticks, show_percent, tone
-from stages.reports.text import UNKNOWN, number, percent
+from stages.reports.text import UNKNOWN, Names, ends_of, number, p_value, percent
 
 # Labels of places in PolicyMeasures. Other places are labeled by their own words (`_title`).
 TITLES = {
@@ -98,7 +100,7 @@ def measure_tables(measures: Mapping[str, Any], styles: Styles) -> list[Details]
     tax = measures.get("tax")
     if isinstance(tax, Mapping):
         tables.append(_tax_table(record_of(tax, Tax, "measures.json: tax"), styles))
-    rest = {name: value for name, value in measures.items() if name not in ("policies", "tax")}
+    rest = {name: value for name, value in measures.items() if name not in ("policies", "tax", "reward_hacking")}
     single = [
         line for name, value in rest.items() if not isinstance(value, Mapping | list) for line in figures(value, name)
     ]
@@ -240,3 +242,69 @@ def _number(value: Any) -> str:
 
 def _title(place: str) -> str:
     return TITLES.get(place) or place.replace("_", " ").replace(".", ", ")
+
+
+def hacking_section(hacking: RewardHacking, names: Names) -> Section:
+    """Returns the section with the verdict, gains by category, and both scores over training."""
+    answer = hacking_answer(hacking, names)
+    parts: list[Part] = [Note(" ".join((answer.text, *answer.more))), _gain_table(hacking, names)]
+    if len(hacking.training) > 1:
+        charts = (
+            _training_chart(
+                hacking.training, "proxy", f"The score that {names.algorithm} is trained on, in training", "ppo"
+            ),
+            _training_chart(hacking.training, "judge", "The judge's score, in training", "heldout"),
+        )
+        parts.append(Columns(charts))
+    return Section("hacking", "Is the reward hacked?", tuple(parts))
+
+
+def _gain_table(hacking: RewardHacking, names: Names) -> Table:
+    caption = (
+        f"{names.algorithm} minus {names.the_initial} on the same prompts, 95% intervals below, widened to the"
+        " level of the test where its correction removes a difference. p"
+        " is for no change in the judge's score, by the test that gives the interval next to it (Student's, or sign"
+        " flips if their p is larger); for categories, both are corrected for the number of categories (Holm)."
+    )
+    rows = [
+        _gain_row("All prompts", hacking.overall),
+        *(_gain_row(gain_name(gain), gain) for gain in hacking.categories),
+    ]
+    columns = ("Prompts of", "Prompts", "Score trained on", "Judge's score", "p")
+    return Table(caption, columns, tuple(rows), "by-policy", "Gains")
+
+
+def _gain_row(name: str, gain: Gain) -> Row:
+    return Row(
+        (name,),
+        (Cell(number(gain.num_prompts)), _gain_cell(gain.proxy), _gain_cell(gain.judge), Cell(p_value(gain.holm_p))),
+    )
+
+
+def _gain_cell(interval: Interval) -> Cell:
+    if math.isnan(interval.mean):
+        return Cell(UNKNOWN)
+    is_clear = interval.low > 0 or interval.high < 0
+    return Cell(number(interval.mean), ends_of(interval), is_clear=is_clear)
+
+
+def _training_chart(bins: Sequence[TrainingBin], field: Literal["proxy", "judge"], title: str, colour: str) -> Figure:
+    means: list[Interval] = [getattr(training_bin, field) for training_bin in bins]
+    places = [(training_bin.first + training_bin.last) / 2 for training_bin in bins]
+
+    def paint(axes: Any) -> None:
+        for x, one in zip(places, means, strict=True):
+            axes.plot([x, x], [one.low, one.high], color=tone(colour), linewidth=2.5, alpha=0.55)
+        axes.plot(places, [one.mean for one in means], "o-", color=tone(colour), markeredgecolor=tone("page"))
+        axes.set_xlabel("iteration", loc="right")
+        set_ticks(axes.xaxis, 6, whole=True)
+        set_ticks(axes.yaxis, 5)
+        axes.margins(x=0.05, y=0.1)
+
+    spoken = "; ".join(
+        f"iterations {training_bin.first} to {training_bin.last}: {number(one.mean)}"
+        for training_bin, one in zip(bins, means, strict=True)
+    )
+    svg = draw(paint, **WIDE_SIZE, margins=MARGINS, name=f"hacking-{field}", label=f"{title}: {spoken}.")
+    unit = f"mean and 95% interval of about {number(bins[0].num_responses)} drawn responses each"
+    return Figure(title, unit, (), svg, is_wide=True)

@@ -16,24 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.compare.folder import VERDICTS, ComparisonFolder, read_comparison
-from evaluation.compare.report.answer import Styles, answer_of, warnings_of
-from evaluation.compare.report.measures import measure_tables, reliability_figures
+from evaluation.compare.report.answer import Styles, answer_of, answer_of_run, warnings_of
+from evaluation.compare.report.measures import hacking_section, measure_tables, reliability_figures
 from evaluation.compare.report.sections import Sections, Source, meta_of, sources_of
+from evaluation.compare.results import results_of
 from evaluation.inputs import clusters_of
-from evaluation.statistics.results import (
-    AlgorithmPair,
-    CategoryWinRate,
-    Counts,
-    JudgeSummary,
-    LengthControlled,
-    PairSummary,
-    Summary,
-    WinRate,
-)
+from evaluation.policies import TRAINED, policy_styles
+from evaluation.statistics.results import JudgeSummary, Summary
 from evaluation.statistics.summary import summarise
 from evaluation.verdicts import Response, Verdict
 from files.records import as_json
-from preferences.statistics.estimates import Interval
 from stages.reports.page import Page
 from stages.reports.page import render as render_page
 from stages.reports.parts import (
@@ -58,7 +50,7 @@ from stages.reports.parts import (
     turns_of,
 )
 from stages.reports.report import write_pages
-from stages.reports.text import clean_json, number, percent, styles_of
+from stages.reports.text import clean_json, number, percent
 from training.data import Prompt
 
 MAX_PROMPTS = 1_000
@@ -85,16 +77,18 @@ def render(
     browser.
     """
     summary = as_shown(summary_of(comparison), comparison.judges)
-    styles = styles_of(comparison.policies, comparison.names.titles)
+    styles = policy_styles(comparison.about)
+    results = results_of(comparison, summary) if any(one.kind == TRAINED for one in comparison.about) else None
     sources = sources_of(comparison, summary)
     samples = samples_of(comparison, styles, max_prompts=max_prompts, max_characters=max_characters)
     page = Page(
         kicker="Heed comparison",
         title=comparison.name,
         meta=meta_of(summary),
-        answer=answer_of(summary, styles),
+        answer=answer_of_run(results) if results else answer_of(summary, styles),
         sections=(
             *Sections(summary, styles, sources).all(),
+            *([hacking_section(results.hacking, results.names)] if results and results.hacking else []),
             *_measures(comparison, styles),
             Section("samples", "Samples side by side", (_about_samples(samples), samples)),
             _origins(comparison, sources),
@@ -200,60 +194,9 @@ def as_shown(summary: Summary, judges: Sequence[str]) -> Summary:
 def _ahead_first(judge: JudgeSummary) -> JudgeSummary:
     return replace(
         judge,
-        pairs=tuple(turned(pair) if pair.win_rate.mean < 0.5 else pair for pair in judge.pairs),
-        algorithms=tuple(_turned_algorithms(pair) if pair.win_rate.mean < 0.5 else pair for pair in judge.algorithms),
+        pairs=tuple(pair.ahead_first for pair in judge.pairs),
+        algorithms=tuple(pair.ahead_first for pair in judge.algorithms),
     )
-
-
-def _turned_algorithms(pair: AlgorithmPair) -> AlgorithmPair:
-    gain = pair.score_difference
-    return replace(
-        pair, algorithm_a=pair.algorithm_b, algorithm_b=pair.algorithm_a,
-        num_runs_a=pair.num_runs_b, num_runs_b=pair.num_runs_a, win_rate=_turned_interval(pair.win_rate),
-        score_difference=Interval(-gain.mean, -gain.high, -gain.low),
-    )  # fmt: skip
-
-
-def turned(pair: PairSummary) -> PairSummary:
-    """Returns the pair from the other policy's side. Tests, power, position and flips are the same from both sides."""
-    return replace(
-        pair,
-        policy_a=pair.policy_b,
-        policy_b=pair.policy_a,
-        win_rate=_turned_rate(pair.win_rate),
-        verdicts=_turned_counts(pair.verdicts),
-        prompts=_turned_counts(pair.prompts),
-        length_controlled=_turned_length(pair.length_controlled),
-        categories=tuple(_turned_category(category) for category in pair.categories),
-    )
-
-
-def _turned_rate(rate: WinRate) -> WinRate:
-    return replace(
-        rate, mean=1 - rate.mean, low=1 - rate.high, high=1 - rate.low,
-        bootstrap=_turned_interval(rate.bootstrap), over_labelers=_turned_interval(rate.over_labelers),
-    )  # fmt: skip
-
-
-def _turned_interval(interval: Interval) -> Interval:
-    return Interval(1 - interval.mean, 1 - interval.high, 1 - interval.low)
-
-
-def _turned_counts(counts: Counts) -> Counts:
-    return Counts(counts.losses, counts.ties, counts.wins)
-
-
-def _turned_length(at_equal_length: LengthControlled) -> LengthControlled:
-    """Returns the fit from the other policy's side. The coefficient of the length difference keeps its sign, because
-    both the difference and the outcome are reversed.
-    """
-    return replace(
-        at_equal_length, mean=1 - at_equal_length.mean, low=1 - at_equal_length.high, high=1 - at_equal_length.low
-    )
-
-
-def _turned_category(category: CategoryWinRate) -> CategoryWinRate:
-    return replace(category, win_rate=_turned_rate(category.win_rate))
 
 
 def samples_of(
@@ -315,10 +258,7 @@ class _Builder:
             responses=tuple(
                 (
                     self.styles[name],
-                    tuple(
-                        ShownResponse(r.index, folded(r.text), _about(r, scores, self.folder.names.scorer))
-                        for r in rows
-                    ),
+                    tuple(ShownResponse(r.index, folded(r.text), _about(r, scores, self.folder.scorer)) for r in rows),
                 )
                 for name, rows in zip(self.folder.policies, by_policy, strict=True)
             ),

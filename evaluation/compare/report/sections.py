@@ -231,7 +231,7 @@ class Sections:
         )
         wins = self._shares(
             f"wins-{place}", "Win rates", "The first policy over the second, ties counting half; 95% intervals over"
-            f" {self.over}. Below: prompts won, tied and lost.", ("Pair", "Win rate"),
+            f" {self.over}{self._widened(judge)}. Below: prompts won, tied and lost.", ("Pair", "Win rate"),
             [win_row(pair, self.styles) for pair in judge.pairs], f"{path}.pairs",
         )  # fmt: skip
         tests = (
@@ -248,6 +248,12 @@ class Sections:
         parts += [part for part in ratings if isinstance(part, Note)]
         parts += [self._lengths(place, judge), *self._order(place, judge), *self._categories(place, judge)]
         return Section(f"judge-{place}", f"By {judge.judge}", tuple(parts))
+
+    def _widened(self, judge: JudgeSummary) -> str:
+        """Says, in a caption, which intervals are wider than 95% intervals."""
+        is_widened = any(is_taken_back(pair) for pair in judge.pairs)
+        num = count_of(len(judge.pairs), "comparison")
+        return f", widened for {num} (Holm) where the correction removes a difference" if is_widened else ""
 
     def _shares(
         self,

@@ -11,6 +11,8 @@ import pytest
 from evaluation.verdicts import Verdict, read_verdicts
 from files import retries
 from heed.cli import main
+from heed.commands import compare as compare_command
+from heed.commands import evaluate as evaluate_command
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
@@ -23,6 +25,8 @@ Call = Callable[..., tuple[int, str]]
 def heed_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Runs `heed` with arguments; returns the exit code and all output."""
     monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", 0.01)
+    for command in (compare_command, evaluate_command):
+        monkeypatch.setattr(command, "RETRIES", 0)
     monkeypatch.setenv("COLUMNS", "200")
 
     def call(*arguments: str) -> tuple[int, str]:
@@ -73,7 +77,7 @@ def _compare(
 ) -> list[str]:
     named = [part for judge in judges for part in ("--judge", judge)]
     given = ["--prompts", str(place / "prompts.jsonl"), "--out", str(place / out)]
-    return ["compare", *policies, *given, *named, "--max-new-tokens", "6", "--retries", "0", *more]
+    return ["compare", *policies, *given, *named, "--max-new-tokens", "6", *more]
 
 
 def _settings_of(folder: Path) -> dict[str, Any]:

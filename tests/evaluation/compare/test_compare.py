@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from evaluation.compare.comparing import in_words, results_table
+from evaluation.compare.comparing import results_table
 from evaluation.verdicts import Verdict, read_responses
 from lm.tokenizer import Tokenizer
 from reward import sampling
@@ -129,25 +129,19 @@ def test_messages_about_policies(place: Path, heed_main: Call, compare: Compare)
     assert "more: 1 of 5 responses are empty" in said
 
 
-def test_results_in_words() -> None:
+def test_the_table_of_results() -> None:
     pair = {
         "policy_a": "a", "policy_b": "b", "different": True, "num_failed": 0,
         "win_rate": {"mean": 0.25, "low": 0.1, "high": None, "num_prompts": 1200},
         "significance": {"holm_p": 0.0123456}, "power": {"detectable": 0.08},
         "verdicts": {"wins": 300, "ties": 0, "losses": 900},
     }  # fmt: skip
-    assert in_words(pair) == "b is better"
-    assert in_words({**pair, "different": False}) == "no difference shown; 58.0% would be"
-    few = {**pair, "different": False, "power": {"detectable": None}}
-    assert in_words(few) == "no difference shown: too few prompts"
-    tied = {**few, "verdicts": {"wins": 0, "ties": 1200, "losses": 0}}
-    assert in_words(tied) == "no difference shown: all verdicts are ties"
     table = results_table(
         {"summary": {"judges": [{"judge": "j", "algorithms": [], "pairs": [{**pair, "num_failed": 3}]}]}}
     )
     cells = [next(iter(column.cells)) for column in table.columns]
     assert cells == [
-        "j", "a against b", "25.0% (10.0% to ?)", "0.0123", "1,200", "b is better; 3 verdicts failed"
+        "j", "a against b", "25.0% (10.0% to ?)", "0.0123", "1,200", "shown; 3 verdicts failed"
     ]  # fmt: skip
 
 
@@ -164,7 +158,7 @@ def test_several_runs_of_an_algorithm_and_clusters(
     code, said = heed_main(*compare(place, *specs, judges=(length,), more=("--cluster-by", "category")))
     assert code == 0, said
     assert "a against b, 2 and 2 runs" in said
-    assert "Rows with runs are about algorithms, over seeds and prompts; the others are about these weights" in said
+    assert "The rest is about these weights, whatever their algorithm." in " ".join(said.split())
     settings, out = settings_of(place / "out"), place / "out"
     assert settings["algorithms"] == {"a": ["a/1", "a/2"], "b": ["b/1", "b/2"]}
     assert settings["prompts"]["cluster_by"] == "category"
@@ -192,6 +186,9 @@ def test_one_run_of_each_is_about_weights_only(place: Path, heed_main: Call, com
     saved, length = str(place / "saved.jsonl"), f"{place / 'judges.py'}:length"
     code, said = heed_main(*compare(place, f"a={saved}", f"b={saved}", judges=(length,)))
     assert (code, said.count("This is about these weights only: another seed of the same algorithm")) == (0, 1)
+    answer = json.loads((place / "out/report.json").read_text())["answer"]
+    for sentence in (answer["text"], *answer["more"]):  # the terminal says what the page says
+        assert sentence in " ".join(said.split())
     missing = compare(place, f"a={saved}", f"b={saved}", judges=(length,), out="other", more=("--cluster-by", "level"))
     code, said = heed_main(*missing)
     assert (code, "line 1: the field 'level' to cluster by is missing; found" in said) == (2, True), said

@@ -58,7 +58,6 @@ def test_refusals_before_anything_is_sampled(
         code, said = heed_main(*compare(place, *policies, judges=judges))
         assert (code, words in said, "secret" in said) == (2, True, False), said
     for more, words in (
-        (("--verdicts", saved), f"--verdicts is now a command: heed verdicts {saved} was expected"),
         (("--prompts", ""), "--prompts is empty; a file or a hub id was expected"),
         (("--category", "level"), "line 1: the category field 'level' is missing"),
         (("--template", str(place / "saved.jsonl")), "$prompt, $first and $second were expected"),

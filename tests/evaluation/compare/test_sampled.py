@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from evaluation.compare.results import CompareResults
 from evaluation.compare.sampled import Sampled, best_of, compare_sampled
 from evaluation.judges.judge import ScoreJudge
 from evaluation.measures.best_of_n import best_of_n_scores
+from evaluation.policies import Policy
 from evaluation.verdicts import read_verdicts
 from heed.cli import app
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
@@ -78,20 +80,23 @@ POOL = samples(
 OTHER = samples([[0.4, 0.4], [0.9, 0.2], [0.8, 0.7]])
 
 
+def sampled_of(
+    samples: dict[str, list[Sample]], prompts: Sequence[Prompt] = PROMPTS, *, has_pool: bool = True, **more: Any
+) -> Sampled:
+    """Makes samples of "sft", from which the other policies were trained; "ppo" was trained to raise the score."""
+    policies = [
+        (Policy(name, "initial" if name == "sft" else "trained", trainer=name, raises_score=name == "ppo"), rows)
+        for name, rows in samples.items()
+    ]
+    return Sampled(prompts, policies, has_pool, seed=0, **more)
+
+
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CompareResults]:
     folder = tmp_path_factory.mktemp("run") / "compare"
     folder.mkdir()
-    sampled = Sampled(
-        prompts=PROMPTS,
-        policies={"sft": POOL, "ppo": OTHER},
-        pool="sft",
-        training=[(0.5, 1.0), (1.0, 2.0)],
-        seed=0,
-    )
-    config = CompareConfig(
-        prompts=DataConfig(source="prompts.jsonl"), num_samples=2, best_of=2, max_new_tokens=30, num_shown=2
-    )
+    sampled = sampled_of({"sft": POOL, "ppo": OTHER})
+    config = CompareConfig(prompts=DataConfig(source="prompts.jsonl"), num_samples=2, best_of=2, max_new_tokens=30)
     world: Any = NumberWorld()
     return folder, compare_sampled(
         folder,
@@ -125,7 +130,7 @@ def test_policies_without_a_reward_model_have_no_best_of_n(tmp_path: Path) -> No
     """DPO trains without one: nothing scores the pool, and no score was climbed that could be hacked."""
     config = CompareConfig(prompts=DataConfig(source="prompts.jsonl"), num_samples=2, max_new_tokens=30)
     unscored = samples([[0.2, 0.6], [0.9, 0.9], [0.1, 0.5]])
-    sampled = Sampled(PROMPTS, {"sft": unscored, "dpo": OTHER}, pool="", training=[], seed=0)
+    sampled = sampled_of({"sft": unscored, "dpo": OTHER}, has_pool=False)
     world: Any = NumberWorld()
     results = compare_sampled(tmp_path, config, sampled, gold(world), lambda _step: lambda _done, _total: None)
     assert list(results.policies) == ["sft", "dpo"]
@@ -150,7 +155,7 @@ def test_a_stages_intervals_are_over_the_clusters_it_names(
     config = CompareConfig(
         prompts=DataConfig(source="prompts.jsonl"), cluster_by="document", num_samples=2, best_of=2, max_new_tokens=30
     )
-    sampled = Sampled(prompts, {"sft": POOL, "ppo": OTHER}, pool="sft", training=[], seed=0)
+    sampled = sampled_of({"sft": POOL, "ppo": OTHER}, prompts)
     world: Any = NumberWorld()
     results = compare_sampled(tmp_path, config, sampled, gold(world), lambda _step: lambda _done, _total: None)
     assert (results.cluster_by, results.num_clusters) == ("document", 2)
@@ -218,7 +223,7 @@ def test_a_pool_that_is_no_power_of_two_ends_below_it() -> None:
 
 def test_first_samples_are_shown_with_both_scores(compared: tuple[Path, CompareResults]) -> None:
     shown = compared[1].samples
-    assert [(sample.prompt_id, sample.kind, list(sample.messages)) for sample in shown] == [
+    assert [(sample.prompt_id, sample.kind, list(sample.messages)) for sample in shown[:2]] == [
         ("a", "story", [{"role": "user", "content": "ask a"}]),
         ("b", "list", [*EARLIER, {"role": "user", "content": "ask b"}]),
     ]
@@ -226,7 +231,6 @@ def test_first_samples_are_shown_with_both_scores(compared: tuple[Path, CompareR
     assert (first.text, first.gold_score, first.proxy_score) == ("0.2 a", 0.2, 1.0)
     assert shown[0].responses["best_of_2"].text == "0.6 a"
     assert math.isnan(shown[1].responses["ppo"].proxy_score)
-    assert (compared[1].training_kl_nats, compared[1].training_scores) == ((0.5, 1.0), (1.0, 2.0))
 
 
 def heed(*arguments: str) -> None:
@@ -251,15 +255,9 @@ def test_the_headline_is_what_heed_compare_gives_on_the_same_samples(tmp_path: P
 
     folder = tmp_path / "run" / "compare"
     folder.mkdir(parents=True)
-    sampled = Sampled(
-        prompts=prompts,
-        policies={"sft": drawn(6), "ppo": drawn(2)},
-        pool="sft",
-        training=(),
-        seed=5,
-    )
+    sampled = replace(sampled_of({"sft": drawn(6), "ppo": drawn(2)}, prompts), seed=5)
     source = DataConfig(source=str(tmp_path / "data" / "compare_prompts.jsonl"))
-    config = CompareConfig(prompts=source, num_samples=2, best_of=4, max_new_tokens=30, num_shown=1)
+    config = CompareConfig(prompts=source, num_samples=2, best_of=4, max_new_tokens=30)
     results = compare_sampled(
         folder,
         config,

@@ -147,6 +147,6 @@ def evaluate() -> Callable[..., list[str]]:
 
     def arguments(place: Path, *given: str, suite: str = "SUITE", out: str = "out") -> list[str]:
         fixed = ["--suite", f"{place / 'suite.py'}:{suite}", "--data", str(place / "items.jsonl")]
-        return ["evaluate", *given, *fixed, "--out", str(place / out), "--retries", "0"]
+        return ["evaluate", *given, *fixed, "--out", str(place / out)]
 
     return arguments

@@ -381,7 +381,7 @@ def test_what_does_not_suit_a_suite_is_refused_before_anything_is_asked(
         given += ["--suite", f"{place / 'suite.py'}:{suite}"]
     for name in ("foxes", "likely")[: len(suites)]:
         given += ["--data", f"{name}={place / 'items.jsonl'}"]
-    code, said = heed_main("evaluate", *given, "--out", str(place / "out"), "--retries", "0")
+    code, said = heed_main("evaluate", *given, "--out", str(place / "out"))
     assert (code, refusal in " ".join(said.split())) == (2, True), said
     assert chat_server.bodies == []
 

@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,14 @@ import pytest
 from markupsafe import escape
 from playwright.sync_api import Browser, expect
 
-from evaluation.compare.report.answer import WEIGHTS_ONLY
-from evaluation.compare.report.stage import answer_of, policy_table
+from evaluation.compare.report.answer import WEIGHTS_ONLY, answer_of_run
+from evaluation.compare.report.stage import policy_table
 from evaluation.compare.results import CompareResults
 from files.records import read_record
 from heed.jobs.registry import BUILT_IN
 from preferences.statistics.estimates import Interval
 from stages.reports import report as run_report
+from stages.reports import run_folder
 from stages.reports.page import Glossary
 from stages.reports.parts import Answer
 from stages.reports.plots import running_mean
@@ -47,6 +47,29 @@ def mean(value: float, half: float, **more: Any) -> dict[str, Any]:
 
 def share(value: float, half: float, **more: Any) -> dict[str, Any]:
     return {"mean": value, "low": max(0.0, value - half), "high": min(1.0, value + half), **more}
+
+
+def rated(policy_a: str, policy_b: str, value: float, half: float, *, p: float = 0.001, holm_p: float = 0.001) -> Any:
+    """Statistics of two policies with this win rate on 200 prompts, corrected for six pairs."""
+    unknown = {"mean": None, "low": None, "high": None}
+    changed = unknown | {"num_pairs": 0, "num_tasks": 0}
+    return {
+        "policy_a": policy_a,
+        "policy_b": policy_b,
+        "win_rate": share(value, half, method="score", bootstrap=unknown, over_labelers=unknown, num_prompts=200,
+                          num_clusters=200, num_verdicts=400, num_labelers=1),
+        "verdicts": {"wins": 200, "ties": 0, "losses": 200},
+        "prompts": {"wins": 100, "ties": 0, "losses": 100},
+        "num_failed": 0,
+        "num_prompts_missing": 0,
+        "significance": {"p": p, "num_permutations": 0, "holm_p": holm_p, "num_pairs": 6},
+        "different": holm_p < 0.05,
+        "power": {"detectable": 0.1, "num_prompts_needed": None},
+        "length_controlled": unknown | {"length_effect": unknown, "num_prompts": 0, "shrunk": False, "reason": "none"},
+        "position_bias": unknown | {"num_prompts": 0, "num_verdicts": 0, "reason": "no order"},
+        "flips": {"changed": changed, "reversed": changed},
+        "categories": [],
+    }  # fmt: skip
 
 
 def write_stage(run: Path, stage: str, results: dict[str, Any], metrics: list[dict[str, Any]]) -> None:
@@ -137,9 +160,16 @@ def compare_results() -> dict[str, Any]:
         "best_of_16": (0.72, None, 1.62, 0.77, 0.95, 23.8),
         "ppo": (0.84, 5.21, 2.31, 0.71, 0.99, 19.4),
     }
+    about = {
+        "pretrained": {"kind": "pretrained"},
+        "sft": {"kind": "initial", "title": "SFT"},
+        "best_of_16": {"kind": "best of n", "n": 16, "of": "sft"},
+        "ppo": {"kind": "trained", "title": "PPO", "trainer": "ppo", "raises_score": True},
+    }
     policies, strength = {}, {"pretrained": 0.08, "sft": 0.5, "best_of_16": 0.72, "ppo": 0.86}
     for place, (name, (gold, kl, proxy, distinct, ends, tokens)) in enumerate(figures.items()):
         policies[name] = {
+            "policy": {"name": name, **about[name]},
             "gold_score": mean(gold, 0.028),
             "kl_nats": None if kl is None else mean(kl, 0.3 if kl else 0.0),
             "proxy_score": mean(proxy, 0.15),
@@ -154,7 +184,7 @@ def compare_results() -> dict[str, Any]:
         for b in strength:
             if a != b:
                 rate = 1 / (1 + math.exp(-4.7 * (strength[a] - strength[b])))
-                pairs[f"{a}/{b}"] = {"win_rate": share(rate, 0.038, num_prompts=200, holm_p=0.001)}
+                pairs[f"{a}/{b}"] = rated(a, b, rate, 0.038)
     curve = [
         {
             "n": n,
@@ -301,7 +331,7 @@ def test_promised_fields(whole_run: Path) -> None:
     assert report["reward"]["heldout_accuracy"] == 0.776
     assert report["ppo"]["kl_nats"] == 5.21
     rate = report["compare"]["pairs"]["ppo/sft"]["win_rate"]
-    assert set(rate) == {"mean", "low", "high", "num_prompts", "holm_p"}
+    assert {"mean", "low", "high", "num_prompts"} <= set(rate)
     assert rate == read(whole_run / "compare/results.json")["pairs"]["ppo/sft"]["win_rate"]
     for policy in ("pretrained", "sft", "best_of_16", "ppo"):
         assert set(report["compare"]["policies"][policy]["gold_score"]) == {"mean", "low", "high"}
@@ -353,7 +383,8 @@ def test_hostile_text_is_escaped(run: Path, read_page: ReadPage) -> None:
     for path in ("judge.description", "judge.name"):
         change(run, "compare/results.json", path, HOSTILE)
     results = read(run / "compare/results.json")
-    results["policies"][f'"{HOSTILE} $\\frac{{'] = results["policies"]["sft"]
+    hostile = f'"{HOSTILE} $\\frac{{'
+    results["policies"][hostile] = results["policies"]["sft"] | {"policy": {"name": hostile, "kind": "trained"}}
     results["policies"]["sft"]["by_kind"][HOSTILE] = 0.1
     results["samples"][0] |= {"messages": asked(HOSTILE * 500), "kind": HOSTILE, "prompt_id": HOSTILE}
     results["samples"][0]["responses"]["ppo"]["text"] = "a\x00b\ud800c\u202ed</p></section>"
@@ -402,14 +433,16 @@ def test_names_are_those_of_what_the_job_has(run: Path) -> None:
     results = read(run / "compare/results.json")
     del results["policies"]["pretrained"]
     results["pairs"] = {pair: found for pair, found in results["pairs"].items() if "pretrained" not in pair}
-    results["names"] = {"initial": "initial policy", "algorithm": "GRPO", "scorer": "checks.py:reward"}
+    results["policies"]["sft"]["policy"]["title"] = "initial policy"
+    results["policies"]["ppo"]["policy"]["title"] = "GRPO"
+    results["scorer"] = "checks.py:reward"
     gain = {"category": "", "num_prompts": 200, "proxy": mean(1.0, 0.2), "judge": mean(-0.5, 0.1), "holm_p": 0.001}
     results["hacking"] = {"overall": gain, "categories": [gain | {"category": "verbs"}], "training": []}
     results["hacking"] |= {"late_judge": mean(-0.2, 0.1), "late_proxy": mean(0.2, 0.1)}
     (run / "compare/results.json").write_text(json.dumps(results), encoding="utf-8")
     report = write_report(run)
     page = re.sub(r"<style>.*?</style>|<script>.*?</script>", "", (run / "report.html").read_text(), flags=re.DOTALL)
-    assert report["verdict"].startswith("GRPO beats the initial policy")
+    assert report["verdict"].startswith("GRPO is preferred to the initial policy")
     assert "KL from the initial policy" in page
     assert "Score of checks.py:reward" in page
     assert "trained to raise the score of checks.py:reward, held near the initial policy" in page
@@ -606,54 +639,85 @@ def test_broken_files_are_named(run: Path) -> None:
 
 def answer(run: Path) -> Answer:
     results = read_record(run / "compare/results.json", CompareResults)
-    return answer_of(results, styles_of(list(results.policies)))
+    return answer_of_run(results)
 
 
-def answer_with(run: Path, mean: float, low: float | None, high: float | None) -> tuple[str, str]:
-    rate = {"mean": mean, "low": low, "high": high, "num_prompts": 200, "holm_p": 0.03}
-    change(run, "compare/results.json", "pairs.ppo/sft.win_rate", rate)
+def answer_with(run: Path, mean: float, half: float, *, p: float = 0.001, holm_p: float = 0.001) -> tuple[str, str]:
+    change(run, "compare/results.json", "pairs.ppo/sft", rated("ppo", "sft", mean, half, p=p, holm_p=holm_p))
     return answer(run).tone, answer(run).text
 
 
 def test_verdict_is_honest(run: Path) -> None:
-    tone, text = answer_with(run, 0.83, 0.79, 0.87)
+    tone, text = answer_with(run, 0.83, 0.04)
     assert tone == "better"
     assert text.startswith(
-        "PPO beats SFT 83% of the time on 200 held-out prompts (ties count half; 95% interval 79 to 87%)"
+        "PPO is preferred to SFT 83% of the time by the judge playground gold (95% interval 79 to 87%, ties counting"
+        " half; p = .001; 200 held-out prompts)."
     )
-    assert "Its KL from SFT is 5.2 nats." in text
-    change(run, "compare/results.json", "num_seen", 20)
-    assert "83% of the time on 200 prompts, not held out: PPO trains on 20 of 200 of them (ties" in answer(run).text
-    change(run, "compare/results.json", "num_seen", 0)
-    results = read_record(run / "compare/results.json", CompareResults)
-    rankings = replace(results, policies={**results.policies, "dpo": results.policies["ppo"]})
-    said = answer_of(rankings, styles_of(list(rankings.policies))).text
-    assert "83% of the time on 200 prompts (ties" in said  # the prompts of DPO's rankings are not known here
-    tone, text = answer_with(run, 0.54, 0.48, 0.6)
+    assert "PPO's KL from SFT is 5.2 nats." in text
+    change(run, "compare/results.json", "policies.ppo.policy.is_seen_known", False)
+    assert "p = .001; 200 prompts)" in answer(run).text  # such as the prompts of DPO's rankings
+    tone, text = answer_with(run, 0.54, 0.06, p=0.2, holm_p=0.2)
     assert tone == "unclear"
-    assert text.startswith("No difference between PPO and SFT is shown: PPO wins 54%")
-    assert "includes 50%" in text
-    assert answer_with(run, 0.5, 0.5, 0.5)[0] == "unclear"
-    tone, text = answer_with(run, 0.31, 0.25, 0.37)
+    assert text.startswith(
+        "No difference between PPO and SFT is shown by the judge playground gold: PPO is preferred 54%"
+    )
+    assert "95% interval 48 to 60%" in text
+    tone, text = answer_with(run, 0.31, 0.06)
     assert tone == "worse"
-    assert text.startswith("PPO is worse than SFT: it wins only 31%")
-    tone, text = answer_with(run, 1.0, None, None)
-    assert tone == "unclear"
-    assert "too few prompts for an interval" in text
+    assert text.startswith("SFT is preferred to PPO 69% of the time")
+    for end in ("low", "high"):
+        change(run, "compare/results.json", f"pairs.ppo/sft.win_rate.{end}", None)
+    change(run, "compare/results.json", "pairs.ppo/sft.different", False)
+    assert answer(run).tone == "unclear"
+    assert "too few prompts for an interval" in answer(run).text
+
+
+def test_an_interval_that_holm_widens_is_not_called_a_95_percent_interval(run: Path) -> None:
+    """Of six pairs, p = .027 becomes .082: the interval has the level of that test, in the answer and on the card."""
+    _, text = answer_with(run, 0.64, 0.145, p=0.027, holm_p=0.082)
+    named = "interval, widened for 6 comparisons (Holm), 49"
+    assert named in text
+    assert "95% interval" not in text
+    (card,) = [
+        line
+        for line in REPORTERS["compare"].report(run_folder.read_run(run, REPORTERS).stages["compare"]).headlines
+        if line.title == "PPO over SFT"
+    ]
+    assert card.detail.startswith(named)
+
+
+def test_prompts_that_several_stages_trained_on_are_counted_once_and_the_stages_named(run: Path) -> None:
+    """Rejection sampling trained on 40 prompts and PPO on 20, of which it shares 5: together on 55 of 200."""
+    file = "compare/results.json"
+    content = read(run / file)
+    first, second = [f"p{n}" for n in range(40)], [f"p{n}" for n in range(35, 55)]
+    ppo = content["policies"]["ppo"]
+    rejection = {"name": "rejection", "kind": "trained", "title": "Rejection sampling", "trainer": "rejection"}
+    content["policies"]["rejection"] = ppo | {"policy": rejection | {"seen": {"rejection": first}}}
+    content["pairs"]["rejection/sft"] = rated("rejection", "sft", 0.6, 0.04)
+    ppo["policy"]["seen"] = {"ppo": []}
+    (run / file).write_text(json.dumps(content), encoding="utf-8")
+    found = answer(run).text
+    assert found.count("200 prompts, not held out: Rejection sampling trains on 40 of 200)") == 2
+    assert "PPO trains on" not in found
+    ppo["policy"]["seen"] = {"ppo": second}
+    (run / file).write_text(json.dumps(content), encoding="utf-8")
+    assert "not held out: PPO and Rejection sampling train on 55 of 200)" in answer(run).text
 
 
 def test_verdict_of_three_policies_is_on_the_newest_and_lists_the_others(run: Path) -> None:
     """As after three rounds: in one paragraph, nobody would find the sentence on a policy."""
     file = "compare/results.json"
     content = read(run / file)
-    rate = {"num_prompts": 200, "holm_p": 0.5}
-    for name, share in (("ppo_2", 0.6), ("ppo_3", 0.7)):
-        content["policies"] = {**content["policies"], name: content["policies"]["ppo"]}
-        content["pairs"][f"{name}/sft"] = {"win_rate": mean(share, 0.04, **rate)}
+    for name, value in (("ppo_2", 0.6), ("ppo_3", 0.7)):
+        about = {"name": name, "kind": "trained", "trainer": name, "raises_score": True}
+        content["policies"] = {**content["policies"], name: content["policies"]["ppo"] | {"policy": about}}
+        content["pairs"][f"{name}/sft"] = rated(name, "sft", value, 0.04)
     (run / file).write_text(json.dumps(content), encoding="utf-8")
     found = answer(run)
     starts = [text.partition("%")[0] for text in (found.text, *found.more[:2])]
-    assert starts == ["ppo_3 beats SFT 70", "ppo_2 beats SFT 60", "PPO beats SFT 84"]
+    assert starts == ["ppo_3 is preferred to SFT 70", "ppo_2 is preferred to SFT 60", "PPO is preferred to SFT 84"]
     assert "ppo_2" not in found.text
 
 
@@ -661,17 +725,20 @@ def test_verdict_of_two_policies_compares_them_too(run: Path) -> None:
     """DPO next to PPO: each against SFT, and one against the other; headlines of both."""
     file = "compare/results.json"
     content = read(run / file)
-    rate = {"num_prompts": 200, "holm_p": 0.5}
-    content["policies"] = {**content["policies"], "dpo": content["policies"]["ppo"]}
-    content["pairs"]["dpo/sft"] = {"win_rate": mean(0.7, 0.04, **rate)}
-    content["pairs"]["dpo/ppo"] = {"win_rate": mean(0.48, 0.04, **rate)}
+    about = {"name": "dpo", "kind": "trained", "title": "DPO", "trainer": "dpo", "is_seen_known": False}
+    content["policies"] = {**content["policies"], "dpo": content["policies"]["ppo"] | {"policy": about}}
+    content["pairs"]["dpo/sft"] = rated("dpo", "sft", 0.7, 0.04)
+    content["pairs"]["dpo/ppo"] = rated("dpo", "ppo", 0.48, 0.04, p=0.3, holm_p=0.5)
     (run / file).write_text(json.dumps(content), encoding="utf-8")
     found = answer(run)
-    assert (found.tone, found.text.index("DPO beats SFT 70%")) == ("better", 0)
-    assert "PPO beats SFT" in found.text
-    assert found.text.endswith("DPO beats PPO 48% of the time (95% 44 to 52%), which shows no difference.")
+    assert (found.tone, found.text.index("DPO is preferred to SFT 70%")) == ("better", 0)
+    assert "PPO is preferred to SFT" in found.text
+    assert found.text.endswith(
+        "No difference between PPO and DPO is shown by the judge playground gold: PPO is preferred 52% of the time"
+        " (95% interval 48 to 56%, ties counting half; p = .50; 200 prompts)."
+    )
     report = write_report(run)
-    assert report["verdict"].startswith("DPO beats SFT 70%")
+    assert report["verdict"].startswith("DPO is preferred to SFT 70%")
     page = without_links((run / "report.html").read_text(encoding="utf-8"))
     assert all(title in page for title in ("DPO over SFT", "PPO over SFT", "KL from SFT, DPO"))
 
@@ -679,7 +746,7 @@ def test_verdict_of_two_policies_compares_them_too(run: Path) -> None:
 def test_verdict_warns_of_what_a_win_rate_hides(run: Path) -> None:
     change(run, "compare/results.json", "policies.ppo.distinct_2", 0.31)
     change(run, "compare/results.json", "policies.ppo.end_rate", 0.42)
-    change(run, "compare/results.json", "pairs.ppo/best_of_16.win_rate", mean(0.4, 0.05, num_prompts=200, holm_p=0.01))
+    change(run, "compare/results.json", "pairs.ppo/best_of_16", rated("ppo", "best_of_16", 0.4, 0.05))
     text = answer(run).text
     assert "less varied: distinct-2 fell from 0.78 to 0.31" in text
     assert "Only 42% of PPO's responses end" in text
@@ -687,15 +754,14 @@ def test_verdict_warns_of_what_a_win_rate_hides(run: Path) -> None:
 
 
 def test_one_sentence_says_why_a_score_is_clear_where_the_win_rate_is_not(run: Path) -> None:
-    rates = {"num_prompts": 200, "holm_p": 0.2}
     gain = {"category": "", "num_prompts": 200, "proxy": mean(1.0, 0.2), "judge": mean(0.46, 0.4), "holm_p": 0.04}
     hacking = {"overall": gain, "categories": [], "training": [], "late_proxy": mean(0, 1), "late_judge": mean(0, 1)}
     change(run, "compare/results.json", "hacking", hacking)
-    change(run, "compare/results.json", "pairs.ppo/sft.win_rate", mean(0.54, 0.06, **rates))
+    answer_with(run, 0.54, 0.06, p=0.2, holm_p=0.2)
     why = "A win rate counts which response is better, a mean score also by how much:"
     assert answer(run).more[-2].startswith(why)
     assert answer(run).more[-1] == WEIGHTS_ONLY
-    change(run, "compare/results.json", "pairs.ppo/sft.win_rate", mean(0.6, 0.06, **rates))
+    answer_with(run, 0.6, 0.06)
     assert len(answer(run).more) == 2  # both are clear
 
 

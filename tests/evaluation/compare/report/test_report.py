@@ -14,7 +14,7 @@ import pytest
 from pyarrow import parquet
 
 from evaluation.compare.folder import read_comparison
-from evaluation.compare.report.page import render, turned, verdicts_disagree, write_comparison_report
+from evaluation.compare.report.page import render, verdicts_disagree, write_comparison_report
 from evaluation.statistics.summary import summarise
 from evaluation.verdicts import read_verdicts, write_rows
 from heed.cli import main
@@ -157,7 +157,7 @@ def test_a_pair_turned_is_the_pair_judged_from_the_other_side(four_policies: Pat
     verdicts = [row for row in read_verdicts(four_policies / "verdicts.parquet") if row.judge == "gpt"]
     both = [row for row in verdicts if {row.policy_a, row.policy_b} == {"sft", "ppo"}]
     (one,), (other,) = (summarise(both, names, seed=3).judges[0].pairs for names in (("sft", "ppo"), ("ppo", "sft")))
-    found = turned(one)
+    found = one.turned
     assert (found.policy_a, found.policy_b) == (other.policy_a, other.policy_b) == ("ppo", "sft")
     assert (found.verdicts, found.prompts) == (other.verdicts, other.prompts)
     for field in ("mean", "low", "high"):
@@ -168,7 +168,7 @@ def test_a_pair_turned_is_the_pair_judged_from_the_other_side(four_policies: Pat
     assert found.length_controlled.length_effect.mean == pytest.approx(
         other.length_controlled.length_effect.mean, abs=0.02
     )
-    assert turned(found).win_rate.mean == pytest.approx(one.win_rate.mean)
+    assert found.turned.win_rate.mean == pytest.approx(one.win_rate.mean)
 
 
 def test_a_winner_is_named_in_one_sentence(two_policies: Path) -> None:
