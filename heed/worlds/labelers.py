@@ -18,52 +18,32 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Self
-
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from preferences.records import Answer, ShownTask
 
 GoldScorer = Callable[[Sequence[str], Sequence[str]], list[float]]
 
 
-class LabelerConfig(BaseModel):
+@dataclass(frozen=True)
+class LabelerConfig:
     """How scripted labelers judge. All weights are in units of the gold score, whose range is 0 to 1."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    noise: float = 0.22  # standard deviation of the noise on each response
+    position_bias: float = 0.04  # bonus of the response shown first over the last
+    shared_length: float = 0.2  # all labelers' bonus for a response of `length_words`
+    shared_cheer: float = 0.08  # all labelers' bonus for each exclamation mark, up to three
+    own_taste: float = 0.05  # standard deviation of the weights between labelers
+    opinion: float = 0.0  # standard deviation of a labeler's lasting opinion of each response
+    lazy_first: float = 0.0  # fraction of tasks ranked in the order shown, without reading
+    lazy_random: float = 0.0  # fraction of tasks ranked at random, without reading
+    tie_threshold: float = 0.02  # utilities closer than this are a tie
+    # Whether labelers also rate each response from 1 to 7: in proportion to its utility from 0 to 1, or, if they have
+    # not read the task, from 7 down to 1 in the order of their ranks.
+    rates: bool = False
+    length_words: int = 40  # length that earns the whole length bonus
 
-    noise: float = Field(default=0.22, ge=0, description="Standard deviation of the noise on each response.")
-    position_bias: float = Field(default=0.04, ge=0, description="Bonus of the response shown first over the last.")
-    shared_length: float = Field(default=0.2, ge=0, description="All labelers' bonus for a response of `length_words`.")
-    shared_cheer: float = Field(
-        default=0.08, ge=0, description="All labelers' bonus for each exclamation mark, up to three."
-    )
-    own_taste: float = Field(default=0.05, ge=0, description="Standard deviation of the weights between labelers.")
-    opinion: float = Field(
-        default=0.0, ge=0, description="Standard deviation of a labeler's lasting opinion of each response."
-    )
-    lazy_first: float = Field(
-        default=0.0, ge=0, le=1, description="Fraction of tasks ranked in the order shown, without reading."
-    )
-    lazy_random: float = Field(
-        default=0.0, ge=0, le=1, description="Fraction of tasks ranked at random, without reading."
-    )
-    tie_threshold: float = Field(default=0.02, ge=0, description="Utilities closer than this are a tie.")
-    rates: bool = Field(
-        default=False,
-        description="Whether labelers also rate each response from 1 to 7: in proportion to its utility from 0 to 1,"
-        " or, if they have not read the task, from 7 down to 1 in the order of their ranks.",
-    )
-    length_words: int = Field(default=40, gt=0, description="Length that earns the whole length bonus, in words.")
-
-    @model_validator(mode="after")
-    def _at_most_all_lazy(self) -> Self:
-        if self.lazy_first + self.lazy_random > 1:
-            raise ValueError(
-                f"lazy_first {self.lazy_first} and lazy_random {self.lazy_random} are fractions of all tasks; a sum of"
-                " at most 1 was expected"
-            )
-        return self
+    def __post_init__(self) -> None:
+        assert self.lazy_first + self.lazy_random <= 1, f"fractions of all tasks, not {self}"
 
 
 @dataclass(frozen=True)

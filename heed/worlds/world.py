@@ -47,6 +47,10 @@ KIND_WEIGHTS = {"story": 0.25, "question": 0.18, "list": 0.17, "brief": 0.16, "d
 VERIFIED_WEIGHTS = {"list": 1.0}  # a pattern can check a list, and a small policy can learn to write the right one
 # With many more prompts, the kind with the fewest wordings would run out.
 MAX_PROMPTS = 40_000
+TEXT_WORDS = (30, 100)  # of the shortest and longest text to pretrain on
+FLAW_RATE, SECOND_FLAW_RATE = 0.75, 0.25  # shares of demonstrations with a flaw, and of those with another
+NUM_GRADED_HELDOUT = 180  # graded answers without noise
+GRADE_NOISE = 0.2  # share of grades that are random
 _FAVOURITES = tuple(word for tag in ("animal", "food", "color", "place", "feeling") for word in CATEGORIES[tag])
 
 
@@ -57,8 +61,6 @@ class PlaygroundConfig(BaseModel):
 
     num_pretrain_texts: int = Field(default=5_000, gt=0, description="Texts to pretrain on.")
     num_pretrain_heldout: int = Field(default=200, gt=0, description="Held-out texts.")
-    min_text_words: int = Field(default=30, gt=0, description="Shortest text, in words.")
-    max_text_words: int = Field(default=100, gt=0, description="Longest text, in words.")
     num_demonstrations: int = Field(default=3_000, gt=0, description="Demonstrations for SFT.")
     num_demonstrations_heldout: int = Field(default=300, gt=0, description="Held-out demonstrations.")
     num_collect_prompts: int = Field(default=1_200, gt=0, description="Prompts of the collect stage.")
@@ -78,10 +80,6 @@ class PlaygroundConfig(BaseModel):
         ge=0,
         description="Grades of answers by one criterion each (heed/worlds/gold.py), to train a judge.",
     )
-    num_graded_heldout: int = Field(default=180, gt=0, description="Held-out ones, without noise, if there are any.")
-    grade_noise: float = Field(
-        default=0.2, ge=0, le=1, description="Fraction of the grades that are drawn at random, so that a judge errs."
-    )
     num_calculations: int = Field(
         default=0, ge=0, description="Sums with their answers, and as many calls of a calculator to learn from."
     )
@@ -90,18 +88,10 @@ class PlaygroundConfig(BaseModel):
         ge=0,
         description="Tasks of several steps: as many with labelled steps, as prompts, and as demonstrations.",
     )
-    flaw_rate: float = Field(default=0.75, ge=0, le=1, description="Fraction of the demonstrations with a flaw.")
-    second_flaw_rate: float = Field(
-        default=0.25, ge=0, le=1, description="Fraction of the flawed demonstrations with a second flaw."
-    )
     num_labelers: int = Field(default=4, gt=0, description="Scripted labelers.")
-    labeler: LabelerConfig = Field(default=LabelerConfig(), description="How the scripted labelers judge.")
+    labelers_rate: bool = Field(default=False, description="Whether labelers also rate each response from 1 to 7.")
 
     def model_post_init(self, _context: Any) -> None:
-        if self.max_text_words < self.min_text_words:
-            raise ValueError(
-                f"max_text_words is {self.max_text_words}; expected at least min_text_words, {self.min_text_words}"
-            )
         if self.num_prompts > MAX_PROMPTS:
             raise ValueError(
                 "num_demonstrations, num_demonstrations_heldout, num_collect_prompts, num_ppo_prompts,"
@@ -113,7 +103,7 @@ class PlaygroundConfig(BaseModel):
     def num_prompts(self) -> int:
         num_demonstrations = self.num_demonstrations + self.num_demonstrations_heldout
         others = self.num_collect_prompts + self.num_compare_prompts + self.num_verified_prompts
-        others += num_answers(self.num_graded) + num_answers(self.num_graded_heldout) if self.num_graded else 0
+        others += num_answers(self.num_graded) + num_answers(NUM_GRADED_HELDOUT) if self.num_graded else 0
         return num_demonstrations + self.num_ppo_prompts + others
 
 
@@ -149,11 +139,13 @@ class PlaygroundWorld:
 
     def labelers(self, seed: int) -> list[ScriptedLabeler]:
         config = self.config
-        return draw_labelers(self.gold_scores, config.labeler, config.num_labelers, seed, _FAVOURITES)
+        return draw_labelers(
+            self.gold_scores, LabelerConfig(rates=config.labelers_rate), config.num_labelers, seed, _FAVOURITES
+        )
 
     def answer(self, request: Request, rng: random.Random) -> str:
         """Writes an answer like the demonstrations: perfect or flawed."""
-        return write_answer(request, rng, self.config.flaw_rate, self.config.second_flaw_rate)
+        return write_answer(request, rng, FLAW_RATE, SECOND_FLAW_RATE)
 
     def write_data(self, folder: Path, seed: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -231,8 +223,8 @@ class PlaygroundWorld:
         if not config.num_graded:
             return
         for name, num_rows, noise in (
-            ("graded_heldout", config.num_graded_heldout, 0.0),
-            ("graded", config.num_graded, config.grade_noise),
+            ("graded_heldout", NUM_GRADED_HELDOUT, 0.0),
+            ("graded", config.num_graded, GRADE_NOISE),
         ):
             rng = random.Random(f"{seed}/{name}")
             drawn = draw_prompts(num_answers(num_rows), rng, prompts)
@@ -247,7 +239,7 @@ class PlaygroundWorld:
     def _texts(self, num_texts: int, rng: random.Random, seen: set[str]) -> list[dict[str, Any]]:
         texts: list[str] = []
         while len(texts) < num_texts:
-            text = write_text(rng, self.config.min_text_words, self.config.max_text_words)
+            text = write_text(rng, *TEXT_WORDS)
             if text not in seen:
                 seen.add(text)
                 texts.append(text)

@@ -11,8 +11,9 @@ import pytest
 
 from evaluation.compare.judges import Asking, open_scorer, reward_judge
 from evaluation.verdicts import Verdict
+from heed.worlds.answers import write_answer
 from heed.worlds.gold import gold_score
-from heed.worlds.world import PlaygroundConfig, PlaygroundWorld, draw_prompts
+from heed.worlds.world import draw_prompts
 from lm.tokenizer import Messages
 from preferences.records import Answer, ShownTask
 from preferences.scripted import answer_all
@@ -88,8 +89,8 @@ def test_the_gold_scorer_of_a_world(place: Path, heed_main: Call, compare: Compa
     shutil.copy(place / "saved.jsonl", place / "other.jsonl")
     code, said = heed_main(*compare(place, *saved, judges=("gold:playground",)))
     assert (code, "judge 'gold': prompt 'p0': prompt 'The fox 0?' is not of the playground" in said) == (2, True)
-    world, rng = PlaygroundWorld(PlaygroundConfig(flaw_rate=0)), random.Random(0)
-    asked = [(prompt, world.answer(request, rng)) for prompt, request in draw_prompts(5, rng, set())]
+    rng = random.Random(0)
+    asked = [(prompt, write_answer(request, rng, 0, 0)) for prompt, request in draw_prompts(5, rng, set())]
     for name, rows in (
         ("prompts", [{"prompt": prompt} for prompt, _ in asked]),
         ("saved", [{"prompt": prompt, "output": response} for prompt, response in asked]),

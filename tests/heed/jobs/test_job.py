@@ -90,7 +90,7 @@ def test_overrides_set_dotted_keys() -> None:
             "ppo.policy_optimizer.learning_rate = 5e-6",
             "name=other",
             'engine.trackers=["tensorboard"]',
-            "world.labeler.noise=0.5",
+            "world.labelers_rate=true",
             "pretrain.dropout=1e-1",
             "note=two words",
             "ppo.advantage.gae_lambda=.5",

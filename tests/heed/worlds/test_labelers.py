@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 import pytest
-from pydantic import ValidationError
 from scipy.stats import multivariate_normal
 
 from heed.worlds.labelers import LabelerConfig, ScriptedLabeler, Taste, draw_labelers
@@ -93,7 +92,7 @@ def test_the_first_response_shown_is_favoured() -> None:
     """Of two responses with equal gold scores the first one shown wins more often, but not without the bias."""
 
     def share_of_first(position_bias: float) -> float:
-        config = EXACT.model_copy(update={"noise": 0.2, "position_bias": position_bias})
+        config = dataclasses.replace(EXACT, noise=0.2, position_bias=position_bias)
         labeler = ScriptedLabeler("biased", length_gold, config, NO_TASTE, seed=0)
         answers = [labeler.judge(shown(f"task-{i}", "a", "b")).ranks for i in range(1000)]
         return sum(ranks[0] < ranks[1] for ranks in answers) / sum(ranks[0] != ranks[1] for ranks in answers)
@@ -104,7 +103,7 @@ def test_the_first_response_shown_is_favoured() -> None:
 
 
 def test_taste_is_beside_gold() -> None:
-    config = EXACT.model_copy(update={"shared_length": 0.2, "shared_cheer": 0.1, "length_words": 10})
+    config = dataclasses.replace(EXACT, shared_length=0.2, shared_cheer=0.1, length_words=10)
     (labeler,) = draw_labelers(length_gold, config, 1, seed=0, favourites=("kite",))
     utilities = labeler.utilities(shown("t", "one two three four five", "no", "no!!", "kite"))
     # One word earns 0.02; five earn 0.1; an exclamation mark 0.1; own tastes are off, the favourite's too.
@@ -116,15 +115,6 @@ def test_time_is_plausible() -> None:
     short = labeler.judge(shown("t", "a", "b")).milliseconds
     long = labeler.judge(shown("t", "a " * 60, "b " * 60)).milliseconds
     assert 1_000 < short < 5_000 < long < 60_000
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("noise", -0.1), ("position_bias", -1), ("tie_threshold", "wide"), ("length_words", 0), ("nois", 1)],
-)
-def test_config_names_the_bad_field(field: str, value: object) -> None:
-    with pytest.raises(ValidationError, match=field):
-        LabelerConfig.model_validate({field: value})
 
 
 # ---- what the statistics of labels find again ----
@@ -153,9 +143,7 @@ def test_what_a_labeler_was_made_of_is_found_again() -> None:
     Φ(0.1/0.2) = 0.691. The opinion is the same on a repeat: correlation ½ between the two utility differences, and
     P(same) by the bivariate normal.
     """
-    config = EXACT.model_copy(
-        update={"noise": 0.1, "opinion": 0.1, "lazy_first": 0.15, "lazy_random": 0.1, "tie_threshold": 0.0}
-    )
+    config = dataclasses.replace(EXACT, noise=0.1, opinion=0.1, lazy_first=0.15, lazy_random=0.1, tie_threshold=0.0)
     labeler = ScriptedLabeler("lazy", length_gold, config, NO_TASTE, seed=3)
     names = [f"task-{index}" for index in range(2_500)]
     tasks = [
@@ -176,7 +164,7 @@ def test_what_a_labeler_was_made_of_is_found_again() -> None:
 
 
 def test_a_lazy_labeler_takes_no_time() -> None:
-    config = EXACT.model_copy(update={"lazy_random": 1.0})
+    config = dataclasses.replace(EXACT, lazy_random=1.0)
     labeler = ScriptedLabeler("lazy", length_gold, config, NO_TASTE, seed=0)
     answers = [labeler.judge(shown(f"task-{index}", "a " * 90, "b " * 90, "x")) for index in range(300)]
     assert all(300 <= answer.milliseconds <= 900 for answer in answers)
@@ -185,7 +173,7 @@ def test_a_lazy_labeler_takes_no_time() -> None:
 
 
 def test_more_than_all_tasks_lazy_is_refused() -> None:
-    with pytest.raises(ValidationError, match=r"lazy_first 0\.6 and lazy_random 0\.5"):
+    with pytest.raises(AssertionError, match=r"fractions of all tasks"):
         LabelerConfig(lazy_first=0.6, lazy_random=0.5)
 
 
@@ -193,7 +181,7 @@ def test_ratings_follow_the_utility_and_change_no_rank() -> None:
     task = shown("t", "x", "xxxxx", "xxxxxxxxxx", "x" * 30, "")
     labeler, rater = (
         ScriptedLabeler("l", length_gold, config, NO_TASTE, 0)
-        for config in (EXACT, EXACT.model_copy(update={"rates": True}))
+        for config in (EXACT, dataclasses.replace(EXACT, rates=True))
     )
     assert labeler.judge(task).ratings == ()
     assert rater.judge(task).ratings == (2.0, 4.0, 7.0, 7.0, 1.0)  # utilities of .1, .5, 1, 3 and 0
@@ -202,7 +190,7 @@ def test_ratings_follow_the_utility_and_change_no_rank() -> None:
 
 def test_ratings_of_unread_tasks_follow_their_ranks() -> None:
     """So a label of a task that nobody read is as wrong as its ranking."""
-    config = EXACT.model_copy(update={"rates": True, "lazy_random": 1.0})
+    config = dataclasses.replace(EXACT, rates=True, lazy_random=1.0)
     for task in (shown("t", "x", "xx", "xxx"), shown("u", "x", "xx")):
         answer = ScriptedLabeler("l", length_gold, config, NO_TASTE, 0).judge(task)
         assert sorted(zip(answer.ranks, answer.ratings, strict=True)) == (

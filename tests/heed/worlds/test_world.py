@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from heed.worlds.grammar import parse_text
 from heed.worlds.instructions import kind_of, read_prompt
-from heed.worlds.world import KIND_WEIGHTS, PlaygroundConfig, PlaygroundWorld
+from heed.worlds.world import KIND_WEIGHTS, TEXT_WORDS, PlaygroundConfig, PlaygroundWorld
 from stages.world import World
 
 SMALL = PlaygroundConfig(
@@ -100,8 +100,8 @@ def test_demonstrations_are_imperfect(folder: Path) -> None:
 def test_pretraining_text_teaches_the_language_not_the_form(folder: Path) -> None:
     texts = [row["text"] for row in read(folder, "pretrain")]
     lengths = [len(text.split()) for text in texts]
-    assert min(lengths) >= SMALL.min_text_words
-    assert max(lengths) <= SMALL.max_text_words + 90
+    assert min(lengths) >= TEXT_WORDS[0]
+    assert max(lengths) <= TEXT_WORDS[1] + 90
     sentences = [sentence for text in texts for sentence in parse_text(text) if "\n" not in sentence.text]
     assert sum(bool(sentence.groups) for sentence in sentences) / len(sentences) > 0.5
     assert not any(word in text for text in texts for word in ("Write", "Please", "Describe", "Tell me"))
@@ -109,16 +109,11 @@ def test_pretraining_text_teaches_the_language_not_the_form(folder: Path) -> Non
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("flaw_rate", 1.5), ("num_labelers", 0), ("num_texts", 3), ("num_ppo_prompts", 10**6), ("max_text_words", 3)],
+    [("labelers_rate", 1.5), ("num_labelers", 0), ("num_texts", 3), ("num_ppo_prompts", 10**6)],
 )
 def test_config_names_the_bad_field(field: str, value: object) -> None:
     with pytest.raises(ValidationError, match=field):
         PlaygroundConfig.model_validate({field: value})
-
-
-def test_config_names_the_bad_field_inside() -> None:
-    with pytest.raises(ValidationError, match=r"labeler\.nois"):
-        PlaygroundConfig.model_validate({"labeler": {"nois": 0.1}})
 
 
 def test_labelers_have_distinct_names() -> None:

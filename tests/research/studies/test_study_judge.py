@@ -56,12 +56,12 @@ def test_every_verdict_follows_from_its_rule() -> None:
 def test_the_worlds_grades_are_those_of_the_rubric(tmp_path: Path) -> None:
     """The questions are what a judge with that rubric is asked, and without noise the grades are the gold's factors."""
     sizes = dict.fromkeys(("num_pretrain_texts", "num_demonstrations", "num_ppo_prompts", "num_compare_prompts"), 20)
-    world = PlaygroundWorld(PlaygroundConfig(num_graded=119, num_graded_heldout=90, num_collect_prompts=20, **sizes))
+    world = PlaygroundWorld(PlaygroundConfig(num_graded=119, num_collect_prompts=20, **sizes))
     world.write_data(tmp_path, 3)
     rubric = Rubric.model_validate(RUBRIC)
     names = {criterion.text: name for name, criterion in rubric.criteria.items()}
     rows = [json.loads(line) for line in (tmp_path / "graded_heldout.jsonl").read_text().splitlines()]
-    assert len(rows) == 90
+    assert len(rows) == 180
     for row in rows:
         question, grade = (turn["content"] for turn in row["messages"])
         prompt, rest = question.split("\n", 1)
