@@ -38,14 +38,29 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "heed": Budget(0, 0, 0),
+    "heed": Budget(14_200, 63, 28),
+    "evaluation": Budget(13_840, 59, 14),
+    "classify": Budget(1_640, 8, 31),
+    "sft": Budget(1_060, 5, 37),
+    "dpo": Budget(1_480, 7, 25),
+    "ppo": Budget(8_620, 33, 160),
+    "reward": Budget(6_480, 26, 87),
+    "pretrain": Budget(580, 3, 12),
+    "stages": Budget(3_460, 19, 0),
+    "cluster": Budget(2_480, 14, 6),
+    "training": Budget(3_940, 16, 39),
+    "lm": Budget(12_540, 52, 43),
+    "preferences": Budget(17_920, 80, 39),
+    "files": Budget(2_260, 11, 0),
+    "configs": Budget(140, 2, 0),
+    "research": Budget(6_060, 23, 0),
 }
-MAX_PARAMETERS = 280  # of all commands
-MAX_WORDS = 80_000  # of README, CONTRIBUTING, CHANGELOG, benchmarks/README.md, and docs/ without docs/reference
+MAX_PARAMETERS = 277  # of all commands
+MAX_WORDS = 77_000  # of README, CONTRIBUTING, CHANGELOG, benchmarks/README.md, and docs/ without docs/reference
 MAX_WORDS_PER_PAGE = 2_500
 # Files whose functions a new reader enters (`python -m benchmarks.files_entered --list`).
-MAX_FILES_ENTERED = {"one PPO iteration": 40, "a forward pass of two layers": 9, "rankings to a reward model": 58}
-MAX_CLOSURE_OF_PPO = 42_000  # lines that `ppo/stage.py` imports, itself included
+MAX_FILES_ENTERED = {"one PPO iteration": 40, "a forward pass of two layers": 9, "rankings to a reward model": 61}
+MAX_CLOSURE_OF_PPO = 38_000  # lines that `ppo/stage.py` imports, itself included
 
 
 def source_files(package: str) -> list[Path]:
@@ -67,7 +82,7 @@ def keys() -> list[tuple[str, str, type[BaseModel]]]:
     return [(section.title, key, section.model) for section in _sections() for key in section.model.model_fields]
 
 
-@pytest.mark.parametrize("package", sorted({*BUDGETS, *PACKAGES}))
+@pytest.mark.parametrize("package", sorted({*BUDGETS, *PACKAGES, "research"}))
 def test_a_package_keeps_its_budget(package: str) -> None:
     paths = source_files(package)
     num_keys = sum(model.__module__.split(".")[0] == package for _, _, model in keys())
@@ -183,7 +198,7 @@ def test_somebody_uses_each_option() -> None:
     pages = [path.read_text(encoding="utf-8") for path in [*guides(), ROOT / "Makefile"]]
     unused = set()
     for command, parameter in every:
-        names = [name for name in parameter.opts if name.startswith("--")]
+        names = [name for name in (*parameter.opts, *parameter.secondary_opts) if name.startswith("--")]
         words = command.split()[1:]
         in_test = re.compile(r"[\s\S]*?".join(rf"[\"' ]{re.escape(word)}[\"' ,]" for word in words))
         used = any(command in text and name in text for text in pages for name in names) or any(

@@ -28,7 +28,7 @@ SCALINGS = [
     None,
     RopeScaling(rope_type="linear", factor=3),
     RopeScaling(rope_type="llama3", factor=4, original_max_position_embeddings=10),
-    RopeScaling(rope_type="yarn", factor=2, original_max_position_embeddings=12),
+    RopeScaling(rope_type="yarn", factor=2, original_max_position_embeddings=12, beta_fast=16, beta_slow=2),
 ]
 CLASSIC: dict[str, Any] = {
     "mlp": "gelu", "mlp_bias": True, "attention_bias": "all", "qk_norm": False, "qk_norm_over": "head",

@@ -12,7 +12,7 @@ from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from preferences.store import LabelStore
-from reward import label_sampling
+from reward import collect
 from tests.models import load_scalar_model
 
 Call = Callable[..., tuple[int, str, str]]
@@ -64,7 +64,7 @@ def test_single_responses_are_rated_alone(folder: Path, heed_label: Call) -> Non
 def test_reward_models_choose_what_they_are_unsure_of(
     folder: Path, heed_label: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(label_sampling, "EVALUATION_SHARE", 0.5)
+    monkeypatch.setattr(collect, "EVALUATION_SHARE", 0.5)
     judged = ("--judge", str(folder / "judge"), "--responses", "2", "--samples", "3")
     code, said, _ = heed_label(*arguments(folder, *judged, "--choose", "near-tie"))
     assert (code, "selected by near-tie" in said) == (0, True)
