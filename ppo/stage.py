@@ -430,7 +430,7 @@ def score_of(config: PPOConfig) -> StageScore:
         external=config.external_reward,
         objective_weights=config.reward.objective_weights,
         steps=config.steps,
-        row_fields=config.row_fields,
+        row_fields=lambda: config.row_fields,
         parts=config.reward_sources,
         samples_world=config.samples_world,
     )

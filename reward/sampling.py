@@ -3,7 +3,7 @@ a reward model's score.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -39,7 +39,7 @@ class StageScore:
     """The score that a stage learns to give, or trains its policy to raise: what its `STAGE.score` returns.
 
     Without `external`, a reward model gives it: the stage's own, or that of the policy's parent "reward". Prompts keep
-    `row_fields` for it. `objectives` are those of a reward model that no stage weighs, and `parts` the names that a
+    `row_fields()` for it. `objectives` are those of a reward model that no stage weighs, and `parts` the names that a
     row's `scored_by` chooses among. With `samples_world`, the policy is trained on prompts of the job's world only.
     """
 
@@ -47,7 +47,7 @@ class StageScore:
     external: ExternalReward | None = None
     objective_weights: Mapping[str, float] = field(default_factory=dict)
     steps: StepsConfig | None = None
-    row_fields: RowFields = NO_FIELDS
+    row_fields: Callable[[], RowFields] = lambda: NO_FIELDS  # may load the user's function
     objectives: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
     samples_world: bool = False

@@ -264,7 +264,7 @@ def _row_fields(job: JobView, config: CompareConfig) -> RowFields:
     """Returns the fields that prompts keep for the reward that a policy is trained by, which scores the samples too."""
     scorer = scorer_in(job)
     is_raised = scorer is not None and scorer[0] in policies_of(job)
-    return with_scored_by(scorer[1].row_fields, config.scored_by) if scorer and is_raised else NO_FIELDS
+    return with_scored_by(scorer[1].row_fields(), config.scored_by) if scorer and is_raised else NO_FIELDS
 
 
 def judge_of(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJudge:

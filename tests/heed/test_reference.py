@@ -52,7 +52,7 @@ def test_every_key_has_a_heading_with_type_and_default() -> None:
         "Type: number, ≥ 0. Default: `0.05`.\n" in written["tables/kl.md"]
     )
     assert "Type: [optimizer](../tables/optimizer.md). Required." in written["job/ppo.md"]
-    assert "# `[world] kind = 'reviews'`" in written["job/world-reviews.md"]
+    assert "# `[world] kind = 'playground'`" in written["job/world-playground.md"]
     assert "Type: `0`, `1`, `2`, `3`. Default: `0`." in written["job/engine.md"]
     assert "[kl](job/ppo.md#kl)" in written["configuration.md"]
     assert "[`ppo.policy_optimizer`](../job/ppo.md#policy_optimizer)" in written["tables/optimizer.md"]
