@@ -81,11 +81,7 @@ def test_the_map_of_a_package_names_each_of_its_modules_once(package: str) -> No
 def test_the_wheel_has_the_packages_and_nothing_else() -> None:
     options = PYPROJECT["tool"]["setuptools"]["packages"]["find"]
     assert options == {"namespaces": False, "exclude": ["research", "research.*", "benchmarks", "benchmarks.*"]}
-    paths = [
-        path.parent.relative_to(ROOT)
-        for name in PACKAGES
-        for path in (ROOT / name).rglob("__init__.py")
-    ]
+    paths = [path.parent.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("__init__.py")]
     assert sorted(find_packages(str(ROOT), exclude=options["exclude"])) == sorted(
         ".".join(path.parts) for path in paths
     )
