@@ -53,7 +53,7 @@ BUDGETS = {
     "preferences": Budget(17_920, 80, 39),
     "files": Budget(2_260, 11, 0),
     "configs": Budget(140, 2, 0),
-    "research": Budget(6_060, 23, 0),
+    "research": Budget(6_060, 26, 0),
 }
 MAX_PARAMETERS = 277  # of all commands
 MAX_WORDS = 77_000  # of README, CONTRIBUTING, CHANGELOG, benchmarks/README.md, and docs/ without docs/reference
@@ -141,7 +141,7 @@ def guide_text() -> str:
 
 
 @cache
-def test_texts() -> list[str]:
+def texts_of_tests() -> list[str]:
     return [
         path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py") if path.name not in TESTS_OF_WEIGHT
     ]
@@ -170,7 +170,7 @@ def test_somebody_sets_each_key() -> None:
     }
     in_tests = {
         name
-        for text in test_texts()
+        for text in texts_of_tests()
         for names in re.findall(r"\b(\w+) ?= ?|[\"'](?:[\w.]+\.)?(\w+)[\"'=]", text)
         for name in names
     }
@@ -198,12 +198,10 @@ def test_somebody_uses_each_option() -> None:
     pages = [path.read_text(encoding="utf-8") for path in [*guides(), ROOT / "Makefile"]]
     unused = set()
     for command, parameter in every:
-        names = [name for name in (*parameter.opts, *parameter.secondary_opts) if name.startswith("--")]
-        words = command.split()[1:]
-        in_test = re.compile(r"[\s\S]*?".join(rf"[\"' ]{re.escape(word)}[\"' ,]" for word in words))
-        used = any(command in text and name in text for text in pages for name in names) or any(
-            name in text and in_test.search(text) for text in test_texts() for name in names
-        )
-        if names and not used:
-            unused.add(f"{command} {names[0]}")
+        names = [re.escape(name) for name in (*parameter.opts, *parameter.secondary_opts) if name.startswith("-")]
+        option = re.compile(rf"(?<![\w-])({'|'.join(names)})(?![\w-])")
+        in_test = re.compile(r"[\s\S]*?".join(rf"[\"' ]{re.escape(word)}[\"' ,]" for word in command.split()[1:]))
+        used = any(command in text and option.search(text) for text in pages)
+        if names and not used and not any(option.search(text) and in_test.search(text) for text in texts_of_tests()):
+            unused.add(f"{command} {parameter.opts[0]}")
     assert unused == set()
