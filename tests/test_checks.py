@@ -88,7 +88,9 @@ def test_constraints_pin_exactly_and_agree_with_pyproject() -> None:
     pins = dict(line.split("==") for line in lines)
     assert [pin for pin in pins.items() if not re.fullmatch(r"[0-9][0-9a-z.]*", pin[1])] == []
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
+    extras = project["optional-dependencies"]
+    assert "heed-rlhf[labels]" in extras["dev"]
+    wanted = project["dependencies"] + extras["labels"] + [name for name in extras["dev"] if "heed-rlhf[" not in name]
     names = {re.split(r"[\[<>=]", requirement)[0] for requirement in wanted}
     assert names - {name.lower().replace("_", "-") for name in pins} == set()
     assert [requirement for requirement in wanted if requirement == f"torch=={pins['torch']}"]
