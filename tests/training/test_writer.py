@@ -26,7 +26,7 @@ def start(
 ) -> CheckpointWriter:
     """Gathers from no other rank: these ranks start one after the other."""
     return CheckpointWriter(
-        rank, num_ranks, 2, deadline_seconds, lambda cause: [cause], 3, retry_seconds=0.4, sound_step=sound_step
+        rank, num_ranks, 2, deadline_seconds, lambda cause: [cause], retry_seconds=0.4, sound_step=sound_step
     )
 
 
@@ -296,7 +296,7 @@ def test_ranks_agree_on_what_became_of_a_checkpoint(
     stopped: list[str] = []
 
     def run(rank: int) -> None:
-        writer = CheckpointWriter(rank, 2, 2, 60.0, gathering.of(rank), 3, retry_seconds=0.2)
+        writer = CheckpointWriter(rank, 2, 2, 60.0, gathering.of(rank), retry_seconds=0.2)
         try:
             for step in range(1, 9):
                 writer.save(tmp_path, step, part(float(rank), offset=rank))
