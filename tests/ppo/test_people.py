@@ -301,14 +301,14 @@ def test_a_batch_of_single_responses_is_refused_before_training(
     config = ppo_config(alarm={"source": source})
     assert config.alarm is not None
     with pytest.raises(ValueError, match="batch 'alarm' has single responses, but people compare two"):
-        config.alarm.source.check(())
+        config.alarm.source.check(LabelStore)
     other = ppo_config(alarm={"source": source | {"batch": "other"}})
     assert other.alarm is not None
-    other.alarm.source.check(())
+    other.alarm.source.check(LabelStore)
 
 
 def test_a_missing_store_is_named(ppo_config: Callable[..., PPOConfig], tmp_path: Path) -> None:
     config = ppo_config(alarm={"source": {"kind": "people", "store": str(tmp_path / "none.db")}})
     assert config.alarm is not None
     with pytest.raises(ValueError, match=r"none\.db': there is no such file; `heed label serve --store .* --new`"):
-        config.alarm.source.check(())
+        config.alarm.source.check(LabelStore)
