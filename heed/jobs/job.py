@@ -42,7 +42,7 @@ class _WorldSection(BaseModel):
 
 
 def world_at(place: str) -> type[World]:
-    """Returns the world "FILE.py:NAME" or "MODULE:NAME": a class that is made from its `config`, a pydantic model.
+    """Returns the world "FILE.py:NAME" or "MODULE:NAME": a class that is made from its `config_type`.
 
     Raises: ValueError if there is no such class, or if it lacks a part of `stages.world.World`.
     """
