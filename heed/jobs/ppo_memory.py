@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from heed.jobs.memory import (
     CPU_COPY,
@@ -33,8 +33,10 @@ from lm.samplers.draws import AT_ONCE
 from lm.samplers.vllm_engine import GPU_MEMORY_SHARE, GPU_MEMORY_SHARE_OF_GUEST
 from lm.tensor_parallel import config_of_part, parameters_of_part
 from lm.transfer import MAX_ROWS, MAX_TOKENS
-from ppo.plan import PPOIteration
 from training.config import OptimizerConfig
+
+if TYPE_CHECKING:  # the GPU benchmarks count memory on machines without Ray and pydantic
+    from ppo.plan import PPOIteration
 
 FROZEN = OptimizerConfig(learning_rate=1.0)  # for counting parameters that no optimizer trains
 CHUNK_BYTES = 1 << 28  # lm.samplers.engine: a chunk ends once it has this many
@@ -272,7 +274,7 @@ def _only_in(phases: Mapping[str, Parts], parts: Parts, names: tuple[str, ...]) 
     return {name: {**before, **(parts if name in names else {})} for name, before in phases.items()}
 
 
-def models_of(work: PPOIteration) -> PPOModels:
+def models_of(work: "PPOIteration") -> PPOModels:
     """Returns the models' parameter counts."""
     config, value = work.config, work.config.value_optimizer
     num_objectives = max(1, len(config.reward.objective_weights))
@@ -290,7 +292,7 @@ def models_of(work: PPOIteration) -> PPOModels:
     )
 
 
-def rank_work(work: PPOIteration, layout: Layout, gpu_bytes: int) -> PPOWork:
+def rank_work(work: "PPOIteration", layout: Layout, gpu_bytes: int) -> PPOWork:
     """Returns the work of each rank. Every micro-batch of responses also has its share of the pretraining rows.
 
     A pass has as many tokens as `micro_batch_size` of the longest prompts with responses. If prompts are shorter,
