@@ -61,7 +61,6 @@ def gao_coverage(kind: Kind, *, num_worlds: int, num_prompts: int, seed: int) ->
             yield "alpha", found.gold.alpha, alpha
             yield "beta", found.gold.beta, beta
             yield "optimum's d", found.optimum.d, best
-            yield "optimum's d, delta method", found.optimum.d_by_delta, best
             yield "gain at the optimum", found.optimum.gain, height
 
     return held(intervals())

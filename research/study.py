@@ -20,7 +20,7 @@ def study(
         str,
         typer.Argument(
             help="Findings of research/findings, with commas between; all for the first five; algorithms; lora; judge;"
-            " distillation; label-choice."
+            " label-choice."
         ),
     ],
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds; at least 2 for any verdict.")] = 3,
@@ -37,7 +37,7 @@ def study(
         typer.Option(
             "--job",
             help="Job that the arms are made of (default: research/jobs/study.toml; study-judge.toml for"
-            " judge, study-distillation.toml for distillation, study-choice.toml for label-choice).",
+            " judge, study-choice.toml for label-choice).",
         ),
     ] = None,
     override: Overrides = None,
@@ -48,7 +48,7 @@ def study(
     if job is None:
         is_choice = finding == "label-choice" or finding.startswith("choose-")
         name = "choice" if is_choice else finding
-        own = f"study-{name}.toml" if name in ("judge", "distillation", "choice") else "study.toml"
+        own = f"study-{name}.toml" if name in ("judge", "choice") else "study.toml"
         job = ROOT / "configs" / "jobs" / "debug.toml" if quick else ROOT / "research" / "jobs" / own
     overrides = [*(QUICK if quick else ()), *(override or [])]
     found = run_study(finding, job, runs, num_seeds=seeds, overrides=overrides, stored=measures)

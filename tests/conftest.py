@@ -91,7 +91,7 @@ LONGEST = [
     "ppo/test_ppo_ranks.py",
     "ppo/test_generator_teams.py", "preferences/test_backup.py", "heed/jobs/test_external_reward.py",
     "heed/jobs/test_rounds.py", "heed/jobs/test_fewer_workers.py", "training/test_deadline.py",
-    "research/studies/test_label_choice.py", "research/studies/test_study_distillation.py", "ppo/test_people.py",
+    "research/studies/test_label_choice.py", "ppo/test_people.py",
     "ppo/test_memory_ranks.py", "benchmarks/test_gpu.py", "heed/jobs/test_documented_commands_run.py",
 ]  # fmt: skip
 

@@ -53,7 +53,7 @@ BUDGETS = {
     "preferences": Budget(17_920, 80, 39),
     "files": Budget(2_260, 11, 0),
     "configs": Budget(140, 2, 0),
-    "research": Budget(6_060, 26, 0),
+    "research": Budget(5_300, 25, 0),
 }
 MAX_PARAMETERS = 277  # of all commands
 MAX_WORDS = 77_000  # of README, CONTRIBUTING, CHANGELOG, benchmarks/README.md, and docs/ without docs/reference

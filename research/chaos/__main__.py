@@ -21,17 +21,11 @@ def chaos(
     kinds: Annotated[
         str,
         typer.Option(
-            help="Comma-separated list of worker,node,driver,hang,partition,freeze,disk,folder; default: all possible."
+            help="Comma-separated list of worker,node,driver,hang,partition,disk,folder; default: all possible."
         ),
     ] = "",
     seed: Annotated[int, typer.Option(min=0, help="Seed for drawing the faults, their targets and times.")] = 0,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the cluster that is started on this machine.")] = 2,
-    environment_failures: Annotated[
-        float,
-        typer.Option(
-            min=0, max=0.9, help="Share of PPO's conversations that hang, die, answer nonsense or flood, in every run."
-        ),
-    ] = 0.0,
     override: Overrides = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
@@ -41,9 +35,14 @@ def chaos(
     """
     chosen = [kind.strip() for kind in kinds.split(",") if kind.strip()]
     result = run_chaos(
-        job, override or [], runs, num_faults=faults, seed=seed, num_nodes=nodes, kinds=chosen,
-        environment_failures=environment_failures,
-    )  # fmt: skip
+        job,
+        override or [],
+        runs,
+        num_faults=faults,
+        seed=seed,
+        num_nodes=nodes,
+        kinds=chosen,
+    )
     results_console().print(summary(result))
     if result.has_failed:
         raise typer.Exit(1)

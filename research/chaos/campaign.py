@@ -2,10 +2,6 @@
 
 All runs use a cluster of several nodes on this machine; each node has its own network namespace if those can be made.
 Faults are injected one after another, each after the run has made progress since the previous one.
-
-A share of a job's conversations may fail too: the environment hangs, dies, answers nonsense or floods. Which ones, and
-how, follows from their seeds. So the undisturbed run has the same failures as those under faults, and metrics can be
-compared with what was planned: a failure must cost its own response, and no other.
 """
 
 import itertools
@@ -14,160 +10,20 @@ import shutil
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
-from random import Random
-from typing import Any, Literal
-
-import tomli_w
-from pydantic import Field, TypeAdapter
 
 from cluster.processes import end_by_sigterm
-from files.hashes import derive_seed
-from files.rows import Row
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import load_job
-from lm.tokenizer import Messages
-from lm.tool_calls import AssistantMessage
-from ppo.environments.environment import Environment, Episode, Reply
-from ppo.environments.kinds import AnyEnvironment
-from ppo.stage import STAGE as PPO
 from research.chaos.faults import KINDS, Schedule, SmallDisk, small_disk, why_no_disk
 from research.chaos.local_cluster import LocalCluster, Network, host_names, why_no_network
 from research.chaos.result import ChaosResult, Injected, differing_stages
 from research.chaos.round import Driver, Round, wait_for_nodes
 from stages.lineage import LINEAGE
 from stages.progress import console
-from training.data import RowFields
-
-Failure = Literal["hang", "death", "nonsense", "flood"]
-REASONS: Mapping[Failure, str] = {"hang": "deadline", "death": "error", "nonsense": "invalid", "flood": "too_long"}
-FLOOD_CHARACTERS = 10_000_000
-HANG_SECONDS = 10.0  # beyond its deadline; a thread that never ended would outlive the run
-MOST_FAILED = 0.99  # of an iteration's responses; with more, the run stops
-PREFIX = "environment_failed/"  # of metrics
-DEADLINE_SECONDS = 2.0  # of a job with failures, which waits for every one that hangs
-
-
-class FailingEnvironment(Environment):
-    """Another environment, in which a share of the conversations fails."""
-
-    environment: str = Field(description="The table of the other environment, as JSON.")
-    share: float = Field(gt=0, lt=1, description="The share of conversations that fail.")
-
-    @cached_property
-    def other(self) -> Environment:
-        return TypeAdapter[Environment](AnyEnvironment).validate_json(self.environment)
-
-    @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:
-        return self.other.tools
-
-    @property
-    def row_fields(self) -> RowFields:
-        return self.other.row_fields
-
-    def check(self, rows: Sequence[Row]) -> None:
-        self.other.check(rows)
-
-    def load(self) -> None:
-        self.other.load()
-
-    def open(self, conversation: Messages, row: Row, seed: int) -> Episode:
-        episode, failure = self.other.open(conversation, row, seed), planned(seed, self.share)
-        return FailingEpisode(episode, failure, seed, self.deadline_seconds) if failure else episode
-
-
-def planned(seed: int, share: float) -> Failure | None:
-    """Returns how the episode with that seed fails; None for most."""
-    chance = Random(seed)
-    return chance.choice(tuple(REASONS)) if chance.random() < share else None
-
-
-class FailingEpisode(Episode):
-    """An episode that fails once: when it begins, at its first reply or, if it gets no turn, when it is scored."""
-
-    def __init__(self, other: Episode, failure: Failure, seed: int, deadline_seconds: float) -> None:
-        self._other, self._failure, self._deadline_seconds = other, failure, deadline_seconds
-        # A score cannot be too long, and a conversation may get no reply.
-        self._begins = failure == "flood" or bool(derive_seed(seed, "begins") % 2)
-
-    async def begin(self) -> Messages:
-        if not self._begins:
-            return await self._other.begin()
-        return self._fail([{"role": "user", "content": "x" * FLOOD_CHARACTERS}])
-
-    async def reply(self, _message: AssistantMessage) -> Reply:
-        return self._fail(Reply())
-
-    async def score(self) -> float:
-        return self._fail(0.0)
-
-    async def close(self) -> None:
-        await self._other.close()
-
-    def _fail(self, flood: Any) -> Any:
-        match self._failure:
-            case "hang":
-                time.sleep(self._deadline_seconds + HANG_SECONDS)
-            case "death":
-                raise SystemExit(3)
-            case "nonsense":
-                return "nonsense"
-        return flood
-
-
-def with_failures(job: JobConfig, share: float) -> list[str]:
-    """Returns the settings that make a share of the job's conversations fail.
-
-    Raises: ValueError for a job without conversations, or one that drops some of them.
-    """
-    ppo = job.section(PPO)
-    if ppo is None or ppo.environment is None:
-        raise ValueError(f"--environment-failures: job {job.name!r} has no conversations; ppo.environment was expected")
-    if ppo.sampled_batch_size != ppo.rollout_batch_size:
-        raise ValueError("--environment-failures: a job without ppo.advantage.oversample was expected")
-    table = {
-        "kind": "class",
-        "class_name": f"{__name__}:{FailingEnvironment.__name__}",
-        "max_turns": ppo.environment.max_turns,
-        "deadline_seconds": DEADLINE_SECONDS,
-        "settings": {"environment": ppo.environment.model_dump_json(), "share": share},
-    }
-    return [f"ppo.environment={_inline(table)}", f"ppo.max_failed_share={MOST_FAILED}"]
-
-
-def _inline(value: Any) -> str:
-    """Returns a value as TOML on one line."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {_inline(part)}" for key, part in value.items()) + "}"
-    return tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
-
-
-def planned_failures(job: JobConfig, share: float) -> Counter[str]:
-    """Returns how many responses of a job have to fail, by reason."""
-    ppo, failures = job.section_of(PPO), Counter[str]()
-    for iteration in range(ppo.num_iterations):
-        for place in range(ppo.rollout_batch_size):
-            seed = derive_seed(derive_seed(job.seed, "ppo", "sample", iteration, place), "environment")
-            if failure := planned(seed, share):
-                failures[REASONS[failure]] += 1
-    return failures
-
-
-def failures_of(job: JobConfig, run: Path) -> Counter[str]:
-    """Returns how many of a run's responses failed, by reason."""
-    number, failures = job.section_of(PPO).rollout_batch_size, Counter[str]()
-    for line in (run / PPO.name / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        for name, share in json.loads(line).items():
-            if name.startswith(PREFIX) and share:
-                failures[name.removeprefix(PREFIX)] += round(share * number)
-    return failures
-
 
 FAULTS_PER_RUN = 8  # a little more than a job has stages
 EARLIER = 0.8  # factor on a stage's assumed duration after a run in which a fault's moment did not come
@@ -191,11 +47,8 @@ def run_chaos(
     seed: int,
     num_nodes: int,
     kinds: Sequence[str] = (),
-    environment_failures: float = 0.0,
 ) -> ChaosResult:
     """Runs the job undisturbed, then under faults of these kinds (default: all that this machine allows).
-
-    In all of these runs, the share `environment_failures` of PPO's conversations fails.
 
     Raises: ValueError for a job that cannot run here or ends too soon for faults, and for kinds that are unknown or
     impossible; RuntimeError if the undisturbed run fails, or if a run never ends despite restarts.
@@ -208,10 +61,6 @@ def run_chaos(
         raise ValueError(
             f"job {job.name!r} has [loop], whose rounds depend on what they find; a job without it was expected"
         )
-    failing = Counter[str]()
-    if environment_failures:
-        overrides = [*overrides, *with_failures(job, environment_failures)]
-        job, failing = load_job(job_file, overrides), planned_failures(job, environment_failures)
     runs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(_ends_when_terminated())
@@ -220,7 +69,7 @@ def run_chaos(
             network = stack.enter_context(closing(Network(host_names(num_nodes))))
         cpus = -(-job.num_ranks // num_nodes)
         cluster = stack.enter_context(LocalCluster(num_nodes, cpus, network))
-        campaign = Campaign(job, job_file, overrides, runs, cluster, failing)
+        campaign = Campaign(job, job_file, overrides, runs, cluster)
         calm_seconds = campaign.run_calm()
         if "disk" in chosen:
             size = max(MIN_DISK_BYTES, 4 * _size_of(campaign.calm))
@@ -233,7 +82,7 @@ def run_chaos(
 
 
 def choose_kinds(wanted: Sequence[str], impossible: dict[str, str]) -> list[str]:
-    """Returns the kinds to draw from. By default, a frozen node replaces a partition if partitions are impossible here.
+    """Returns the kinds to draw from: those wanted, or by default all that are possible here.
 
     Raises: ValueError for an unknown kind, or one that is impossible here.
     """
@@ -244,8 +93,7 @@ def choose_kinds(wanted: Sequence[str], impossible: dict[str, str]) -> list[str]
             raise ValueError(f"--kinds: {kind} is not possible here: {impossible[kind]}")
     if wanted:
         return list(dict.fromkeys(wanted))
-    stand_in = "freeze" if "partition" in impossible else "partition"
-    return [kind for kind in KINDS if kind not in impossible and kind not in {"partition", "freeze"} - {stand_in}]
+    return [kind for kind in KINDS if kind not in impossible]
 
 
 def _impossible_kinds() -> dict[str, str]:
@@ -263,9 +111,7 @@ class Campaign:
         overrides: Sequence[str],
         runs: Path,
         cluster: LocalCluster,
-        failing: Counter[str],
     ) -> None:
-        self._failing, self.wrong_failures = failing, dict[str, dict[str, int]]()
         self.job, self.runs, self.cluster = job, runs, cluster
         self._job_file, self._overrides = job_file, overrides
         self.disk: SmallDisk | None = None
@@ -282,7 +128,6 @@ class Campaign:
             raise RuntimeError(f"{driver.log}: the undisturbed run ended with {driver.process.returncode}")
         self._stage_seconds = shortest_seconds({}, self.calm, self.job.stage_names)
         self._fastest = dict(self._stage_seconds)
-        self._check_failures(self.calm)
         return time.monotonic() - begun
 
     def useful_seconds(self, calm_seconds: float) -> float:
@@ -317,8 +162,6 @@ class Campaign:
             chaos_seconds,
             dict(unused),
             self.useful_seconds(calm_seconds),
-            dict(self._failing),
-            self.wrong_failures,
         )
 
     def run_round(self, schedule: Schedule) -> None:
@@ -337,16 +180,11 @@ class Campaign:
             self._stage_seconds |= shortest_seconds(self._stage_seconds, folder, undisturbed)
             self._fastest |= shortest_seconds(self._fastest, folder, undisturbed)
             self.differing |= set(differing_stages(self.calm, folder, self.job.registry))
-            self._check_failures(folder)
         finally:
             run.close()
             self.faults += run.faults
             if self.disk and folder.exists():
                 shutil.move(folder, self.runs / name)
-
-    def _check_failures(self, run: Path) -> None:
-        if self._failing and (failures := failures_of(self.job, run)) != self._failing:
-            self.wrong_failures[run.name] = dict(failures)
 
     def _unused_name(self) -> str:
         """Returns the name of a new run: one of an earlier campaign is finished, and would end before any fault."""

@@ -20,12 +20,11 @@ from typing import ClassVar
 from research.chaos.local_cluster import LocalCluster, Network, is_alive, kill_process
 from research.chaos.result import stage_of
 
-KINDS = ("worker", "node", "driver", "hang", "partition", "freeze", "disk", "folder")
+KINDS = ("worker", "node", "driver", "hang", "partition", "disk", "folder")
 LONGEST_SHORT_HANG_SECONDS = 6.0
 SECONDS = {  # minimum and maximum duration per kind
     "node": (0.0, 5.0),
     "partition": (5.0, 40.0),
-    "freeze": (5.0, 40.0),
     "disk": (2.0, 12.0),
     "folder": (2.0, 8.0),
 }
@@ -223,26 +222,6 @@ class LinkDown(Fault):
         self._network.plug(self._node)
 
 
-class NodeFrozen(Fault):
-    """Sends SIGSTOP to everything on a node. To its peers it looks like a partition, but its own processes do not see
-    their peers disappear. For machines where links cannot be cut.
-    """
-
-    kind = "freeze"
-
-    def __init__(self, cluster: LocalCluster, node: str, seconds: float) -> None:
-        self._cluster, self._node, self._stopped = cluster, node, list[int]()
-        self.seconds, self.absent = seconds, frozenset({node})
-        self.what = f"{node} frozen for {seconds:.0f} s"
-
-    def inject(self) -> None:
-        self._stopped = self._cluster.node_processes(self._node)
-        _signal(self._stopped, signal.SIGSTOP)
-
-    def repair(self) -> None:
-        _signal(self._stopped, signal.SIGCONT)
-
-
 class DiskFull(Fault):
     """Fills the run's disk with another file, and keeps it full while the fault lasts."""
 
@@ -310,8 +289,6 @@ def make_fault(
         case "partition":
             assert cluster.network is not None, "cutting links needs a network of namespaces"
             return LinkDown(cluster.network, node, seconds)
-        case "freeze":
-            return NodeFrozen(cluster, node, seconds)
         case "disk":
             assert disk is not None, "only the campaign's own disk may be filled"
             return DiskFull(disk, seconds)

@@ -2,8 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
@@ -44,8 +44,6 @@ class ChaosResult:
     """Outcomes of a job under faults. `differing` lists the stages whose outputs differ from the undisturbed run's.
     `impossible` gives the reason for each kind of fault that this machine does not allow. `useful_seconds` is how long
     an undisturbed run takes: that of the first run, with each stage's time replaced by its fastest in any run.
-    `failures` are the conversations that had to fail in each run, by reason, and `wrong_failures` has the names of runs
-    in which others failed, with what they counted.
     """
 
     faults: tuple[Injected, ...]
@@ -55,8 +53,6 @@ class ChaosResult:
     chaos_seconds: float
     impossible: dict[str, str]
     useful_seconds: float
-    failures: dict[str, int] = field(default_factory=dict)
-    wrong_failures: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def effective_share(self) -> float:
@@ -65,7 +61,7 @@ class ChaosResult:
 
     @property
     def has_failed(self) -> bool:
-        return bool(self.differing or self.wrong_failures) or any(fault.outcome == FAILED for fault in self.faults)
+        return bool(self.differing) or any(fault.outcome == FAILED for fault in self.faults)
 
 
 def summary(result: ChaosResult) -> str:
@@ -92,11 +88,6 @@ def summary(result: ChaosResult) -> str:
         f" faults, {result.chaos_seconds / 60:.1f} min in all"
     )
     lines += _effective_time(result)
-    if result.failures:
-        lines.append(f"conversations that had to fail, per run: {_counts(result.failures)}")
-        lines += [
-            f"FAILED: in {run} others failed: {_counts(failures)}" for run, failures in result.wrong_failures.items()
-        ]
     same = (
         f"differing: {', '.join(result.differing)}"
         if result.differing
@@ -138,7 +129,7 @@ def _num(number: int, one: str, several: str) -> str:
     return f"{number} {one if number == 1 else several}"
 
 
-def _counts(names: Sequence[str] | Mapping[str, int]) -> str:
+def _counts(names: Sequence[str]) -> str:
     return ", ".join(f"{number} {name}" for name, number in Counter(names).items())
 
 

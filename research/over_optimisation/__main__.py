@@ -9,7 +9,7 @@ from rich.table import Table
 
 from heed.cli import run_app
 from heed.commands.measure import JsonFile, Seed, number, print_measures, spread, table
-from research.over_optimisation.curves import AtEqual, Point
+from research.over_optimisation.curves import Point
 from research.over_optimisation.fits import Overoptimised
 from research.over_optimisation.policies import OverOptimisation
 from research.over_optimisation.run import measure_run
@@ -61,12 +61,6 @@ def over_optimisation_tables(curves: OverOptimisation) -> list[RenderableType]:
             tables.append(f"{name}: fewer than three policies at distinct distances, so nothing is fitted")
         else:
             tables += [_fit_table(name, fit), fit.advice]
-    for axis, rows in (("KL, nats", curves.at_equal_kl), ("proxy gain", curves.at_equal_proxy)):
-        if rows:
-            title = f"PPO minus best-of-n at equal {axis.split(',')[0]}"
-            tables.append(table(axis, "PPO", "best-of-n", "lead (95%)", rows=[_at(row) for row in rows], title=title))
-        else:
-            tables.append(f"PPO and best-of-n share no range of {axis.split(',')[0]}")
     if curves.num_dropped:
         tables.append(f"{curves.num_dropped:,} prompts left out because scores failed: {curves.first_failure}")
     return tables
@@ -74,10 +68,6 @@ def over_optimisation_tables(curves: OverOptimisation) -> list[RenderableType]:
 
 def _point(point: Point) -> list[str]:
     return [point.name, number(point.d, 2), spread(point.kl_nats), spread(point.gold), spread(point.proxy)]
-
-
-def _at(row: AtEqual) -> list[str]:
-    return [number(row.place), number(row.rl), number(row.best_of_n), spread(row.lead)]
 
 
 def _fit_table(name: str, fit: Overoptimised) -> Table:

@@ -1,8 +1,7 @@
 """Policies at growing distance from a reference: curves of scores against KL, and the lead of one curve over another.
 
-RL is compared with best-of-n at the same KL, and at the same proxy score. Equal KL is not a fair comparison (Gao et al.
-2022, arXiv 2210.10760): RL spends KL that changes no score, and the KL of best-of-n is an upper bound, so its curve
-lies too far to the right. Gold score at equal proxy score is fair to both.
+Comparing RL with best-of-n at equal KL is not fair to either (Gao et al. 2022, arXiv 2210.10760): RL spends KL that
+changes no score, and the KL of best-of-n is an upper bound, so its curve lies too far to the right.
 
 Shape letters: K policies of a curve, P prompts, N samples of a pool, S resamples, G places on the axis.
 """
@@ -22,7 +21,6 @@ NUM_PLACES = 8
 NUM_RESAMPLES = 2_000
 
 Kind = Literal["rl", "best_of_n"]
-Axis = Literal["kl", "proxy"]
 
 
 @dataclass(frozen=True)
@@ -120,81 +118,33 @@ def expanded_level(num_prompts: int) -> float:
     return 1 - 2 * float(tail)
 
 
-@dataclass(frozen=True)
-class AtEqual:
-    """Both gold scores at one place on the axis, and RL's lead with a 95% interval over prompts.
+def mean_lead(one: Curve, other: Curve, *, seed: int) -> Interval:
+    """Returns the first curve's lead in gold score over the second at equal KL, with a 95% interval over prompts.
 
-    `place` is a KL in nats or a proxy score. All scores are gains over the reference.
-    """
-
-    place: float
-    rl: float
-    best_of_n: float
-    lead: Interval
-
-
-def at_equal(axis: Axis, rl: Curve, best_of_n: Curve, *, seed: int) -> tuple[AtEqual, ...]:
-    """Returns RL's lead at evenly spaced points of the range in which both curves have policies; empty if there is no
-    such range.
-
-    Between the policies of a curve, ordered along the axis, the gold score is interpolated, separately for each
-    resample of prompts. The range from the reference to a curve's first policy is left out: the gold score rises like
-    √KL there, so a straight line would put the curve whose first policy comes later at a disadvantage.
+    It is the mean over evenly spaced places of the range of KL in which both curves have policies, and unknown if there
+    is no such range. Between the policies of a curve, ordered by KL, the gold score is interpolated, separately for
+    each resample of prompts. The range from the reference to a curve's first policy is left out: the gold score rises
+    like √KL there, so a straight line would put the curve whose first policy comes later at a disadvantage.
 
     Raises: ValueError for curves with different numbers of prompts.
     """
-    places_G, gold, leads_SG = _leads(axis, rl, best_of_n, seed)
-    P = len(rl.start_gold_P)
-    return tuple(
-        AtEqual(
-            float(place),
-            float(gold[0][g]),
-            float(gold[1][g]),
-            Interval(float(gold[0][g] - gold[1][g]), *percentiles(leads_SG[:, g], expanded_level(P))),
-        )
-        for g, place in enumerate(places_G)
-    )
-
-
-def mean_lead(axis: Axis, one: Curve, other: Curve, *, seed: int) -> Interval:
-    """Returns the first curve's lead over the second, averaged over the places of `at_equal`. The curves may be of any
-    kind.
-
-    The lead is unknown if they share no range. Raises: as `at_equal` does.
-    """
-    _, gold, leads_SG = _leads(axis, one, other, seed)
-    if not leads_SG.size:
-        return UNKNOWN
-    ends = percentiles(leads_SG.mean(axis=1), expanded_level(len(one.start_gold_P)))
-    return Interval(float((gold[0] - gold[1]).mean()), *ends)
-
-
-def _leads(axis: Axis, rl: Curve, best_of_n: Curve, seed: int) -> tuple[Floats, list[Floats], Floats]:
-    """Returns places [G], both gold scores there, and resampled leads [S, G]; all empty if no range is shared."""
-    P = len(rl.start_gold_P)
-    if len(best_of_n.start_gold_P) != P:
-        raise ValueError(
-            f"RL has {P} prompts and best-of-n {len(best_of_n.start_gold_P)}; the same prompts were expected for both"
-        )
-    curves = (rl, best_of_n)
-    tables = [np.concatenate([_along(axis, curve), curve.gold_KP - curve.start_gold_P]).T for curve in curves]
+    P = len(one.start_gold_P)
+    if len(other.start_gold_P) != P:
+        raise ValueError(f"{P} and {len(other.start_gold_P)} prompts; the same prompts were expected for both curves")
+    tables = [np.concatenate([curve.kl_KP, curve.gold_KP - curve.start_gold_P]).T for curve in (one, other)]
     means = [table.mean(axis=0)[None] for table in tables]
     ahead = [places[places > 0] for places in (_split(mean)[0][0] for mean in means)]
     first, last = (choose(pick(places, default=0.0) for places in ahead) for choose, pick in ((max, min), (min, max)))
     if not 0 < first <= last:
-        return np.empty(0), [np.empty(0), np.empty(0)], np.empty((0, 0))
+        return UNKNOWN
     places_G = np.linspace(first, last, NUM_PLACES)
     gold = [_interpolated(*_split(mean), places_G)[0] for mean in means]
     # Both curves use the same resamples of prompts, so the comparison stays paired.
     sums = resampled_sums(np.concatenate(tables, axis=1), seed=seed, num_resamples=NUM_RESAMPLES) / P
     halves = np.split(sums, [tables[0].shape[1]], axis=1)
     resampled = [_interpolated(*_split(half), places_G) for half in halves]
-    return places_G, gold, resampled[0] - resampled[1]
-
-
-def _along(axis: Axis, curve: Curve) -> Floats:
-    """Returns [K, P]: each policy's position on the axis, per prompt."""
-    return curve.kl_KP if axis == "kl" else curve.proxy_KP - curve.start_proxy_P
+    leads_S = (resampled[0] - resampled[1]).mean(axis=1)
+    return Interval(float((gold[0] - gold[1]).mean()), *percentiles(leads_S, expanded_level(P)))
 
 
 def _split(rows: Floats) -> tuple[Floats, Floats]:
@@ -209,6 +159,6 @@ def _interpolated(places_SK: Floats, gold_SK: Floats, wanted_G: Floats) -> Float
     x_SK, y_SK = (np.take_along_axis(values, order_SK, axis=1) for values in (places_SK, gold_SK))
     y_SG = np.empty((len(x_SK), len(wanted_G)))
     for row, (x, y) in enumerate(zip(x_SK, y_SK, strict=True)):
-        ahead = x > 0  # policies below the reference on this axis are left out
+        ahead = x > 0  # policies with an estimate below 0 are left out
         y_SG[row] = np.interp(wanted_G, np.append(0.0, x[ahead]), np.append(0.0, y[ahead]))
     return y_SG

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import scipy
 
-from preferences.statistics.estimates import LEVEL, Floats, Interval
+from preferences.statistics.estimates import Floats, Interval
 from preferences.statistics.intervals import percentiles, resampled_sums
 from research.over_optimisation.curves import Curve, Kind, expanded_level
 
@@ -30,13 +29,12 @@ ROUNDING = 1e-9  # relative to the largest gain: noise below that is rounding
 class Fit:
     """α and β with 95% bootstrap intervals over prompts; each resample is fitted separately.
 
-    `covariance` is ((var α, cov), (cov, var β)) by the delta method, including noise in the KL. `misfit` is the largest
-    distance of a point from the curve in its own standard errors; above about 4 the form does not describe the data.
+    `misfit` is the largest distance of a point from the curve in its own standard errors, including noise in the KL;
+    above about 4 the form does not describe the data.
     """
 
     alpha: Interval
     beta: Interval
-    covariance: tuple[tuple[float, float], tuple[float, float]]
     misfit: float
 
 
@@ -44,15 +42,13 @@ class Fit:
 class Optimum:
     """The maximum of the fitted curve. A number without a finite value or upper end is NaN.
 
-    `gain` is the gold score there, above the reference's. `d_by_delta` is the delta method's interval, as a check: if
-    it is far from `d`, the maximum is poorly determined. `share_without` is the share of resamples without an optimum.
+    `gain` is the gold score there, above the reference's. `share_without` is the share of resamples without an optimum.
     `largest_d` is the distance of the furthest policy measured; beyond it the curve is extrapolated.
     """
 
     d: Interval
     kl_nats: Interval
     gain: Interval
-    d_by_delta: Interval
     share_without: float
     largest_d: float
 
@@ -103,11 +99,7 @@ def _fittable(curve: Curve) -> npt.NDArray[np.bool_]:
 
 def gain_at(kind: Kind, alpha: float, beta: float, d: Floats) -> Floats:
     """Returns R(d)."""
-    return np.asarray(alpha * _first(d) - beta * _second(kind, d))
-
-
-def _first(d: Floats) -> Floats:
-    return d
+    return np.asarray(alpha * d - beta * _second(kind, d))
 
 
 def _second(kind: Kind, d: Floats) -> Floats:
@@ -129,18 +121,16 @@ def _fit(kind: Kind, kl_KP: Floats, gain_KP: Floats, seed: int) -> tuple[Fit, Fl
     least = max(1e-6 * float(variance_K.max()), (ROUNDING * float(np.abs(gain_K).max())) ** 2)
     weights_K = 1 / np.maximum(variance_K, least) if least > 0 else np.ones(K)
     alpha, beta = (float(solution[0]) for solution in _solve(kind, d_K[None], gain_K[None], weights_K))
-    covariance, noise_K = _covariance(kind, alpha, beta, kl_KP, gain_KP, weights_K)
+    noise_K = _standard_errors(kind, alpha, beta, kl_KP, gain_KP)
     residual_K = gain_K - gain_at(kind, alpha, beta, d_K)
     noisy_K = noise_K > ROUNDING * np.abs(gain_K).max()
     off_K = np.abs(residual_K[noisy_K]) / noise_K[noisy_K]
     sums_S = resampled_sums(np.concatenate([kl_KP, gain_KP]).T, seed=seed, num_resamples=NUM_RESAMPLES) / P
     resampled_d = np.sqrt(np.maximum(sums_S[:, :K], 0.0))
     alphas_S, betas_S = _solve(kind, resampled_d, sums_S[:, K:], weights_K)
-    (var_alpha, both), (_, var_beta) = covariance.tolist()
     fit = Fit(
         alpha=Interval(alpha, *percentiles(alphas_S, expanded_level(P))),
         beta=Interval(beta, *percentiles(betas_S, expanded_level(P))),
-        covariance=((var_alpha, both), (both, var_beta)),
         misfit=float(off_K.max(initial=0.0)),
     )
     return fit, alphas_S, betas_S
@@ -148,29 +138,23 @@ def _fit(kind: Kind, kl_KP: Floats, gain_KP: Floats, seed: int) -> tuple[Fit, Fl
 
 def _solve(kind: Kind, d_SK: Floats, gain_SK: Floats, weights_K: Floats) -> tuple[Floats, Floats]:
     """Solves weighted least squares for α and β [S]: gain = α x - β z with x = d and z = d² or d log d."""
-    x_SK, z_SK = _first(d_SK), -_second(kind, d_SK)
+    x_SK, z_SK = d_SK, -_second(kind, d_SK)
     xx, xz, zz = ((weights_K * a * b).sum(axis=1) for a, b in ((x_SK, x_SK), (x_SK, z_SK), (z_SK, z_SK)))
     xy, zy = ((weights_K * a * gain_SK).sum(axis=1) for a in (x_SK, z_SK))
     determinant = xx * zz - xz**2
     return (zz * xy - xz * zy) / determinant, (xx * zy - xz * xy) / determinant
 
 
-def _covariance(
-    kind: Kind, alpha: float, beta: float, kl_KP: Floats, gain_KP: Floats, weights_K: Floats
-) -> tuple[Floats, Floats]:
-    """Returns the covariance [2, 2] of α and β, and each point's standard error about the curve [K].
+def _standard_errors(kind: Kind, alpha: float, beta: float, kl_KP: Floats, gain_KP: Floats) -> Floats:
+    """Returns each point's standard error about the curve [K], by the delta method.
 
-    Prompt p adds e = (gain - mean gain) - R'(d) (KL - mean KL) / 2d to a point's distance from the curve, which moves
-    (α, β) by (XᵀWX)⁻¹ XᵀW e / P. Points share their prompts, so the errors of all K points are combined per prompt.
+    Prompt p adds e = (gain - mean gain) - R'(d) (KL - mean KL) / 2d to a point's distance from the curve.
     """
     P = gain_KP.shape[1]
     kl_K, d_K = kl_KP.mean(axis=1), np.sqrt(kl_KP.mean(axis=1))
     by_kl_K = _slope(kind, alpha, beta, d_K) / (2 * d_K)
     e_KP = gain_KP - gain_KP.mean(axis=1, keepdims=True) - by_kl_K[:, None] * (kl_KP - kl_K[:, None])
-    X_K2 = np.stack([_first(d_K), -_second(kind, d_K)], axis=1)
-    moved_2P = np.linalg.solve(X_K2.T @ (weights_K[:, None] * X_K2), X_K2.T @ (weights_K[:, None] * e_KP)) / P
-    covariance = P / (P - 1) * moved_2P @ moved_2P.T
-    return np.asarray(covariance), np.asarray(np.sqrt((e_KP**2).sum(axis=1) / (P * (P - 1))))
+    return np.asarray(np.sqrt((e_KP**2).sum(axis=1) / (P * (P - 1))))
 
 
 def top(kind: Kind, alpha: Floats, beta: Floats) -> Floats:
@@ -188,7 +172,6 @@ def _optimum(kind: Kind, fit: Fit, alphas_S: Floats, betas_S: Floats, largest_d:
         d=_open_interval(d, d_S, level),
         kl_nats=_open_interval(d**2, d_S**2, level),
         gain=_open_interval(_height(kind, beta, d), _height(kind, betas_S, d_S), level),
-        d_by_delta=_delta(kind, fit, float(d[0]), num_prompts),
         share_without=float(np.isinf(d_S).mean()),
         largest_d=largest_d,
     )
@@ -206,17 +189,6 @@ def _open_interval(value: Floats, values_S: Floats, level: float) -> Interval:
     low, high = np.quantile(values_S, [(1 - level) / 2, (1 + level) / 2], method="inverted_cdf")
     mean, low, high = (float(end) if np.isfinite(end) else math.nan for end in (value[0], low, high))
     return Interval(mean, low, high)
-
-
-def _delta(kind: Kind, fit: Fit, d: float, num_prompts: int) -> Interval:
-    alpha, beta = fit.alpha.mean, fit.beta.mean
-    if not math.isfinite(d) or d == 0:
-        return Interval(math.nan, math.nan, math.nan)
-    scale = 0.5 if kind == "best_of_n" else d
-    gradient = scale * np.array([1 / beta, -alpha / beta**2])
-    error = math.sqrt(float(gradient @ np.array(fit.covariance) @ gradient))
-    half = float(scipy.special.stdtrit(num_prompts - 1, (1 + LEVEL) / 2)) * error
-    return Interval(d, d - half, d + half)
 
 
 def advice(curve: Curve, fit: Fit, optimum: Optimum) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from evaluation.measures.kl import KL, Drawn, Policy, draw, require_same_vocabulary, response_kls, summarise_kl
 from lm.tokenizer import Messages
 from preferences.statistics.estimates import Floats
-from research.over_optimisation.curves import AtEqual, Curve, Point, at_equal, best_of_n_curve, points
+from research.over_optimisation.curves import Curve, Point, best_of_n_curve, points
 from research.over_optimisation.fits import MIN_POLICIES, Overoptimised, fit_curve
 from reward.scoring import RewardModel
 from training.data import Prompt
@@ -38,8 +38,8 @@ class Spec:
 class OverOptimisation:
     """Everything in the plot of scores against √KL. Scores are gains over the reference's.
 
-    A fit is None if there are fewer than three policies to fit. `at_equal_*` is RL's lead over best-of-n. The KL of
-    best-of-n is its upper bound log n - (n - 1)/n. Prompts with a failed score are left out of everything;
+    A fit is None if there are fewer than three policies to fit. The KL of best-of-n is its upper bound
+    log n - (n - 1)/n. Prompts with a failed score are left out of everything;
     `num_dropped` counts them, and `first_failure` describes the first.
     """
 
@@ -48,8 +48,6 @@ class OverOptimisation:
     rl_kl: Mapping[str, KL]
     rl: Overoptimised | None
     best_of_n: Overoptimised | None
-    at_equal_kl: tuple[AtEqual, ...]
-    at_equal_proxy: tuple[AtEqual, ...]
     num_prompts: int
     num_dropped: int
     first_failure: str
@@ -159,8 +157,6 @@ def summarise(
         rl_kl=kls,
         rl=_fit_if_enough(rl, seed),
         best_of_n=_fit_if_enough(best, seed),
-        at_equal_kl=at_equal("kl", rl, best, seed=seed),
-        at_equal_proxy=at_equal("proxy", rl, best, seed=seed),
         num_prompts=int(sound_P.sum()),
         num_dropped=int((~sound_P).sum()),
         first_failure=first_failure,

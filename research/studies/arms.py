@@ -31,17 +31,6 @@ The arms of `research.study judge` are against a language model that grades by a
     ppo-judge      PPO against it, without a KL penalty
     ppo-dropout    the same, and half of the criteria are left out at random
 
-The arms of `research.study distillation` teach a student of half the size; each has a third of SFT's learning rate,
-that rate, and three times it:
-
-    teacher                    PPO on the gold score itself, from the base's SFT model
-    student                    pretraining and SFT of the student, on the same data
-    token-1, -2, -3            on-policy distillation, with the teachers' kind `token` and no baseline
-    reward-kind-1, -2, -3      the same with the kind `reward` and the baseline of a group
-    samples-1, -2, -3          SFT of the student on one sample of the teacher per prompt, as many as `token` samples
-    more-samples-1, -2, -3     SFT on four samples per prompt
-    samples-token-1, -2, -3    SFT on half of those prompts, then `token` for half of the iterations
-
 Each algorithm has the same budget: three values of the setting that moves it along KL, chosen before any run. An
 algorithm's curve includes the policies of all three, so none is selected by its result.
 """
@@ -53,7 +42,6 @@ from typing import Any
 
 import tomli_w
 
-from evaluation.compare.stage import STAGE as COMPARE
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import load_job
 from heed.worlds.gold import RUBRIC
@@ -113,11 +101,6 @@ ALARM: Mapping[str, Any] = {
 LOSSES = {"dpo": "sigmoid", "ipo": "ipo"}
 RUBRIC_DROPOUT = 0.5
 JUDGE = "judge"  # the arm with the judge
-TEACHER, STUDENT = "teacher", "student"
-TEACHER_KL = 0.05  # the coefficient that keeps it from solving only the shortest tasks
-STUDENT_WIDTH = 2 / 3  # relative to the teacher's: half as many parameters
-STUDENT_EPOCHS = 2.0  # of SFT on the teacher's samples: as many as PPO's
-SAMPLES_PER_PROMPT = 4  # of the teacher, for `more-samples`
 
 
 @dataclass(frozen=True)
@@ -140,8 +123,8 @@ def every_arm(job: JobConfig, folder: Path) -> dict[str, Arm]:
         _random(f"random-{number}", job, folder, best_of) for number, best_of in zip(RUNS, BEST_OF, strict=True)
     ]
     alarm = _ppo("alarm", folder, {"ppo.alarm": ALARM})
-    adapted, taught = lora_arms(job, folder), distillation_arms(job, folder)
-    others = (*algorithm_arms(job, folder), *controls, *adapted, *judge_arms(folder), alarm, *taught)
+    adapted = lora_arms(job, folder)
+    others = (*algorithm_arms(job, folder), *controls, *adapted, *judge_arms(folder), alarm)
     return known | {arm.name: arm for arm in others}
 
 
@@ -272,80 +255,6 @@ def judge_arms(folder: Path) -> list[Arm]:
         }
         arms.append(Arm(f"ppo-{name}", ("ppo",), ("base", JUDGE), changes))
     return arms
-
-
-def distillation_arms(job: JobConfig, folder: Path) -> list[Arm]:
-    """Returns the arms of `research.study distillation`; arguments as for `algorithm_arms`."""
-    model, ppo, sft = job.model, job.section_of(PPO), job.section_of(SFT)
-    assert model is not None, "basic_arms refuses jobs without a model"
-    heads = max(1, int(model.num_attention_heads * STUDENT_WIDTH))
-    small = {
-        "model.num_attention_heads": heads,
-        "model.num_key_value_heads": max(1, int(model.num_key_value_heads * STUDENT_WIDTH)),
-        "model.hidden_size": model.hidden_size // model.num_attention_heads * heads,
-        "model.intermediate_size": model.intermediate_size // model.num_attention_heads * heads,
-    }
-    judge = job.section_of(COMPARE).judge_function or "heed.worlds.rewards:gold"
-    gold = {"kind": "function", "function": judge}
-    teacher = {
-        "ppo.reward": gold,
-        "ppo.kl.coef": TEACHER_KL,
-        "ppo.num_iterations": 2 * ppo.num_iterations,
-        "ppo.keep_policies_every": None,
-    }
-    start = {"ppo.init_from": str(folder / "base" / "sft" / "model")}
-    arms = [
-        Arm(TEACHER, ("ppo",), ("base",), {**_FREE, **start, **teacher}),
-        Arm(STUDENT, ("pretrain", "sft"), ("base",), small),
-    ]
-    half = {"ppo.num_iterations": max(2, ppo.num_iterations // 2)}
-    after = ("base", TEACHER, STUDENT)
-    for number, multiple in zip(RUNS, RATES, strict=True):
-        rate = multiple * sft.optimizer.learning_rate
-        token, whole = _distilled(folder, "token", rate), _distilled(folder, "reward", rate)
-        arms += [
-            Arm(f"token-{number}", ("ppo",), after, token),
-            Arm(f"reward-kind-{number}", ("ppo",), after, whole),
-            Arm(f"samples-{number}", ("sft",), after, _on_samples(folder, "one", rate)),
-            Arm(f"more-samples-{number}", ("sft",), after, _on_samples(folder, "more", rate)),
-        ]
-        both = {**token, **half, **_on_samples(folder, "half", rate), "ppo.init_from": None}
-        arms.append(Arm(f"samples-token-{number}", ("sft", "ppo"), after, both))
-    return arms
-
-
-_GROUP = {"kind": "leave_one_out", "samples_per_prompt": GROUP, "scale": "none"}
-_FREE: Mapping[str, Any] = {"ppo.kl.coef": 0.0, "ppo.kl.target": None, "ppo.ptx": None}
-
-
-def _distilled(folder: Path, kind: str, rate: float) -> dict[str, Any]:
-    """On-policy distillation of the student at this learning rate, as in configs/jobs/distil.toml."""
-    return {
-        **_FREE,
-        "ppo.init_from": str(folder / STUDENT / "sft" / "model"),
-        "ppo.reward": {"kind": "none"},
-        "ppo.teachers": [{"model": str(folder / TEACHER / "ppo" / "model"), "kind": kind}],
-        "ppo.advantage": {"kind": "none"} if kind == "token" else _GROUP,
-        "ppo.missing_eos_penalty": None,
-        "ppo.keep_policies_every": None,
-        "ppo.policy_optimizer.learning_rate": rate,
-    }
-
-
-def _on_samples(folder: Path, name: str, rate: float) -> dict[str, Any]:
-    """SFT of the student on a file of the teacher's samples at this learning rate."""
-    return {
-        "sft.init_from": str(folder / STUDENT / "sft" / "model"),
-        "sft.demonstrations": [{"source": str(teacher_samples(folder, name))}],
-        "sft.heldout": None,
-        "sft.num_epochs": STUDENT_EPOCHS,
-        "sft.optimizer.learning_rate": rate,
-    }
-
-
-def teacher_samples(folder: Path, name: str) -> Path:
-    """Returns a file of the teacher's samples: "one" per prompt, "more", or one for "half" of the prompts."""
-    return folder / "teacher-samples" / f"{name}.jsonl"
 
 
 def policy_gradient(

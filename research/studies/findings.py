@@ -4,8 +4,8 @@
 same rankings and the same reward model. `CONTROL` compares rejection sampling with training on random samples. `ALARM`
 asks where spot checks stop a policy that hacks its reward. `LORA_FINDINGS` compare adapters with full tuning, and one
 body with four roles with four models. `JUDGED` trains against a language model that grades by a rubric; its score
-lies between 0 and 1, as gold does. The findings on distillation and on the choice of labels are in the modules that run
-their arms (`research.studies.distillation`, `.label_choice`).
+lies between 0 and 1, as gold does. The findings on the choice of labels are in the module that runs their arms
+(`research.studies.label_choice`).
 
 The claims and the smallest effects that matter were fixed before any run; research/findings says what the sources
 claim. Gold scores lie between 0 and 1; PPO's gain over SFT in the demo is about .24.
@@ -79,23 +79,6 @@ class Measures(Protocol):
 
     def labels(self, arm: str) -> tuple[Floats, Floats]: ...
 
-    def distilled(self, arm: str) -> "Distilled": ...
-
-
-@dataclass(frozen=True)
-class Distilled:
-    """An arm's policies (K, in training order) on held-out prompts (P): gold score, KL to the teacher in nats, and
-    response length in tokens.
-
-    `costs_K5` says what each cost from the student's start: response tokens trained on (every epoch counts), sampled
-    by the student, sampled by the teacher and scored by the teacher, and seconds.
-    """
-
-    gold_KP: Floats
-    kl_KP: Floats
-    tokens_KP: Floats
-    costs_K5: Floats
-
 
 Curves = dict[str, Curve]  # by their labels in the figure
 
@@ -108,15 +91,11 @@ class Found:
     claims: tuple[Claim, ...]
     verdict: Overall
     curves: tuple[Curves, ...]
-    figure: str = ""  # SVG
-    table: str = ""  # Markdown
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A published finding. `arms` lists the arms that its contrasts use; a finding without curves may draw a `figure`
-    of its own, and `table` shows more numbers than those that decide.
-    """
+    """A published finding. `arms` lists the arms that its contrasts use."""
 
     name: str
     title: str
@@ -124,14 +103,12 @@ class Finding:
     arms: tuple[str, ...]
     contrasts: Callable[[Measures], list[Contrast]]
     curves: Callable[[Measures], Curves]
-    figure: Callable[[Sequence[Measures]], str] = lambda _seeds: ""
-    table: Callable[[Sequence[Measures]], str] = lambda _seeds: ""
 
     def evaluate(self, seeds: Sequence[Measures]) -> Found:
         by_seed = [self.contrasts(measures) for measures in seeds]
         claims = tuple(decide(of_claim) for of_claim in zip(*by_seed, strict=True))
         curves = tuple(self.curves(measures) for measures in seeds)
-        return Found(self, claims, overall(claims), curves, self.figure(seeds), self.table(seeds))
+        return Found(self, claims, overall(claims), curves)
 
 
 def _over_optimisation_curves(measures: Measures) -> Curves:
@@ -164,7 +141,7 @@ def _penalty(measures: Measures) -> list[Contrast]:
     contrasts = []
     for name, curve in penalised:
         less = last_difference("kl_KP", free[1], curve, seed=measures.seed)
-        lead = mean_lead("kl", curve, free[1], seed=measures.seed)
+        lead = mean_lead(curve, free[1], seed=measures.seed)
         contrasts += [
             Contrast(f"{name}: training ends closer to SFT by", NATS, less),
             Contrast(f"{name}: gold at equal KL, minus that without a penalty", NO_SHIFT, lead),
@@ -201,7 +178,7 @@ def _best_of_n_leads(curves: Curves, at_equal_kl: str, seed: int) -> list[Contra
     """Compares the first curve, best-of-n's, with each of the others. `at_equal_kl` ends each contrast's name."""
     best, *others = curves.items()
     return [
-        Contrast(f"best-of-n minus {name}{at_equal_kl}", GOLD, -mean_lead("kl", curve, best[1], seed=seed))
+        Contrast(f"best-of-n minus {name}{at_equal_kl}", GOLD, -mean_lead(curve, best[1], seed=seed))
         for name, curve in others
     ]
 
@@ -282,7 +259,7 @@ def _curves(*names: str) -> Callable[[Measures], Curves]:
 
 
 def _at_equal_kl(measures: Measures, one: str, other: str, rule: Rule = GOLD) -> Contrast:
-    lead = mean_lead("kl", pooled(measures, one), pooled(measures, other), seed=measures.seed)
+    lead = mean_lead(pooled(measures, one), pooled(measures, other), seed=measures.seed)
     return Contrast(f"{TITLES[one]} minus {TITLES[other]}: gold at equal KL", rule, lead)
 
 
@@ -509,7 +486,7 @@ def _judged_curves(measures: Measures) -> Curves:
 
 def _judged(measures: Measures) -> list[Contrast]:
     whole, dropped = _judged_curves(measures).values()
-    lead = mean_lead("kl", dropped, whole, seed=measures.seed)
+    lead = mean_lead(dropped, whole, seed=measures.seed)
     fall = rise_and_fall(whole, seed=measures.seed)[1]
     return [
         Contrast(

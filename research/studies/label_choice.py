@@ -50,7 +50,7 @@ from preferences.statistics.intervals import difference_of_means
 from preferences.task_selection import RULES, Candidate, PromptCandidates, choose_tasks
 from research.over_optimisation.curves import Curve, best_of_n_curve
 from research.studies.arms import Arm, arm_job
-from research.studies.findings import ACCURACY, GOLD, Curves, Distilled, Finding, Measures
+from research.studies.findings import ACCURACY, GOLD, Curves, Finding, Measures
 from research.studies.measures import pairs_right
 from research.studies.verdicts import Contrast, Rule, bootstrap_mean, ratio_difference
 from reward.collect import STAGE as COLLECT
@@ -410,9 +410,6 @@ class ChoiceMeasures:
         raise NotImplementedError
 
     def spot_checks(self, arm: str) -> tuple[Floats, Floats, Floats]:
-        raise NotImplementedError
-
-    def distilled(self, arm: str) -> Distilled:
         raise NotImplementedError
 
 

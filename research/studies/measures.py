@@ -42,20 +42,17 @@ from preferences.statistics.estimates import Floats
 from research.over_optimisation.curves import Curve, Kind, best_of_n_curve
 from research.over_optimisation.policies import Gold, gold_of_texts
 from research.over_optimisation.run import gold_function, kept_policies
-from research.studies.arms import STUDENT, TEACHER, collected, every_arm, with_those_before
-from research.studies.distillation import sampling_costs, world_prompts
-from research.studies.findings import Distilled, Measures
+from research.studies.arms import collected, every_arm, with_those_before
+from research.studies.findings import Measures
 from reward.comparisons import encode_response
 from reward.judge import JudgeReward
 from reward.rubric import Rubric
 from reward.scoring import RewardModel
 from reward.stage import STAGE as REWARD
-from sft.stage import STAGE as SFT
 from stages.lineage import LINEAGE
 from stages.progress import console
 from stages.world import World, label_truth
-from training.data import Prompt, TextConfig, read_texts
-from training.metrics import read_metrics
+from training.data import Prompt, TextConfig, read_prompts, read_texts
 
 REFERENCE = "base/sft"
 STAMP = "stamp"
@@ -130,47 +127,6 @@ class SeedMeasures:
             (score_N - scale.score_scale_mean) / scale.score_scale_std,
             np.array([check.policy for check in checks], dtype=np.float64),
         )
-
-    def distilled(self, arm: str) -> Distilled:
-        """Returns an arm's policies as students of the seed's teacher."""
-
-        def make() -> dict[str, Floats]:
-            teacher = Policy.load(self.folder / TEACHER / PPO.name / "model")
-            rows: dict[str, list[Floats]] = {"gold_KP": [], "kl_KP": [], "tokens_KP": []}
-            for folder in self._policies(arm).values():
-                policy = Policy.load(folder)
-                drawn = self._draw(policy, self._num_samples)
-                kls = response_kls(policy.model, teacher.model, drawn.queries, drawn.responses, drawn.temperature)
-                gold, lengths = self.gold(drawn.conversations, drawn.texts), [len(one) for one in drawn.responses]
-                for row, values in (("gold_KP", gold), ("kl_KP", kls.full_N), ("tokens_KP", lengths)):
-                    rows[row].append(np.asarray(values, dtype=np.float64).reshape(-1, drawn.num_samples).mean(axis=1))
-            return {name: np.stack(values) for name, values in rows.items()} | {"costs_K5": self._costs(arm)}
-
-        stages = [f"{TEACHER}/{PPO.name}", f"{arm}/{self._stage(arm)}"]
-        return Distilled(**self._kept(f"distilled-{arm}.npz", stages, make))
-
-    def _costs(self, arm: str) -> Floats:
-        """Returns what an arm's policies cost from the student's start (`Distilled`); 0 for the student and teacher."""
-        if arm in (STUDENT, TEACHER):
-            return np.zeros((len(self._policies(arm)), 5))
-        every = every_arm(self.job, self.folder)[arm]
-        costs_K5 = np.zeros((1, 5))
-        if SFT.name in every.stages:
-            (source,) = (row["source"] for row in every.changes["sft.demonstrations"])
-            sampled, kept, seconds = sampling_costs(self.folder, Path(source).stem)
-            seconds += read_metrics(self.folder / arm / SFT.name / "metrics.jsonl")[-1]["seconds"]
-            costs_K5 += np.array([every.changes["sft.num_epochs"] * kept, 0, sampled, 0, seconds])
-        if PPO.name in every.stages:
-            ppo = self.job.section_of(PPO)
-            lines = read_metrics(self.folder / arm / PPO.name / "metrics.jsonl")
-            tokens_I = np.cumsum([line["response_tokens"] for line in lines]) * ppo.rollout_batch_size
-            seconds_I = np.array([line["seconds"] for line in lines])
-            ends = [int(name.split()[1]) - 1 if " " in name else -1 for name in self._policies(arm)]
-            spent_I5 = np.stack(
-                [ppo.num_epochs * tokens_I, tokens_I, np.zeros_like(tokens_I), tokens_I, seconds_I], axis=1
-            )
-            costs_K5 = costs_K5 + spent_I5[ends]
-        return costs_K5
 
     def labels(self, arm: str) -> tuple[Floats, Floats]:
         raise NotImplementedError  # only `research.studies.label_choice` chooses labels
@@ -294,7 +250,9 @@ class SeedMeasures:
         )
 
     def _prompts(self) -> list[Prompt]:
-        return world_prompts(self.folder, self.job.section_of(COMPARE).prompts)
+        config = self.job.section_of(COMPARE).prompts
+        path = self._world_file(config.source.removeprefix("world:"))
+        return read_prompts(config.model_copy(update={"source": str(path)}))
 
     def _world_file(self, name: str) -> Path:
         return self.folder / "base" / "world" / "data" / f"{name}.jsonl"
@@ -361,55 +319,64 @@ def _arm_of(measure: str) -> str:
     return [*measure.split("/"), ""][1]
 
 
-class Recorded:
-    """Records the measures of a seed as they are called for, each under a name for the call."""
+class ByName:
+    """Measures as arrays, each named after the call that measured it. `_make` provides those of a call."""
 
-    def __init__(self, measures: Measures) -> None:
-        self._measures, self.arrays = measures, dict[str, Floats]()
+    def __init__(self, seed: int, arrays: dict[str, Floats]) -> None:
+        self.seed, self.arrays = seed, arrays
 
-    @property
-    def seed(self) -> int:
-        return self._measures.seed
+    def _make(self, kind: str, which: str) -> None:
+        raise NotImplementedError
 
     def best_of_n(self, judge: str) -> Curve:
-        return self._curve(f"best_of_n/{judge}", self._measures.best_of_n(judge))
+        return self._curve("best_of_n", judge)
 
     def rl(self, arm: str) -> Curve:
-        return self._curve(f"rl/{arm}", self._measures.rl(arm))
+        return self._curve("rl", arm)
 
     def tokens(self, arm: str) -> Floats:
-        tokens_P = self._measures.tokens(arm)
-        self.arrays[f"tokens/{arm}/0"] = tokens_P
-        return tokens_P
+        return self._array("tokens", arm, "0")
 
     def bits(self, stage: str) -> tuple[Floats, Floats]:
-        return self._pair(f"bits/{stage}", self._measures.bits(stage))
+        return self._array("bits", stage, "0"), self._array("bits", stage, "1")
 
     def right_pairs(self, judge: str) -> tuple[Floats, Floats]:
-        return self._pair(f"right_pairs/{judge}", self._measures.right_pairs(judge))
+        return self._array("right_pairs", judge, "0"), self._array("right_pairs", judge, "1")
 
     def spot_checks(self, arm: str) -> tuple[Floats, Floats, Floats]:
-        spots = self._measures.spot_checks(arm)
-        self.arrays |= {f"spot_checks/{arm}/{place}": value for place, value in enumerate(spots)}
-        return spots
-
-    def distilled(self, arm: str) -> Distilled:
-        record = self._measures.distilled(arm)
-        self.arrays |= {f"distilled/{arm}/{field.name}": getattr(record, field.name) for field in fields(Distilled)}
-        return record
+        check_N, score_N, policy_N = (self._array("spot_checks", arm, place) for place in "012")
+        return check_N, score_N, policy_N
 
     def labels(self, arm: str) -> tuple[Floats, Floats]:
-        return self._pair(f"labels/{arm}", self._measures.labels(arm))
+        return self._array("labels", arm, "0"), self._array("labels", arm, "1")
 
-    def _curve(self, name: str, curve: Curve) -> Curve:
-        for field in fields(Curve):
-            if field.name != "kind":
-                self.arrays[f"{name}/{field.name}"] = np.asarray(getattr(curve, field.name))
-        return curve
+    def _curve(self, kind: Kind, which: str) -> Curve:
+        arrays = {field.name: self._array(kind, which, field.name) for field in fields(Curve) if field.name != "kind"}
+        names = tuple(str(name) for name in arrays.pop("names"))
+        return Curve(kind=kind, names=names, **arrays)
 
-    def _pair(self, name: str, pair: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
-        self.arrays |= {f"{name}/{place}": value for place, value in enumerate(pair)}
-        return pair
+    def _array(self, kind: str, which: str, part: str) -> Floats:
+        name = f"{kind}/{which}/{part}"
+        if name not in self.arrays:
+            self._make(kind, which)
+        return self.arrays[name]
+
+
+class Recorded(ByName):
+    """Records the measures of a seed as they are called for."""
+
+    def __init__(self, measures: Measures) -> None:
+        super().__init__(measures.seed, {})
+        self._measures = measures
+
+    def _make(self, kind: str, which: str) -> None:
+        measured = getattr(self._measures, kind)(which)
+        if isinstance(measured, Curve):
+            parts = {field.name: getattr(measured, field.name) for field in fields(measured) if field.name != "kind"}
+        else:
+            values = measured if isinstance(measured, tuple) else [measured]
+            parts = {str(place): value for place, value in enumerate(values)}
+        self.arrays |= {f"{kind}/{which}/{part}": np.asarray(value) for part, value in parts.items()}
 
     def write(self, path: Path, stamps: Mapping[str, str]) -> None:
         """Writes all recorded measures, in addition to what the file has of the same arms, atomically.
@@ -425,16 +392,10 @@ class Recorded:
             np.savez_compressed(file, allow_pickle=False, **{**arrays, **own_stamps})
 
 
-@dataclass(frozen=True)
-class StoredMeasures:
+class StoredMeasures(ByName):
     """The measures of a seed that `Recorded.write` has stored."""
 
-    path: Path
-    seed: int
-    arrays: Mapping[str, Floats]
-
-    @classmethod
-    def read(cls, path: Path, seed: int, stamps: Mapping[str, str]) -> "StoredMeasures":
+    def __init__(self, path: Path, seed: int, stamps: Mapping[str, str]) -> None:
         """Reads a file of measures.
 
         Raises: ValueError if the file is damaged, or was measured with another job or another definition of an arm.
@@ -446,53 +407,14 @@ class StoredMeasures:
                 raise ValueError(
                     f"{path}: has measures of another job, or of a different arm {arm}; delete it to run this study's"
                 )
-        return cls(path, seed, {name: value for name, value in arrays.items() if not name.startswith(f"{STAMP}/")})
+        super().__init__(seed, {name: value for name, value in arrays.items() if not name.startswith(f"{STAMP}/")})
+        self._path = path
 
-    def best_of_n(self, judge: str) -> Curve:
-        return self._curve("best_of_n", judge)
-
-    def rl(self, arm: str) -> Curve:
-        return self._curve("rl", arm)
-
-    def tokens(self, arm: str) -> Floats:
-        return self._array(f"tokens/{arm}/0")
-
-    def bits(self, stage: str) -> tuple[Floats, Floats]:
-        return self._array(f"bits/{stage}/0"), self._array(f"bits/{stage}/1")
-
-    def right_pairs(self, judge: str) -> tuple[Floats, Floats]:
-        return self._array(f"right_pairs/{judge}/0"), self._array(f"right_pairs/{judge}/1")
-
-    def spot_checks(self, arm: str) -> tuple[Floats, Floats, Floats]:
-        check_N, score_N, policy_N = (self._array(f"spot_checks/{arm}/{place}") for place in range(3))
-        return check_N, score_N, policy_N
-
-    def distilled(self, arm: str) -> Distilled:
-        return Distilled(**{field.name: self._array(f"distilled/{arm}/{field.name}") for field in fields(Distilled)})
-
-    def labels(self, arm: str) -> tuple[Floats, Floats]:
-        return self._array(f"labels/{arm}/0"), self._array(f"labels/{arm}/1")
-
-    def _curve(self, kind: Kind, which: str) -> Curve:
-        name = f"{kind}/{which}"
-        return Curve(
-            kind=kind,
-            names=tuple(str(each) for each in self._array(f"{name}/names")),
-            kl_KP=self._array(f"{name}/kl_KP"),
-            gold_KP=self._array(f"{name}/gold_KP"),
-            proxy_KP=self._array(f"{name}/proxy_KP"),
-            start_gold_P=self._array(f"{name}/start_gold_P"),
-            start_proxy_P=self._array(f"{name}/start_proxy_P"),
+    def _make(self, kind: str, which: str) -> None:
+        raise ValueError(
+            f"{self._path}: has no {kind} of {which}, since it was written for other findings; delete it to run the"
+            " arms again"
         )
-
-    def _array(self, name: str) -> Floats:
-        """Returns an array. Raises: ValueError for a measure that no finding needed when the file was written."""
-        if name not in self.arrays:
-            raise ValueError(
-                f"{self.path}: has no {name!r}, since it was written for other findings; delete it to run the arms"
-                " again"
-            )
-        return self.arrays[name]
 
 
 def _read(path: Path) -> dict[str, Floats]:

@@ -7,7 +7,6 @@ and a later finding reuses the arms that it shares with others.
       seed-0/jobs/ARM.toml     the arms as job files
       seed-0/ARM/              their run folders
       seed-0/rankings/         subsets of the base's comparisons, one per reward model
-      seed-0/teacher-samples/  what the teacher of `research.study distillation` wrote
       seed-0/measured/         samples and scores
       measures/seed-0.npz      what the findings are computed from (research/studies/measures.py)
       findings.json, findings.md, figures/
@@ -35,7 +34,6 @@ from research.over_optimisation.curves import points
 from research.over_optimisation.fits import MIN_POLICIES
 from research.studies.arms import (
     LABELERS_PER_TASK,
-    TEACHER,
     Arm,
     arm_job,
     every_arm,
@@ -44,7 +42,6 @@ from research.studies.arms import (
     write_cuts,
     write_indifferent,
 )
-from research.studies.distillation import DISTILLATION, write_teacher_samples
 from research.studies.findings import (
     ALARM,
     ALGORITHMS,
@@ -157,8 +154,6 @@ def _run_seed(folder: Path, job: JobConfig, arms: Mapping[str, Arm], names: Sequ
             write_cuts(folder)
         if arm.name == "reward-full" and not indifferent(folder).is_dir():
             write_indifferent(folder)
-        if arm.name == TEACHER:
-            write_teacher_samples(folder, job)
     return Recorded(SeedMeasures.of(folder, job))
 
 
@@ -169,7 +164,7 @@ def _read_stored(folder: Path | None, stamps: Mapping[int, Mapping[str, str]]) -
     if folder is None:
         return {}
     paths = {seed: measures_file(folder, seed) for seed in stamps}
-    stored = {seed: StoredMeasures.read(path, seed, stamps[seed]) for seed, path in paths.items() if path.is_file()}
+    stored = {seed: StoredMeasures(path, seed, stamps[seed]) for seed, path in paths.items() if path.is_file()}
     if not stored:
         raise ValueError(f"{folder}: no measures of these seeds; {', '.join(map(str, paths.values()))} were expected")
     return stored
@@ -201,7 +196,7 @@ def _named(wanted: str) -> list[Finding]:
     groups = {"all": FINDINGS, "algorithms": ALGORITHMS, "lora": LORA_FINDINGS, "label-choice": CHOICES}
     if wanted in groups:
         return list(groups[wanted])
-    others = (CONTROL, ALARM, *LORA_FINDINGS, JUDGED, DISTILLATION, *CHOICES)
+    others = (CONTROL, ALARM, *LORA_FINDINGS, JUDGED, *CHOICES)
     known = {finding.name: finding for finding in (*FINDINGS, *ALGORITHMS, *others)}
     names = [name.strip() for name in wanted.split(",")]
     for name in names:
@@ -226,10 +221,8 @@ def write_findings(folder: Path, results: Sequence[Found], num_seeds: int) -> No
     figures = folder / "figures"
     figures.mkdir(parents=True, exist_ok=True)
     for finding in results:
-        svg = finding.figure
         if finding.curves[0]:
             svg = draw_curves(finding.finding.name, finding.finding.title, finding.curves)
-        if svg:
             (figures / f"{finding.finding.name}.svg").write_text(standalone(svg), encoding="utf-8")
     report = {"num_seeds": num_seeds, "intervals": INTERVALS, "findings": [_as_json(finding) for finding in results]}
     (folder / "findings.json").write_text(json.dumps(as_json(report), indent=2) + "\n", encoding="utf-8")
@@ -269,9 +262,7 @@ def as_markdown(results: Sequence[Found], num_seeds: int) -> str:
         rows = [_row(claim) for claim in finding.claims]
         table = [head, ["---"] * len(head), *rows]
         parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in table))
-        if finding.table:
-            parts.append(finding.table)
-        if finding.curves[0] or finding.figure:
+        if finding.curves[0]:
             parts.append(f"![{finding.finding.title}](figures/{finding.finding.name}.svg)")
     return "\n\n".join(parts) + "\n"
 

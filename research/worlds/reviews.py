@@ -31,6 +31,7 @@ from heed.worlds.world import Turns
 from preferences.records import Answer, Labeler, ShownTask
 
 SENTIMENTS = ("positive", "negative")
+SPLIT_SEED = 0  # the halves and the unseen pairs are the same in every run
 SHINGLE_WORDS = 8  # the least words of a sentence that no stage may see, so that a match in a text is no coincidence
 
 # Some snippets are Windows-1252 that was read as Latin-1, which turned the quotes and dashes into control characters.
@@ -109,11 +110,6 @@ def _is_positive(row: dict[str, Any], where: str) -> bool:
     return bool(sentiment == SENTIMENTS[0])
 
 
-def read_texts(source: Path, field: str) -> list[str]:
-    """Reads the field `text`. `field` is the config field that names the source."""
-    return [_text_of(row, where) for where, row in _read_rows(source, field)]
-
-
 def _read_rows(source: Path, field: str) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         for where, row in read_source(str(source)):
@@ -130,7 +126,7 @@ def _text_of(row: dict[str, Any], where: str) -> str:
 
 
 def split_sentences(
-    sentences: Sequence[LabeledText], num_unseen_per_label: int, length_words: tuple[int, int], seed: int
+    sentences: Sequence[LabeledText], num_unseen_per_label: int, length_words: tuple[int, int]
 ) -> SentenceSplit:
     """Splits into two halves and a slice that no stage sees. Equal texts (see `words_of`) are on the same side.
 
@@ -144,7 +140,7 @@ def split_sentences(
         by_words.setdefault(words, sentence)
         labels.setdefault(words, set()).add(sentence.positive)
     unique = [by_words[words] for words, given in labels.items() if len(given) == 1 and words]
-    ordered = shuffled(unique, _key, "split", seed)
+    ordered = shuffled(unique, _key, "split", SPLIT_SEED)
     unseen: list[LabeledText] = []
     for positive in (True, False):
         fit = [s for s in ordered if s.positive == positive and _can_be_unseen(s.text, length_words)]
@@ -158,7 +154,7 @@ def split_sentences(
     rest = [sentence for sentence in ordered if sentence.text not in hidden]
     halves: tuple[list[LabeledText], list[LabeledText]] = ([], [])
     for sentence in rest:
-        halves[draw("half", seed, _key(sentence)) % 2].append(sentence)
+        halves[draw("half", SPLIT_SEED, _key(sentence)) % 2].append(sentence)
     return SentenceSplit(tuple(halves[0]), tuple(halves[1]), tuple(unseen))
 
 
@@ -233,6 +229,7 @@ Count = Annotated[int, Field(ge=1)]
 WordRange = tuple[Count, Count]  # both ends included
 MILLISECONDS_PER_WORD = 252  # silent reading of English, 238 words a minute (Brysbaert 2019)
 INVERSE_REGULARIZATION = 10.0
+TIE_NATS = 0.02  # utilities closer than this are a tie
 
 
 class ReviewsConfig(BaseModel):
@@ -247,22 +244,12 @@ class ReviewsConfig(BaseModel):
         description="Hub id or file of labeled sentences or snippets, with the fields `text` and `label`."
     )
     reviews: Path = Field(description="Hub id or file of labeled reviews, with the fields `text` and `label`.")
-    other_texts: Path | None = Field(
-        default=None,
-        description="Hub id or file of other texts to pretrain on, with the field `text`; none by default.",
-    )
     num_collect_prompts: Count = Field(default=6000, description="Prompts of the collect stage.")
     num_ppo_prompts: Count = Field(default=3000, description="Prompts of PPO.")
     num_compare_prompts: Count = Field(default=400, description="Prompts of the compare stage.")
     num_human_pairs: Count = Field(default=500, description="Pairs with human labels that reward models are tested on.")
     max_demonstrations: Count = Field(default=30_000, description="Maximum number of demonstrations for SFT.")
     max_pretrain_texts: Count = Field(default=2000, description="Maximum number of reviews to pretrain on.")
-    other_share: float = Field(
-        default=0.25,
-        ge=0,
-        lt=1,
-        description="Maximum fraction of the pretraining characters that come from `other_texts`.",
-    )
     heldout_share: float = Field(default=0.05, gt=0, lt=1, description="Fraction of the reviews that is held out.")
     sentence_words: WordRange = Field(
         default=(8, 28),
@@ -272,12 +259,6 @@ class ReviewsConfig(BaseModel):
     num_labelers: Count = Field(default=3, description="Scripted labelers.")
     labeler_noise: float = Field(
         default=0.6, ge=0, description="Labelers' noise in nats; at 0.6 two labelers agree on .73 of the continuations."
-    )
-    tie_threshold: float = Field(default=0.02, ge=0, description="Utilities closer than this are a tie, in nats.")
-    position_bias: float = Field(default=0.0, description="Bonus of the response shown first, in nats.")
-    split_seed: int = Field(
-        default=0,
-        description="Seed of the split of the sentences between the labelers' classifier, the judge's, and neither.",
     )
 
     @model_validator(mode="after")
@@ -329,7 +310,6 @@ class ReviewLabeler:
     The noise is Gumbel with scale `noise`, so a response whose log-odds are higher by d wins with probability
     sigmoid(d / noise), as in Bradley and Terry (1952). `noise = 0` gives the classifier itself. The noise is a hash of
     (seed, name, task, response), so an answer depends neither on earlier tasks nor on the order of the responses.
-    `position_bias` is added to the response shown first.
     """
 
     name: str
@@ -337,15 +317,14 @@ class ReviewLabeler:
     seed: int
     noise: float  # nats
     tie_threshold: float  # nats
-    position_bias: float  # nats
 
     def judge(self, shown: ShownTask) -> Answer:
         """Ranks from 1 (most positive); responses within `tie_threshold` of the best of their group are tied."""
         prompt = shown.prompt[-1].content
         log_odds = self.classifier.log_odds([join(prompt, response) for response in shown.responses])
         utilities = [
-            value + self.noise * self._gumbel(shown.task_id, response) + (self.position_bias if place == 0 else 0.0)
-            for place, (value, response) in enumerate(zip(log_odds, shown.responses, strict=True))
+            value + self.noise * self._gumbel(shown.task_id, response)
+            for value, response in zip(log_odds, shown.responses, strict=True)
         ]
         num_words = len(prompt.split()) + sum(len(response.split()) for response in shown.responses)
         return Answer(_ranks(utilities, self.tie_threshold), MILLISECONDS_PER_WORD * num_words)
@@ -378,7 +357,7 @@ class ReviewsWorld:
     config_type: ClassVar[type[BaseModel]] = ReviewsConfig
 
     def __init__(self, config: ReviewsConfig) -> None:
-        for field in ("sentences", "reviews", "other_texts"):
+        for field in ("sentences", "reviews"):
             require_source(getattr(config, field), field)
         self.config = config
 
@@ -398,7 +377,7 @@ class ReviewsWorld:
         """The labeled snippets: the labelers', the judge's, and those that no stage sees."""
         config = self.config
         labeled = read_labeled(config.sentences, "sentences")
-        return split_sentences(labeled, config.num_human_pairs, config.sentence_words, config.split_seed)
+        return split_sentences(labeled, config.num_human_pairs, config.sentence_words)
 
     @cached_property
     def _labeler_classifier(self) -> SentimentClassifier:
@@ -430,8 +409,7 @@ class ReviewsWorld:
                 classifier=self._labeler_classifier,
                 seed=seed,
                 noise=config.labeler_noise,
-                tie_threshold=config.tie_threshold,
-                position_bias=config.position_bias,
+                tie_threshold=TIE_NATS,
             )
             for number in range(1, config.num_labelers + 1)
         ]
@@ -439,7 +417,7 @@ class ReviewsWorld:
     def write_data(self, folder: Path, seed: int) -> None:
         """Writes every stage's files into `folder`: the same bytes for the same files, config and seed.
 
-        - pretrain, pretrain_heldout: whole reviews; pretrain also has PEPs.
+        - pretrain, pretrain_heldout: whole reviews.
         - demonstrations, demonstrations_heldout: a sentence's first words and their continuation.
         - collect_prompts, ppo_prompts, compare_prompts: distinct first words of sentences that are not among the
           demonstrations.
@@ -467,7 +445,6 @@ class ReviewsWorld:
         write_jsonl(folder / "demonstrations_heldout.jsonl", (self._demonstration(s, seed) for s in heldout))
 
         texts = [review.text for review in train_reviews[: config.max_pretrain_texts]]
-        texts += self._other_texts(sum(map(len, texts)), seed)
         write_jsonl(folder / "pretrain.jsonl", ({"text": text} for text in shuffled(texts, str, "pretrain", seed)))
         write_jsonl(folder / "pretrain_heldout.jsonl", ({"text": review.text} for review in heldout_reviews))
         write_jsonl(folder / "human_pairs.jsonl", self.human_pairs())
@@ -501,19 +478,6 @@ class ReviewsWorld:
                 " reviews; expected at least one on either side"
             )
         return reviews[num_heldout:], reviews[:num_heldout]
-
-    def _other_texts(self, num_review_characters: int, seed: int) -> list[str]:
-        """Returns texts up to `other_share` of all pretraining characters. One that would exceed it is left out."""
-        if self.config.other_texts is None:
-            return []
-        share = self.config.other_share
-        budget = share / (1 - share) * num_review_characters
-        chosen: list[str] = []
-        for text in shuffled(set(read_texts(self.config.other_texts, "other_texts")), str, "peps", seed):
-            if len(text) <= budget and not self._unseen.occurs_in(text):
-                chosen.append(text)
-                budget -= len(text)
-        return chosen
 
     def _snippets(self) -> list[LabeledText]:
         """Returns the snippets of both halves with a length within `sentence_words`."""

@@ -6,29 +6,16 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cluster.failures import WorkerLostError
-from files.hashes import derive_seed
-from heed.jobs.job_file import load_job
 from heed.jobs.recovery import run_to_end
 from heed.jobs.registry import BUILT_IN
-from lm.generation import Generated
-from lm.tokenizer import Tokenizer
-from ppo.environments.conversations import Conversations
-from ppo.environments.game import GuessingGame
 from research.chaos.campaign import (
-    REASONS,
-    FailingEnvironment,
     choose_kinds,
-    failures_of,
-    planned,
-    planned_failures,
     run_chaos,
     shortest_seconds,
-    with_failures,
 )
 from research.chaos.faults import DiskFull, FolderMissing, Schedule, WorkerHangs, small_disk, why_no_disk
 from research.chaos.local_cluster import why_no_network
@@ -48,7 +35,6 @@ from research.chaos.round import Driver
 from tests.tiers import in_ci, tried
 
 ROOT = Path(__file__).parents[3]
-CONVERSATIONS = ROOT / "configs" / "jobs" / "environment.toml"
 DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
 # All stages, no longer than is needed to be hit in their middle.
 SHORT = ("workers=2", "ppo.num_iterations=2", "pretrain.num_steps=16", "compare.best_of=2")
@@ -95,64 +81,6 @@ def test_no_bit_differs_after_faults_of_every_kind(result: ChaosResult) -> None:
     assert not result.has_failed
 
 
-@pytest.mark.nightly
-def test_failing_conversations_cost_their_own_responses_also_under_faults(tmp_path: Path) -> None:
-    short = ("workers=2", "ppo.num_iterations=2")
-    found = run_chaos(
-        CONVERSATIONS, short, tmp_path, num_faults=2, seed=3, num_nodes=2, kinds=["worker"], environment_failures=0.4
-    )
-    assert {"deadline", "error", "invalid", "too_long"} == set(found.failures)
-    assert not found.has_failed, summary(found)
-
-
-def test_conversations_fail_as_planned_and_no_others(tokenizer: Tokenizer) -> None:
-    chatty, number, share = tokenizer.with_template("chat"), 64, 0.25
-    game = GuessingGame(deadline_seconds=20).model_dump_json()
-    # Those that hang are waited for once or twice; the others answer within it on a busy machine too.
-    environment = FailingEnvironment(environment=game, share=share, deadline_seconds=2.0)
-    messages = [{"role": "user", "content": "Guess."}]
-    environment.load()
-    talks = Conversations(
-        environment, chatty, Closing(chatty),  # type: ignore[arg-type]
-        max_new_tokens=40, max_prompt_tokens=60, temperature=1,
-    )  # fmt: skip
-    found = talks.sample([chatty.encode_prompt(messages)] * number, [messages] * number, [{}] * number, range(number))
-    failures = [planned(derive_seed(seed, "environment"), share) for seed in range(number)]
-    assert {failure for failure in failures if failure} == set(REASONS)
-    for talk, failure in zip(found.conversations, failures, strict=True):
-        assert talk.dialogue.failure == (REASONS[failure] if failure else ""), failure
-    assert number * share / 2 < sum(failure is not None for failure in failures) < number * share * 2
-
-
-class Closing:
-    """A sampler whose turns all say the same, and every other of which is cut off, so that it is not answered."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.turn = [*tokenizer.encode_plain(["three"])[0], tokenizer.turn_end_id]
-
-    def sample(self, prompts: Any, _seeds: Any, **_: Any) -> Generated:
-        closed = [place % 2 == 0 for place in range(len(prompts))]
-        turns = [self.turn if is_closed else self.turn[:-1] for is_closed in closed]
-        return Generated(turns, closed, [[-1.0] * len(turn) for turn in turns])
-
-
-def test_failures_are_counted_and_others_are_reported(tmp_path: Path) -> None:
-    job = load_job(CONVERSATIONS, [])
-    job = load_job(CONVERSATIONS, with_failures(job, 0.5))
-    expected = planned_failures(job, 0.5)
-    number = 3 * 16
-    assert number * 0.3 < expected.total() < number * 0.7
-    (tmp_path / "ppo").mkdir()
-    lines = [{"environment_failed/error": 2 / 16, "turns": 1.5}, {"environment_failed/error": 1 / 16}]
-    (tmp_path / "ppo" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert failures_of(job, tmp_path) == {"error": 3}
-    wrong = ChaosResult((), 1, (), 1.0, 1.0, {}, 1.0, dict(expected), {"environment-chaos-1": {"error": 3}})
-    assert wrong.has_failed
-    assert "FAILED: in environment-chaos-1 others failed: 3 error" in summary(wrong)
-    with pytest.raises(ValueError, match="job 'debug' has no conversations"):
-        with_failures(load_job(DEBUG, []), 0.5)
-
-
 def test_a_schedule_is_a_function_of_its_seed_and_deals_kinds_and_stages_evenly() -> None:
     kinds = ("worker", "hang", "folder")
     total = 10 * len(kinds) * len(BUILT_IN.names)
@@ -186,8 +114,8 @@ def test_a_slow_first_run_does_not_move_faults_past_the_end_of_later_ones(tmp_pa
 def test_kinds_are_chosen_or_refused() -> None:
     everywhere = ["worker", "node", "driver", "hang"]
     assert choose_kinds([], {}) == [*everywhere, "partition", "disk", "folder"]
-    assert choose_kinds([], {"partition": "why", "disk": "why"}) == [*everywhere, "freeze", "folder"]
-    assert choose_kinds(["hang", "freeze", "hang"], {}) == ["hang", "freeze"]
+    assert choose_kinds([], {"partition": "why", "disk": "why"}) == [*everywhere, "folder"]
+    assert choose_kinds(["hang", "folder", "hang"], {}) == ["hang", "folder"]
     with pytest.raises(ValueError, match=r"'fire' is not a kind of fault; some of worker, node, driver"):
         choose_kinds(["fire"], {})
     with pytest.raises(ValueError, match="disk is not possible here: mount: no"):

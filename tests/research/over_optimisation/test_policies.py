@@ -86,10 +86,6 @@ def test_points_are_what_each_policy_measures_alone(
     assert found.best_of_n_points[1].proxy.mean > found.best_of_n_points[0].proxy.mean > 0
     assert found.rl is not None
     assert found.best_of_n is None  # two sizes are too few to fit
-    # Even the nearest policy is further away than best of 4, so there is no range of KL in which both have policies.
-    assert found.rl_points[0].kl_nats.mean > best_of_n_kl(4)
-    assert found.at_equal_kl == ()
-    assert len(found.at_equal_proxy) in (0, 8)
 
 
 def test_prompts_whose_scores_fail_are_left_out_and_counted(

@@ -37,7 +37,6 @@ def test_over_optimisation_of_a_run(
     how = (run_folder, "--prompts", prompts, "--samples", 2, "--pool", 8)
     shown = over_optimisation(*how, "--gold", "gold.py:shortest", "--json", "found.json")
     assert "iteration 6" in shown
-    assert "PPO minus best-of-n at equal proxy gain" in shown or "share no range of proxy gain" in shown
     found = json.loads((tmp_path / "found.json").read_text())
     assert [point["name"] for point in found["rl_points"]] == ["iteration 2", "iteration 4", "iteration 6", "final"]
     assert [point["name"] for point in found["best_of_n_points"]] == ["best of 2", "best of 4", "best of 8"]

@@ -239,9 +239,7 @@ def test_a_finding_runs_its_arms_and_measures_them(tmp_path: Path) -> None:
     assert not (elsewhere / "seed-0").exists()
     with pytest.raises(ValueError, match=r"seed-0.npz: has measures of another job, or of a different arm"):
         study(elsewhere, "dpo-over-optimisation", "reward.num_epochs=3", stored=stored)
-    with pytest.raises(
-        ValueError, match=r"seed-0.npz: has no 'rl/ppo-1/names', since it was written for other findings"
-    ):
+    with pytest.raises(ValueError, match=r"seed-0.npz: has no rl of ppo-1, since it was written for other findings"):
         study(elsewhere, "dpo-frontier", stored=stored)
     with pytest.raises(ValueError, match=r"no measures of these seeds; .*seed-0.npz were expected"):
         study(elsewhere, stored=tmp_path / "nowhere")
@@ -258,9 +256,9 @@ def test_a_file_from_before_arms_had_stamps_gives_way(tmp_path: Path) -> None:
     recorded.tokens("ppo-1")
     np.savez_compressed(tmp_path / "old.npz", **{"stamp": np.array("of ppo-1"), "tokens/ppo-1/0": np.zeros(3)})
     with pytest.raises(ValueError, match="measures of another job"):
-        StoredMeasures.read(tmp_path / "old.npz", 0, stamps)
+        StoredMeasures(tmp_path / "old.npz", 0, stamps)
     recorded.write(tmp_path / "old.npz", stamps)
-    read = StoredMeasures.read(tmp_path / "old.npz", 0, stamps)
+    read = StoredMeasures(tmp_path / "old.npz", 0, stamps)
     assert set(read.arrays) == {"tokens/ppo-1/0"}
     assert np.array_equal(read.tokens("ppo-1"), recorded.tokens("ppo-1"))
 

@@ -80,9 +80,6 @@ def made_config(tmp_path_factory: pytest.TempPathFactory) -> ReviewsConfig:
             folder / "sentences.jsonl", [{"text": text, "sentiment": names[not up]} for text, up in snippets]
         ),
         reviews=write_rows(folder / "reviews.jsonl.gz", reviews),
-        other_texts=write_rows(
-            folder / "others.jsonl.gz", [{"text": f"PEP: {i}\n" + "Words. " * 300} for i in range(9)]
-        ),
         **SIZES,
     )
 
@@ -101,7 +98,6 @@ def real_world() -> ReviewsWorld:
         for field, name in (
             ("sentences", "sentence_polarity.jsonl"),
             ("reviews", "movie_reviews.jsonl.gz"),
-            ("other_texts", "peps.jsonl.gz"),
         )
     ]
     world = load_job(ROOT / "research" / "jobs" / "reviews.toml", copies).open_world()
@@ -162,9 +158,6 @@ def assert_data_is_sound(world: ReviewsWorld, folder: Path) -> None:
     # A compare prompt starts a line of a held-out review.
     openings = "|".join(plain(line) for text in texts["pretrain_heldout"] for line in text.splitlines())
     assert all(plain(prompt) in openings for prompt in prompts["compare"])
-    num_pep_characters = sum(len(text) for text in texts["pretrain"] if text.startswith("PEP:"))
-    assert 0 < num_pep_characters <= config.other_share * sum(map(len, texts["pretrain"]))
-    assert not any(text.startswith("PEP:") for text in texts["pretrain_heldout"])
 
 
 def test_it_is_a_world(made_world: ReviewsWorld) -> None:
@@ -196,12 +189,12 @@ def test_same_seed_same_bytes_and_another_seed_other_bytes(made_config: ReviewsC
             (tmp_path / name / f"{file}.jsonl").read_bytes() for name in ("first", "second", "other")
         )
         assert first == second
-        assert (first == other) == (file == "human_pairs")  # split_seed, not the data seed, sets the pairs
+        assert (first == other) == (file == "human_pairs")  # the data seed does not set the pairs
 
 
 def test_order_of_the_sentences_file_does_not_matter(made_config: ReviewsConfig) -> None:
     labeled = read_labeled(made_config.sentences, "sentences")
-    forward, backward = (split_sentences(rows, 20, (8, 28), 0) for rows in (labeled, labeled[::-1]))
+    forward, backward = (split_sentences(rows, 20, (8, 28)) for rows in (labeled, labeled[::-1]))
     assert forward == backward
 
 
@@ -210,7 +203,7 @@ def test_variants_of_a_sentence_do_not_straddle_and_contradictions_go() -> None:
     labeled = [LabeledText(made_sentence(rng, up), up) for up in (True, False) * 60]
     variants = [LabeledText("The " + s.text.replace(" ", " , ").title(), s.positive) for s in labeled]
     contradicted = LabeledText(labeled[0].text, not labeled[0].positive)
-    split = split_sentences([*labeled, *variants, contradicted], 10, (8, 28), seed=5)
+    split = split_sentences([*labeled, *variants, contradicted], 10, (8, 28))
     sides = [{plain(s.text) for s in side} for side in (split.labeler, split.judge, split.unseen)]
     assert len(sides[0] | sides[1] | sides[2]) == sum(map(len, sides)) == 119
     assert all(plain(labeled[0].text) not in side for side in sides)
@@ -289,8 +282,8 @@ def test_a_bad_row_is_named_by_field_file_and_line(tmp_path: Path, line: str, me
 
 
 def test_a_missing_file_is_named_by_field_and_path(made_config: ReviewsConfig) -> None:
-    with pytest.raises(ValueError, match=r"other_texts = 'no/such\.jsonl\.gz': no such file \(looked for /"):
-        ReviewsWorld(made_config.model_copy(update={"other_texts": Path("no/such.jsonl.gz")}))
+    with pytest.raises(ValueError, match=r"reviews = 'no/such\.jsonl\.gz': no such file \(looked for /"):
+        ReviewsWorld(made_config.model_copy(update={"reviews": Path("no/such.jsonl.gz")}))
 
 
 @pytest.mark.parametrize(
@@ -315,7 +308,6 @@ def test_asking_for_too_much_says_what_there_is(
         ({"prompt_words": (5, 3)}, "smaller number first"),
         ({"prompt_words": (3, 8)}, "so that words are left for a response"),
         ({"labeller_noise": 1.0}, "Extra inputs"),
-        ({"other_share": 1.0}, "less than 1"),
     ],
 )
 def test_config_refuses(made_config: ReviewsConfig, changes: dict[str, Any], message: str) -> None:
@@ -355,7 +347,7 @@ def shown_task(task_id: str, *responses: str) -> ShownTask:
 def labeler_of(log_odds: dict[str, float], **changes: Any) -> ReviewLabeler:
     """A labeler whose classifier reads its answers from a table."""
     classifier: Any = SimpleNamespace(log_odds=lambda texts: [log_odds[text.removeprefix("w1 w2 ")] for text in texts])
-    settings: dict[str, Any] = {"name": "r", "seed": 0, "noise": 0.6, "tie_threshold": 0.0, "position_bias": 0.0}
+    settings: dict[str, Any] = {"name": "r", "seed": 0, "noise": 0.6, "tie_threshold": 0.0}
     return ReviewLabeler(classifier=classifier, **{**settings, **changes})
 
 
@@ -381,12 +373,6 @@ def test_ties_chain_from_the_best_of_their_group() -> None:
     # c is within .1 of b but not of a, which leads the group.
     assert labeler.judge(shown_task("t", "d", "c", "a", "b", "e")).ranks == (3, 2, 1, 1, 3)
     assert labeler_of(odds).judge(shown_task("t", "d", "d")).ranks == (1, 1)
-
-
-def test_position_bias_favours_the_first_shown() -> None:
-    labeler = labeler_of({"a": 0.3, "b": 0.0}, noise=0.0, position_bias=0.5)
-    assert labeler.judge(shown_task("t", "b", "a")).ranks == (1, 2)
-    assert labeler.judge(shown_task("t", "a", "b")).ranks == (1, 2)
 
 
 def test_reading_time_counts_words() -> None:
