@@ -20,7 +20,6 @@ from ppo.prompts import Prompts, PromptSource, unmet_needs
 from reward.external import ExternalReward, ModelReward, NoReward, RemoteReward, RewardFunction
 from reward.judge import JudgeReward
 from reward.sources import Reward, RewardSum, with_scored_by
-from reward.steps import StepsConfig
 from reward.verifiers.verifier import Verifier
 from stages.labels import OpenLabels
 from training.config import BatchConfig, Config, OptimizerConfig, by_kind, check_lora, lora_field
@@ -320,8 +319,6 @@ class PPOConfig(Config):
         yield from self._unmet_needs_of_body()
         yield from self._unmet_needs_of_teachers()
         yield from self._unmet_needs_of_alarm()
-        if self.environment is not None and self.steps is not None:
-            yield "environment with reward.steps: turns have rewards of their own; only one of the two was expected"
         if self.environment is not None and self.sampler.tensor_parallel_size > 1:
             yield (
                 f"sampler.tensor_parallel_size {self.sampler.tensor_parallel_size} with environment.kind"
@@ -362,15 +359,8 @@ class PPOConfig(Config):
                 f"importance.kind {self.importance.kind!r} drops {self.importance.drops}, but here the current policy"
                 ' samples, which needs no correction; "cut" was expected'
             )
-        if self.loss.is_per_response and self.steps is not None:
-            yield (
-                f"loss.kind {self.loss.kind!r} has one ratio per response, but with reward.steps advantages differ from"
-                ' step to step; "token" was expected'
-            )
 
     def _unmet_needs_of_body(self) -> Iterator[str]:
-        if self.shared_body and self.steps is not None:
-            yield "lora.shared_body with reward.steps: a shared body's reward model scores whole responses only"
         if self.shared_body and self.external_reward is not None:
             yield (
                 "lora.shared_body needs a reward model trained by Heed with [reward] lora; without one, leave"
@@ -514,12 +504,6 @@ class PPOConfig(Config):
     def reward_sources(self) -> tuple[str, ...]:
         """The names of the rewards in a reward of kind "sum"; () for other kinds."""
         return tuple(self.reward.sources) if isinstance(self.reward, RewardSum) else ()
-
-    @property
-    def steps(self) -> StepsConfig | None:
-        """What the scores of a response's steps amount to, if the reward scores steps."""
-        steps: StepsConfig | None = getattr(self.reward, "steps", None)  # most kinds have none
-        return steps
 
     @property
     def local_judges(self) -> tuple[JudgeReward, ...]:
