@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.guessing_game import Game
 from lm.tool_calls import AssistantMessage
 from ppo.algorithm import (
     GAE,
@@ -41,7 +42,6 @@ from ppo.algorithm import (
     token_weights,
 )
 from ppo.config import PPOConfig
-from ppo.environments.game import Game
 from training.config import BatchConfig, Config, OptimizerConfig
 from training.data import DataConfig
 
@@ -94,7 +94,7 @@ class Toy:
 
     @classmethod
     def game(cls) -> "Toy":
-        """The environment `guess` with three numbers, each with the same chance. Token v says the number v + 1; a reply
+        """The guessing game with three numbers, each with the same chance. Token v says the number v + 1; a reply
         is token 3 (lower) or 4 (higher), and each pair of a wrong guess and its reply is a state.
         """
         games = list[Played]()
@@ -166,7 +166,7 @@ _GUESSES = [*itertools.product(range(VOCABULARY), repeat=LENGTH)]
 
 
 def _played(number: int, *guesses: int) -> Played:
-    """Returns the game in which these are the guesses about a number, with the replies of Heed's environment."""
+    """Returns the game in which these are the guesses about a number, with the replies of the environment."""
     game, tokens, mask, rewards = Game(number + 1), [0] * 3, [False] * 3, [0.0] * 3
     for column, guess in zip((0, 2), guesses, strict=True):
         text = str(guess + 1)

@@ -29,9 +29,8 @@ from classify.rows import read_labelled
 from files.atomic import write_json, write_jsonl
 from files.hashes import derive_seed
 from files.records import as_json
-from lm.adapters import save_trained
+from lm.adapters import adapted, save_trained
 from lm.hub import on_this_machine
-from lm.lora import adapted
 from lm.progress import note_progress
 from lm.source import inference_device, load, on_meta
 from lm.tokenizer import Tokenizer

@@ -61,9 +61,8 @@ class EMAConfig(Config):
 
     model_config = ConfigDict(title="EMA")
 
-    decay: float = Field(default=0.0, ge=0, lt=1, description="Decay per iteration; 0 = no averaging.")
-    is_final: bool = Field(
-        default=False, description="Whether the stage's result is the average instead of the last weights."
+    decay: float = Field(
+        default=0.0, ge=0, lt=1, description="Decay per iteration, of the weights in `model_ema`; 0 = no averaging."
     )
 
 
@@ -260,12 +259,6 @@ class PPOConfig(Config):
     save_every_iterations: int = Field(
         default=10, ge=1, description="Iterations between checkpoints; the last iteration always writes one."
     )
-    follow_every_iterations: int = Field(
-        default=10,
-        ge=0,
-        description="Iterations between samples for the same few prompts, which show in samples.jsonl how the policy"
-        " changes; the first and the last iteration always have them. 0 = none.",
-    )
     keep_policies_every: int = Field(
         default=0, ge=0, description="Iterations between copies of the policy that are kept in policies/; 0 = none."
     )
@@ -388,8 +381,6 @@ class PPOConfig(Config):
             yield "alarm.source: people compare single responses; a job without ppo.environment was expected"
         if self.alarm.action == "roll_back" and not self.keep_policies_every:
             yield 'alarm.action "roll_back" needs policies to return to; keep_policies_every above 0 was expected'
-        if self.alarm.action == "roll_back" and self.ema.is_final:
-            yield 'alarm.action "roll_back" returns to a kept policy, not an average; ema.is_final false was expected'
 
     def _unmet_needs_of_teachers(self) -> Iterator[str]:
         names = self.teacher_names

@@ -47,6 +47,7 @@ DEFAULT_MAX_DIFFERENCE = max_difference("bf16", 2)  # nats per token
 # Iterations. The first update normally reuses the forward passes that computed the log-probs, so its ratio is 1. In
 # iterations 0, 16, 32, ... it computes them again, which shows whether passes with and without gradients agree.
 CHECK_RATIO_EVERY = 16
+FOLLOW_EVERY_ITERATIONS = 10  # between samples for the same few prompts, which show how the policy changes
 GoldScores = Callable[[Rollout], Tensor]  # a world's scores [B] of the responses; higher is better
 ScoredBy = Callable[[Rollout], Tensor]  # which objectives score which responses [B, O]
 PHASES = ("sampling", "scoring", "spot_checks", "policy_updates", "value_updates", "sync")
@@ -458,8 +459,7 @@ class PPOController:
 
         They do not affect training: they have their own seeds, and only the log reads them.
         """
-        every, last = self.config.follow_every_iterations, self.config.num_iterations - 1
-        is_due = every > 0 and (iteration % every == 0 or iteration == last)
+        is_due = iteration % FOLLOW_EVERY_ITERATIONS == 0 or iteration == self.config.num_iterations - 1
         if self.observers.samples is None or not self.followed or not is_due:
             return None
         seeds = [derive_seed(self.seed, "ppo", "followed", iteration, place) for place in range(len(self.followed))]

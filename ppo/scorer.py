@@ -48,8 +48,8 @@ from reward.scoring import (
     weights_by_label,
 )
 from training.config import BatchConfig, EngineConfig
+from training.internals import host_bytes
 from training.packing import pass_tokens, split_passes
-from training.pinned import host_bytes
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 AnyModule_co = TypeVar("AnyModule_co", bound=nn.Module, covariant=True)

@@ -458,7 +458,6 @@ STAGE = Stage(
             "reward.parallel",
             "reward.cache",
             "reward.budget",
-            "follow_every_iterations",
         )
     ),
     plan=plan,

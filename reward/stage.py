@@ -19,10 +19,9 @@ from torch import Tensor
 from files.atomic import write_json
 from files.hashes import derive_seed
 from files.records import read_record, record_of
-from lm.adapters import save_trained
+from lm.adapters import adapted, save_trained
 from lm.config import ModelConfig
 from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier
-from lm.lora import adapted
 from lm.model import SCORE, LanguageModel, ScalarModel
 from lm.source import ModelSource, on_meta
 from lm.tokenizer import Messages, Tokenizer

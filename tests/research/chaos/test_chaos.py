@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.guessing_game import GuessingGame
 from cluster.failures import WorkerLostError
 from files.hashes import derive_seed
 from heed.jobs.job_file import load_job
@@ -18,7 +19,6 @@ from heed.jobs.registry import BUILT_IN
 from lm.generation import Generated
 from lm.tokenizer import Tokenizer
 from ppo.environments.conversations import Conversations
-from ppo.environments.game import GuessingGame
 from research.chaos.campaign import (
     REASONS,
     FailingEnvironment,
