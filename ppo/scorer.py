@@ -188,7 +188,7 @@ class Scorer(Rank):
         if isinstance(self.judge, RewardModel):
             encoded = self.judge.encoded(self.tokenizer, asked.conversations, prompts, responses)
             heads = [self.judge.network.labels.index(name) for name in self.config.reward.objective_weights] or [0]
-            return self._network_scores(self.judge, [of.tokens for of in encoded])[:, heads]
+            return self._network_scores(self.judge, encoded)[:, heads]
         if self.config.environment is not None:  # what answers the prompt is the last turn
             responses = [rollout.turns(row)[-1][1] for row in range(len(rollout))]
         texts = [self.tokenizer.decode(response).strip() for response in responses]

@@ -22,7 +22,7 @@ from lm.source import PartialSource, load_for_inference, on_meta
 from lm.tokenizer import Messages, Tokenizer
 from lm.transfer import MAX_TOKENS, last_tokens, pad_right, upload
 from lm.weights import ModelFolder, purpose_of
-from reward.comparisons import Comparison, Encoded, encode_answered
+from reward.comparisons import Comparison, encode_scored
 from training.packing import IntArray, packed_rows, split_passes
 from training.tokens import Sequences
 
@@ -172,7 +172,7 @@ class RewardModel:
         conversations: Sequence[Messages],
         prompts: Sequence[Sequence[int]],
         responses: Sequence[Sequence[int]],
-    ) -> list[Encoded]:
+    ) -> list[Sequence[int]]:
         """Returns the tokens that the network reads for a policy's responses: the policy's, if tokenizer and template
         are the same, otherwise the same texts in its own. `conversations` and `prompts` are the prompts as messages and
         as the policy's tokens.
@@ -180,12 +180,11 @@ class RewardModel:
         Reward models learn from whole texts that end with the end token, so a truncated response gets one, too.
         """
         if self.tokenizer == tokenizer:
-            closed = [self._closed(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
-            return [Encoded(of, len(of) - len(prompt)) for of, prompt in zip(closed, prompts, strict=True)]
+            return [self._closed(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
         texts = [tokenizer.decode(response).strip() for response in responses]
         pairs = zip(conversations, texts, strict=True)
         turns = ([*messages, {"role": "assistant", "content": text}] for messages, text in pairs)
-        return [encode_answered(self.tokenizer, conversation) for conversation in turns]
+        return [encode_scored(self.tokenizer, conversation) for conversation in turns]
 
     def score(
         self,
@@ -199,9 +198,9 @@ class RewardModel:
         Arguments as for `encoded`.
         """
         encoded = self.encoded(tokenizer, conversations, prompts, responses)
-        fitting = [row for row, of in enumerate(encoded) if self.fits(of.tokens)]
+        fitting = [row for row, of in enumerate(encoded) if self.fits(of)]
         scores = [math.nan] * len(encoded)
-        for row, score in zip(fitting, self.score_sequences([encoded[row].tokens for row in fitting]), strict=True):
+        for row, score in zip(fitting, self.score_sequences([encoded[row] for row in fitting]), strict=True):
             scores[row] = score
         return scores
 

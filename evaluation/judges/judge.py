@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from evaluation.verdicts import Response, Side, Verdict
 from lm.tokenizer import Messages, Tokenizer
-from reward.comparisons import encode_answered
+from reward.comparisons import encode_scored
 from reward.endpoint import OnProgress
 from reward.external import Scored
 from reward.scoring import RewardModel, check_network, labels_of, weights_by_label
@@ -187,14 +187,13 @@ def reward_model_score(folder: Path, weights: Mapping[str, float]) -> Score:
     def score(conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
         turns = zip(conversations, responses, strict=True)
         whole = [[*messages, {"role": "assistant", "content": response}] for messages, response in turns]
-        encoded = [encode_answered(tokenizer, conversation) for conversation in whole]
+        encoded = [encode_scored(tokenizer, conversation) for conversation in whole]
         room = model().network.config.max_position_embeddings
-        fitting = [row for row, response in enumerate(encoded) if model().fits(response.tokens)]
+        fitting = [row for row, tokens in enumerate(encoded) if model().fits(tokens)]
         scored = [
-            Scored(math.nan, f"{len(response.tokens)} tokens; the reward model reads at most {room}")
-            for response in encoded
+            Scored(math.nan, f"{len(tokens)} tokens; the reward model reads at most {room}") for tokens in encoded
         ]
-        scores = model().score_sequences([encoded[row].tokens for row in fitting])
+        scores = model().score_sequences([encoded[row] for row in fitting])
         for row, value in zip(fitting, scores, strict=True):
             scored[row] = Scored(value) if math.isfinite(value) else Scored(math.nan, f"the reward model gave {value}")
         return scored
