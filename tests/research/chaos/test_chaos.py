@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.guessing_game import GuessingGame
 from cluster.failures import WorkerLostError
 from files.hashes import derive_seed
 from heed.jobs.job_file import load_job
@@ -19,6 +18,7 @@ from heed.jobs.registry import BUILT_IN
 from lm.generation import Generated
 from lm.tokenizer import Tokenizer
 from ppo.environments.conversations import Conversations
+from ppo.environments.kinds import OwnEnvironment
 from research.chaos.campaign import (
     REASONS,
     FailingEnvironment,
@@ -107,7 +107,7 @@ def test_failing_conversations_cost_their_own_responses_also_under_faults(tmp_pa
 
 def test_conversations_fail_as_planned_and_no_others(tokenizer: Tokenizer) -> None:
     chatty, number, share = tokenizer.with_template("chat"), 64, 0.25
-    game = GuessingGame(deadline_seconds=20).model_dump_json()
+    game = OwnEnvironment(class_name="benchmarks.guessing_game:GuessingGame", deadline_seconds=20).model_dump_json()
     # Those that hang are waited for once or twice; the others answer within it on a busy machine too.
     environment = FailingEnvironment(environment=game, share=share, deadline_seconds=2.0)
     messages = [{"role": "user", "content": "Guess."}]
