@@ -14,13 +14,14 @@ import asyncio
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.guessing_game import Game
 from lm.tool_calls import AssistantMessage
 from ppo.algorithm import (
     GAE,
@@ -41,9 +42,6 @@ from ppo.algorithm import (
     token_weights,
 )
 from ppo.config import PPOConfig
-from ppo.environments.game import Game
-from ppo.groups import StepRewards
-from reward.steps import StepsConfig
 from training.config import BatchConfig, Config, OptimizerConfig
 from training.data import DataConfig
 
@@ -58,7 +56,7 @@ OTHERS = LeaveOneOut(samples_per_prompt=2, scale="none")
 class Toy:
     """Logits [S, V] of the policy, of the reference, and of an older policy. The first state is the start of the
     response; each other state follows one of its possible first tokens (in the game, the reply to it). With `has_end`,
-    a first token 0 ends the response. With `is_in_steps`, each token is a step, and has its payment as reward.
+    a first token 0 ends the response.
     """
 
     has_end: bool
@@ -69,9 +67,8 @@ class Toy:
     states_BR: Tensor  # the state in which the policy writes each token
     mask_BR: Tensor  # True = a token of the policy
     scores_B: Tensor
-    turn_rewards_BR: Tensor  # of an environment, or of steps
+    turn_rewards_BR: Tensor  # of an environment
     chances_B: Tensor  # the probability that the environment is the one that this response meets
-    is_in_steps: bool = False
 
     @classmethod
     def draw(cls, *, has_end: bool) -> "Toy":
@@ -97,7 +94,7 @@ class Toy:
 
     @classmethod
     def game(cls) -> "Toy":
-        """The environment `guess` with three numbers, each with the same chance. Token v says the number v + 1; a reply
+        """The guessing game with three numbers, each with the same chance. Token v says the number v + 1; a reply
         is token 3 (lower) or 4 (higher), and each pair of a wrong guess and its reply is a state.
         """
         games = list[Played]()
@@ -125,19 +122,6 @@ class Toy:
     @property
     def returns_B(self) -> Tensor:
         return self.scores_B + self.turn_rewards_BR.sum(dim=1)
-
-    @classmethod
-    def in_steps(cls, form: str) -> "Toy":
-        """Draw step scores between 0 and 1, which depend on the tokens so far, and what they amount to."""
-        toy, steps = cls.draw(has_end=True), StepsConfig.model_validate({"form": form})
-        generator = torch.Generator().manual_seed(5)
-        drawn_SV = torch.rand(1 + VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64)
-        paid_BR = torch.zeros_like(toy.tokens_BR, dtype=torch.float64)
-        for row, (tokens, mask) in enumerate(zip(toy.tokens_BR.tolist(), toy.mask_BR.tolist(), strict=True)):
-            states = (0, 1 + tokens[0])[: sum(mask)]
-            scores = [float(drawn_SV[state, token]) for state, token in zip(states, tokens, strict=False)]
-            paid_BR[row, : len(scores)] = torch.tensor(steps.paid(scores), dtype=torch.float64)
-        return replace(toy, scores_B=torch.zeros_like(toy.scores_B), turn_rewards_BR=paid_BR, is_in_steps=True)
 
     def logprobs(self, logits_SV: Tensor, rows: Tensor) -> Tensor:
         """Returns log π of the responses' tokens [B, R]; 0 where there is no token."""
@@ -182,7 +166,7 @@ _GUESSES = [*itertools.product(range(VOCABULARY), repeat=LENGTH)]
 
 
 def _played(number: int, *guesses: int) -> Played:
-    """Returns the game in which these are the guesses about a number, with the replies of Heed's environment."""
+    """Returns the game in which these are the guesses about a number, with the replies of the environment."""
     game, tokens, mask, rewards = Game(number + 1), [0] * 3, [False] * 3, [0.0] * 3
     for column, guess in zip((0, 2), guesses, strict=True):
         text = str(guess + 1)
@@ -261,15 +245,12 @@ def heeds_loss(config: PPOConfig, *, has_perfect_values: bool = True, corrects: 
         last_B = config.score_coef * group.toy.scores_B[group.rows]
         own_BR = config.score_coef * turns_BR
         rewards_BR, _ = token_rewards(last_B, old_BR, ref_BR, mask_BR, kl_coef, own_BR)
-        steps = StepRewards(own_BR, mask_BR) if group.toy.is_in_steps else None
         values_BR = group.toy.values(kl_coef)[group.rows] * has_perfect_values
         terms = {
             kind: teacher_terms(old_BR, ref_BR[:, None], torch.tensor([own]), mask_BR)
             for kind, own in (("reward", reward_weight), ("token", token_weight))
         }
-        found = config.advantage.estimate(
-            scores_B, rewards_BR + terms["reward"], values_BR, mask_BR, terms["token"], steps
-        )
+        found = config.advantage.estimate(scores_B, rewards_BR + terms["reward"], values_BR, mask_BR, terms["token"])
         advantages_BR = found.advantages_BR
         if corrects:
             importance_BR, _ = importance_weights(
@@ -332,7 +313,6 @@ def rows() -> list[Row]:
     return [
         *_advantages(),
         *_token_weights(),
-        *_steps(),
         *_stale_samples(),
         *_kl_terms(),
         *_teachers(),
@@ -383,40 +363,6 @@ def _token_weights() -> list[Row]:
     ]
     gspo = heeds_loss(_rloo(loss=ResponseLoss()))
     return [*found, Row("RLOO, lengths differ", '`loss.kind = "response"`', toy, gspo, 0.0, "that of per_response")]
-
-
-def _steps() -> list[Row]:
-    """Each token is a step, and responses have one step or two."""
-    constant = {"token_weight": "constant"}
-    gae, loo = heeds_loss(config_of(loss=constant)), heeds_loss(_rloo(loss=constant))
-
-    def group(scale: str) -> Loss:
-        baseline = GroupMean.model_validate({"samples_per_prompt": 2, "scale": scale})
-        return heeds_loss(config_of(advantage=baseline, loss=constant))
-
-    def row(name: str, settings: str, form: str, loss: Loss, scale: float = 1.0, known: str = "none") -> Row:
-        return Row(f"Steps: {name}", settings, Toy.in_steps(form), loss, scale, known)
-
-    worst = Toy.in_steps("min")
-    # The minimum changes at the second step if and only if that is the worst one.
-    at_second_B1 = (worst.turn_rewards_BR[:, 1:] < 0).double()
-    paid_BR = worst.returns_B[:, None] * torch.cat([1 - at_second_B1, at_second_B1], dim=1)
-    moved = replace(worst, turn_rewards_BR=paid_BR)
-    nothing = heeds_loss(config_of(advantage=NoBaseline(scale="none"), loss=constant))
-    forms = [(form, f'`steps.form = "{form}"`') for form in ("sum", "min")]
-    return [
-        *(row("GAE, perfect values", settings, form, gae) for form, settings in forms),
-        *(row("RLOO", settings, form, loo) for form, settings in forms),
-        row(
-            "GRPO's mean of all steps", '`advantage.kind = "group_mean"`', "sum", group("none"), 0.0,
-            "subtracts the mean once for each step that follows",
-        ),
-        row("GRPO", '`advantage.scale = "group"`', "sum", group("group"), 0.0, "that, and that of `group`"),
-        Row(
-            "Steps: minimum paid at the worst step", "not offered", moved, nothing, 0.0,
-            "after a bad step, a worse one seems to earn its score",
-        ),
-    ]  # fmt: skip
 
 
 def _rloo(**changes: object) -> PPOConfig:

@@ -33,7 +33,7 @@ from lm.tokenizer import Tokenizer
 from preferences.rankings import split_rankings
 from preferences.records import Ranking, dense_ranks
 from preferences.statistics.agreement import accuracy_against
-from reward.comparisons import Comparison, encode_rankings
+from reward.comparisons import Comparison, LabelerWeights, comparison_of, encode_tasks, rankings_by_task
 from reward.config import RankingsConfig
 from reward.objective import AuxiliaryParameters, LearnerSource, RankingObjective, RewardLearner
 from reward.prepared import read_rankings
@@ -103,6 +103,28 @@ class Study:
     rankings: Sequence[Ranking]
     world: World
     given: argparse.Namespace  # the command's options
+
+
+def encode_rankings(
+    tokenizer: Tokenizer,
+    rankings: Sequence[Ranking],
+    max_tokens: int,
+    *,
+    objectives: Sequence[str] = (),
+    weights: LabelerWeights | None = None,
+) -> list[Comparison]:
+    """Returns one comparison per task, in order of first appearance. Each response is encoded once for all labelers.
+
+    `objectives` are the model's, in order; () if there is only one. `weights` are the weights of labelers' rankings.
+
+    Raises: ValueError naming the task whose conversation is longer than `max_tokens`, or whose rankings are not all of
+    the same prompt and responses.
+    """
+    tasks = ((f"task {task[0].task_id!r}", task) for task in rankings_by_task(rankings))
+    return [
+        comparison_of(sequences, task, objectives, weights or {})
+        for _, task, sequences in encode_tasks(tokenizer, tasks, max_tokens, "reward")
+    ]
 
 
 def train(study: Study, kind: str, seed: int, folder: Path) -> dict[str, float]:

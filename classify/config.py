@@ -5,7 +5,6 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from lm.config import ModelConfig
 from training.config import BatchConfig, LayersConfig, OptimizerConfig
 from training.data import OnOverlong, SourceConfig, overlong_field
 
@@ -77,11 +76,6 @@ class ClassifyConfig(LayersConfig):
         " it chooses on held-out questions; nats).",
     )
     num_epochs: float = Field(default=3.0, gt=0, description="Passes over the examples (BERT: 2, 3 or 4).")
-    dt_fixup: bool = Field(
-        default=False,
-        description="Add blocks without norms and draw them by DT-Fixup (arXiv 2012.15355), from the norms of their"
-        " inputs in the training data. For many added blocks on a post-norm encoder, and little data.",
-    )
     batch: BatchConfig = Field(
         default=BatchConfig(batch_size=32, micro_batch_size=8), description="Batch sizes (BERT: 16 or 32)."
     )
@@ -110,25 +104,6 @@ class ClassifyConfig(LayersConfig):
             )
         if self.task == "span" and self.labels:
             raise ValueError('labels are set with task "span", which has none; "sequence" or "token" was expected')
-        return self
-
-    def reshaped(self, shape: ModelConfig) -> ModelConfig:
-        if self.dt_fixup and self.dropped_layers >= shape.num_hidden_layers:
-            raise ValueError(
-                f"dropped_layers is {self.dropped_layers} with dt_fixup; the model has {shape.num_hidden_layers}"
-                " blocks, and at least one was expected to be left, whose states the added ones read"
-            )
-        return shape.with_blocks(self.dropped_layers, self.added_layers, with_norms=not self.dt_fixup)
-
-    @model_validator(mode="after")
-    def _check_fixup(self) -> Self:
-        if self.dt_fixup and not self.added_layers:
-            raise ValueError("dt_fixup is true with added_layers 0, which draws no block; at least 1 was expected")
-        if self.dt_fixup and self.optimizer.warmup_steps:
-            raise ValueError(
-                f"dt_fixup with optimizer.warmup_steps {self.optimizer.warmup_steps}: it makes warm-up unnecessary;"
-                " 0 was expected"
-            )
         return self
 
     @model_validator(mode="after")

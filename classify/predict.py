@@ -37,11 +37,10 @@ SETTINGS = "classify.json"  # in a model's folder: the settings of its job that 
 
 
 def classifier_source(
-    folder: Path, config: ClassifyConfig, labels: Sequence[str], seed: int, input_norm: float = 1.0
+    folder: Path, config: ClassifyConfig, labels: Sequence[str], seed: int
 ) -> WithNewHead[Classifier]:
     """Returns an encoder's blocks, without the last or with new ones if the config says so, under the task's head. The
-    head is that of the directory if it has one with the same labels; else it is drawn from `seed`. `input_norm` is for
-    blocks that DT-Fixup draws (`largest_input_norm`).
+    head is that of the directory if it has one with the same labels; else it is drawn from `seed`.
 
     Raises: ValueError naming the file for a model that is no encoder, or that has too few blocks or positions.
     """
@@ -76,7 +75,6 @@ def classifier_source(
         is_new,
         dropped=config.dropped_layers,
         added=config.added_layers,
-        input_norm=input_norm if config.dt_fixup else 0.0,
     )
 
 

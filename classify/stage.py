@@ -10,15 +10,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-import torch
-
 from classify.config import OUTSIDE, ClassifyConfig, ClassifyData, entity_type
 from classify.examples import (
     ARRAYS,
     HELDOUT_ARRAYS,
     Examples,
-    PackedExamples,
     example_lengths,
     example_parts,
 )
@@ -29,13 +25,9 @@ from classify.rows import read_labelled
 from files.atomic import write_json, write_jsonl
 from files.hashes import derive_seed
 from files.records import as_json
-from lm.adapters import save_trained
-from lm.hub import on_this_machine
-from lm.lora import adapted
-from lm.progress import note_progress
-from lm.source import inference_device, load, on_meta
+from lm.adapters import adapted, save_trained
+from lm.source import on_meta
 from lm.tokenizer import Tokenizer
-from lm.transfer import MAX_TOKENS, at_positions
 from preferences.statistics.estimates import Interval
 from stages.contract import Parent, Stage
 from stages.data import token_folder
@@ -56,7 +48,6 @@ from stages.sizes import Lengths
 from training.data import Overlong, SourceRows
 from training.engine import StageContext, build_engine
 from training.loop import LoopConfig, TrainingLoop
-from training.packing import split_passes
 from training.tokens import TokenFolders, read_array, read_overlong, read_sources
 
 PREDICTIONS = "predictions.jsonl"  # what the model says of each held-out row
@@ -68,14 +59,13 @@ def train(
     start: Path,
     data: TokenFolders,
     labels: Sequence[str],
-    input_norm: float = 1.0,
 ) -> None:
     """Train on this rank; rank 0 writes `model/`, `predictions.jsonl` and `results.json`.
 
     Raises: ValueError as `classifier_source`.
     """
     tokenizer = Tokenizer.load(start, end=config.end_token)
-    source = classifier_source(start, config, labels, derive_seed(context.seed, "classify", "head"), input_norm)
+    source = classifier_source(start, config, labels, derive_seed(context.seed, "classify", "head"))
     plain = on_meta(source.build)
     unseen, learned = Examples.read(data.heldout), Examples.read(data.training)
     has_types = plain.config.type_vocab_size > 1
@@ -112,24 +102,6 @@ def train(
         )
     engine.barrier()
     engine.close()
-
-
-@torch.no_grad()
-def largest_input_norm(start: Path, config: ClassifyConfig, folder: Path, rank: int, num_ranks: int) -> float:
-    """Returns the largest L2 norm of a state that enters the added blocks, over a rank's share of the training data."""
-    initial = config.model_copy(update={"added_layers": 0, "dt_fixup": False})
-    model = load(classifier_source(on_this_machine(start), initial, (), seed=0), inference_device()).eval()
-    device, examples = inference_device(), Examples.read(folder)
-    rows, largest = np.arange(rank, len(examples), num_ranks), 0.0
-    has_types = model.config.type_vocab_size > 1
-    units = [[length] for length in examples.lengths_of(rows).tolist()]
-    for places in split_passes(units, 1, MAX_TOKENS)[0]:
-        note_progress()
-        packed = PackedExamples.of(examples, rows[places], device)
-        types_BT = packed.token_types_BT if has_types else None
-        states_BTD = model.hidden(packed.tokens_BT, packed.segments_BT, types_BT, None)
-        largest = max(largest, float(at_positions(states_BTD, packed.real_BT).norm(dim=-1).max()))
-    return largest
 
 
 def known_labels(config: ClassifyConfig) -> tuple[str, ...]:
@@ -182,15 +154,10 @@ def tokenize(run: StageRun, config: ClassifyConfig, tokenizer: Tokenizer, labels
 
 
 def run_classify(run: StageRun, config: ClassifyConfig) -> None:
-    """Train on all workers. Before that, they measure the inputs of blocks that DT-Fixup draws."""
+    """Train on all workers."""
     start, labels = run.start("pretrain"), known_labels(config)
     data = tokenize(run, config, Tokenizer.load(start, end=config.end_token), labels)
-    input_norm = 1.0
-    if config.dt_fixup:
-        workers = run.workers()
-        shares = [(start, config, data.training, rank, workers.num_workers) for rank in range(workers.num_workers)]
-        input_norm = max(workers.run_split(f"{run.name}: input norms", largest_input_norm, shares))
-    run.on_ranks(train, config, start, data, labels, input_norm)
+    run.on_ranks(train, config, start, data, labels)
 
 
 def preflight(run: StageRun, config: ClassifyConfig) -> None:

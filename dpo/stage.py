@@ -22,8 +22,7 @@ from dpo.report import REPORTER, DPOResults, PairMeans, title_of
 from files.atomic import write_json
 from files.hashes import derive_seed
 from files.records import record_of
-from lm.adapters import save_trained
-from lm.lora import adapted
+from lm.adapters import adapted, save_trained
 from lm.model import LanguageModel
 from lm.source import on_meta
 from lm.tokenizer import Tokenizer

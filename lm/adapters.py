@@ -28,6 +28,7 @@ from lm.lora import (
     UP,
     LoRAConfig,
     LoRALinear,
+    WithAdapters,
     adapted_maps,
     freeze_body,
     interleaved,
@@ -400,6 +401,11 @@ def _with_whole_parts(tensor: Tensor, place: Stored, names: Set[str], own: Calla
 
     before = zip(place.parts, tensor.split(sizes), strict=True)
     return torch.cat([part(theirs) if theirs in names else rows for theirs, rows in before])
+
+
+def adapted(source: ModelSource[AnyModel], lora: LoRAConfig | None, seed: int) -> ModelSource[AnyModel]:
+    """Returns the source with new adapters; without a config, the source itself."""
+    return source if lora is None else WithAdapters(source, lora, seed)
 
 
 def save_trained(

@@ -42,16 +42,13 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), as from GPT-2 on.
 
     With `cross_attention`, x + cross(norm(x)) between them attends to an encoder. Dropout applies to each branch. The
-    config may norm the branches' outputs, in addition to their inputs or instead: x + norm(attention(x)). Without
-    `has_norms`, the norms of the inputs are the identity.
+    config may norm the branches' outputs, in addition to their inputs or instead: x + norm(attention(x)).
     """
 
-    def __init__(
-        self, config: ModelConfig, dropout: float, *, cross_attention: bool = False, has_norms: bool = True
-    ) -> None:
+    def __init__(self, config: ModelConfig, dropout: float, *, cross_attention: bool = False) -> None:
         super().__init__()
         norm = partial(make_norm, config, config.hidden_size)
-        norms_inputs = has_norms and config.norm_place != "output"
+        norms_inputs = config.norm_place != "output"
         self.attention_norm = norm() if norms_inputs else nn.Identity()
         self.attention = Attention(config)
         self.attention_output_norm = norm() if config.norms_outputs else nn.Identity()

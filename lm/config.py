@@ -140,12 +140,6 @@ class ModelConfig(BaseModel):
         description="`pre`: x + f(norm(x)), as from GPT-2 on; `post`: norm(x + f(x)), as Vaswani et al.; `output`:"
         " x + norm(f(x)) (OLMo 2, arXiv 2501.00656); `sandwich`: x + norm(f(norm(x))) (Gemma 3, arXiv 2503.19786).",
     )
-    blocks_without_norm: int = Field(
-        default=0,
-        ge=0,
-        description="The last N blocks have no norms, x + f(x), as those that `classify.dt_fixup` adds to a post-norm"
-        " encoder.",
-    )
     norm_eps: float = Field(default=1e-5, gt=0, description="ε in the norms.")
     type_vocab_size: int = Field(
         default=0, ge=0, description="Token types (segments) that an encoder distinguishes; BERT has 2, 0 = none."
@@ -210,16 +204,6 @@ class ModelConfig(BaseModel):
             raise ValueError(
                 f"model.sliding_window is {self.sliding_window}, but model.kind is {self.kind!r}, not 'decoder'"
             )
-        if self.blocks_without_norm and (self.kind, self.norm_place) != ("encoder", "post"):
-            raise ValueError(
-                f"model.blocks_without_norm is {self.blocks_without_norm}, but the model is a {self.norm_place}-norm"
-                f" {self.kind}; a post-norm encoder was expected"
-            )
-        if self.blocks_without_norm > self.num_hidden_layers:
-            raise ValueError(
-                f"model.blocks_without_norm is {self.blocks_without_norm}; at most model.num_hidden_layers ="
-                f" {self.num_hidden_layers} was expected"
-            )
         if self.kind == "encoder-decoder" and self.norm_place not in ("pre", "post"):
             raise ValueError(f"model.norm_place is {self.norm_place!r}, but model.kind is {self.kind!r}")
         return self
@@ -262,11 +246,11 @@ class ModelConfig(BaseModel):
             raise ValueError(f"model.rope_scaling is given, but model.positions is {self.positions!r}")
         return self
 
-    def with_blocks(self, dropped: int, added: int, *, with_norms: bool = True) -> Self:
+    def with_blocks(self, dropped: int, added: int) -> Self:
         """Returns the shape without its last `dropped` blocks, and then with `added` new ones. They are the decoder's
         if the model has an encoder too.
 
-        Raises: ValueError if no block is left, or for blocks with norms after blocks without.
+        Raises: ValueError if no block is left.
         """
         kept = self.num_hidden_layers - dropped
         if kept < 0 or not kept + added:
@@ -274,20 +258,9 @@ class ModelConfig(BaseModel):
                 f"dropped_layers is {dropped} and added_layers {added}; the model has {self.num_hidden_layers} blocks,"
                 " and at least one was expected to be left"
             )
-        if not with_norms and (self.kind, self.norm_place) != ("encoder", "post"):
-            raise ValueError(
-                f"dt_fixup is for post-norm encoders, as BERT; a {self.norm_place}-norm {self.kind} was found"
-            )
-        bare = max(0, self.blocks_without_norm - dropped)
-        if bare and added and with_norms:
-            raise ValueError(
-                f"added_layers is {added}; the model ends with {bare} blocks without norms, after which blocks without"
-                " norms were expected (classify.dt_fixup)"
-            )
         changed = {
             "num_hidden_layers": kept + added,
             "sliding_window": [self.window(layer) for layer in range(kept + added)],
-            "blocks_without_norm": bare + (0 if with_norms else added),
         }
         return type(self).model_validate(self.model_dump() | changed)
 

@@ -208,11 +208,6 @@ class WithAdapters(Generic[AnyModel]):
         yield from interleaved(model, self.frozen.tensors(), adapters)
 
 
-def adapted(source: ModelSource[AnyModel], config: LoRAConfig | None, seed: int) -> ModelSource[AnyModel]:
-    """Returns the source with new adapters; without a config, the source itself."""
-    return source if config is None else WithAdapters(source, config, seed)
-
-
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name is an adapter's."""
     return name.endswith((f".{DOWN}", f".{UP}"))

@@ -67,11 +67,7 @@ class Transformer(nn.Module):
         self.dropout = Dropout(dropout)
         num_layers = config.num_hidden_layers if causal or not config.num_encoder_layers else config.num_encoder_layers
         block = PostNormBlock if config.norm_place == "post" else Block
-        with_norms = num_layers - config.blocks_without_norm
-        self.blocks = nn.ModuleList(
-            block(config, dropout, cross_attention=cross_attention, has_norms=layer < with_norms)
-            for layer in range(num_layers)
-        )
+        self.blocks = nn.ModuleList(block(config, dropout, cross_attention=cross_attention) for _ in range(num_layers))
         # In a post-norm model the last block ends with a norm.
         self.norm = nn.Identity() if config.norm_place == "post" else make_norm(config, config.hidden_size)
 
@@ -372,37 +368,6 @@ def initial_weight(name: str, shape: Sequence[int], config: ModelConfig, generat
         into_residual = name.endswith(("out.weight", "down.weight"))
         std = 1 / math.sqrt(shape[-1] * (branches if into_residual else 1))
     return torch.empty(*shape).normal_(std=std, generator=generator)
-
-
-def fixup_weight(
-    name: str, shape: Sequence[int], config: ModelConfig, generator: torch.Generator, input_norm: float
-) -> Tensor:
-    """Draws the initial value of a new parameter by DT-Fixup (Xu et al. 2021, arXiv 2012.15355), with which N new
-    blocks without norms learn from little data, without warm-up.
-
-    All matrices are Xavier's, N(0, 2 / (fan-in + fan-out)); biases are 0. In the new blocks, those of the values, of
-    the output, and of the MLP are then scaled by s = 1 / (2μ√N), where μ is `input_norm`, the largest L2 norm of a
-    token's state that enters the first of them. Derivation: to first order, a step of SGD changes the output of the
-    blocks by the rate times a sum over their matrices of the squared norm of what each is multiplied with. A block has
-    four of them, each between a state of norm μ and another matrix, which s scales: 4μ²s². Over N blocks that is 1 for
-    this s. (The paper's blocks also have embeddings of relations, with which the sum is s²(4μ² + 2μ + 2) per block.)
-    """
-    if len(shape) < 2:
-        return torch.zeros(*shape)
-    parts = [shape[0]]  # rows of each map of a fused one
-    if name.endswith("qkv.weight"):
-        keys = config.num_key_value_heads * config.head_dim
-        parts = [config.num_attention_heads * config.head_dim, keys, keys]
-    elif name.endswith("up.weight") and config.mlp == "swiglu":
-        parts = [shape[0] // 2, shape[0] // 2]
-    drawn = [
-        torch.empty(rows, shape[1]).normal_(std=math.sqrt(2 / (rows + shape[1])), generator=generator) for rows in parts
-    ]
-    if ".blocks." in name:
-        scale = 1 / (2 * input_norm * math.sqrt(config.blocks_without_norm))
-        for part in drawn[-1:] if name.endswith("qkv.weight") else drawn:
-            part *= scale
-    return torch.cat(drawn)
 
 
 def freeze_all_but_last(model: nn.Module, num_blocks: int) -> None:

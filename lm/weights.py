@@ -8,7 +8,7 @@ place there and is kept in config.json as `score_bias`.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -30,7 +30,7 @@ from lm.encoder import (
 from lm.families import FAMILIES, NOT_COVERED, family_of
 from lm.families.family import Family, Stored, expect
 from lm.hub import refuse_adapter
-from lm.model import SCORE, LanguageModel, ScalarModel, fixup_weight, initial_weight
+from lm.model import SCORE, LanguageModel, ScalarModel, initial_weight
 from lm.source import Rows, load, load_for_inference, on_meta, rows_of
 from lm.tensor_files import open_checkpoint, write_tensors
 from lm.tokenizer import GENERATION_CONFIG, Tokenizer, read_json
@@ -201,8 +201,7 @@ class WithNewHead(Generic[AnyModel]):
     other blocks at its end (`ModelConfig.with_blocks`).
 
     `head` makes the new model from its shape. `is_new` names weights that are drawn even if the directory has some of
-    that name; those of added blocks always are. With an `input_norm`, the added blocks have no norms, and all that is
-    drawn is DT-Fixup's (`lm.model.fixup_weight`). Raises: as `ModelFolder` and `ModelConfig.with_blocks`.
+    that name; those of added blocks always are. Raises: as `ModelFolder` and `ModelConfig.with_blocks`.
     """
 
     folder: Path
@@ -212,7 +211,6 @@ class WithNewHead(Generic[AnyModel]):
     is_new: Callable[[str], bool] = lambda _name: False
     dropped: int = 0
     added: int = 0
-    input_norm: float = 0.0
 
     @cached_property
     def start(self) -> ModelConfig:
@@ -220,7 +218,7 @@ class WithNewHead(Generic[AnyModel]):
         return read_config(self.folder, PURPOSES[self.kind])[0]
 
     def build(self) -> AnyModel:
-        return self.head(self.start.with_blocks(self.dropped, self.added, with_norms=not self.input_norm))
+        return self.head(self.start.with_blocks(self.dropped, self.added))
 
     def new_names(self) -> set[str]:
         """Returns the names of the weights that the directory does not have."""
@@ -239,11 +237,10 @@ class WithNewHead(Generic[AnyModel]):
         generator = torch.Generator().manual_seed(self.seed)
         model = on_meta(self.build)
         config = model.config
-        draw = partial(fixup_weight, input_norm=self.input_norm) if self.input_norm else initial_weight
         with open_checkpoint(self.folder, family, on_meta(ModelFolder(self.folder, self.kind).build)) as checkpoint:
             for ours, parameter in model.named_parameters():
                 if self._is_drawn(ours) or not checkpoint.holds(ours):
-                    yield ours, draw(ours, parameter.shape, config, generator)
+                    yield ours, initial_weight(ours, parameter.shape, config, generator)
                 else:
                     yield ours, checkpoint.read(ours, parameter.shape)
         for name, buffer in model.named_buffers():

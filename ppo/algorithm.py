@@ -10,13 +10,13 @@ tokens; M teachers. Masks: True = counted.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, TypedDict
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import ConfigDict, Field, Tag
 from torch import Tensor
 
-from ppo.groups import MIN_SPREAD, StepRewards, group_advantages, group_metrics, step_advantages
+from ppo.groups import MIN_SPREAD, group_advantages, group_metrics
 from training.config import Config, OptimizerConfig, by_kind
 
 NO_TERMS = torch.zeros(())  # terms [B, R] of a token's own advantage, if there are none
@@ -28,19 +28,19 @@ def token_rewards(
     ref_logprobs_BR: Tensor,
     mask_BR: Tensor,
     kl_coef: float,
-    step_rewards_BR: Tensor = NO_TERMS,
+    turn_rewards_BR: Tensor = NO_TERMS,
 ) -> tuple[Tensor, Tensor]:
     """Returns rewards [B, R], and the KL [B] that they penalise, in nats.
 
-    r_t = -kl_coef · (log π - log π_ref) at every token, plus the response's score at its last token, plus what is paid
-    at the token itself (`step_rewards_BR`, such as the scores of steps or an environment's rewards of turns).
+    r_t = -kl_coef · (log π - log π_ref) at every token, plus the response's score at its last token, plus what an
+    environment pays at the token itself (`turn_rewards_BR`).
     The KL is the unclamped sum of the log ratios (k1): times kl_coef, exactly what the rewards subtract.
     """
     log_ratio_BR = _counted(logprobs_BR - ref_logprobs_BR, mask_BR)
     last_BR = mask_BR & (mask_BR.cumsum(dim=1) == mask_BR.sum(dim=1, keepdim=True))
     assert bool((last_BR.sum(dim=1) == mask_BR.any(dim=1)).all()), "a score must sit on exactly one token per response"
     rewards_BR = torch.where(last_BR, scores_B[:, None], 0.0) - kl_coef * log_ratio_BR
-    return rewards_BR + _counted(step_rewards_BR, mask_BR), log_ratio_BR.sum(dim=1)
+    return rewards_BR + _counted(turn_rewards_BR, mask_BR), log_ratio_BR.sum(dim=1)
 
 
 class TeacherConfig(Config):
@@ -144,12 +144,10 @@ class GAE(TokenAdvantage):
         values_BR: Tensor,
         mask_BR: Tensor,
         own_BR: Tensor = NO_TERMS,
-        _steps: StepRewards | None = None,
     ) -> Estimate:
         """Estimate advantages from the responses' scores, their token rewards (`token_rewards`, which include the
         scores) and values. `mask_BR` is True at the tokens of scored responses. `own_BR` is added to each token's own
-        advantage, before advantages are scaled. `steps` are the token rewards' parts that pay for steps; only a
-        baseline of groups needs to know them.
+        advantage, before advantages are scaled.
         """
         advantages_BR, returns_BR = generalised_advantages(rewards_BR, values_BR, mask_BR, self.gamma, self.gae_lambda)
         explained = explained_variance(values_BR[mask_BR], returns_BR[mask_BR])
@@ -176,7 +174,6 @@ class NoBaseline(TokenAdvantage):
         _values_BR: Tensor,
         mask_BR: Tensor,
         own_BR: Tensor = NO_TERMS,
-        _steps: StepRewards | None = None,
     ) -> Estimate:
         """As `GAE.estimate`, without values."""
         advantages_BR, _ = generalised_advantages(rewards_BR, torch.zeros_like(rewards_BR), mask_BR, 1.0, 1.0)
@@ -186,17 +183,9 @@ class NoBaseline(TokenAdvantage):
         return Estimate(advantages_BR, mask_BR, torch.zeros_like(rewards_BR), {})
 
 
-class _Baseline(TypedDict):
-    """What a group's baseline and the scale of its advantages depend on."""
-
-    leave_one_out: bool
-    scale: Literal["group", "none"]
-
-
 class GroupBaseline(Config):
     """Compares a response with the others to its prompt. The response is a single action: each of its tokens has the
-    same advantage, that of its summed rewards, including the KL penalty (arXiv 2402.14740). Where steps are paid, a
-    token's advantage is that of its own step and the following ones (`step_advantages`).
+    same advantage, that of its summed rewards, including the KL penalty (arXiv 2402.14740).
     """
 
     is_per_response: ClassVar[bool] = True
@@ -223,19 +212,18 @@ class GroupBaseline(Config):
         _values_BR: Tensor,
         mask_BR: Tensor,
         own_BR: Tensor = NO_TERMS,
-        steps: StepRewards | None = None,
     ) -> Estimate:
         """As `GAE.estimate`, without values. A response with terms of its own counts whatever its group's scores."""
         returns_B, scored_B = torch.where(mask_BR, rewards_BR, 0.0).sum(dim=1), mask_BR.any(dim=1)
-        how: _Baseline = {"leave_one_out": self.leaves_one_out, "scale": "group" if self.scale == "group" else "none"}
-        of_scores_B = scores_B
-        if steps is not None:  # what is left of the rewards, a KL penalty, is that of whole responses
-            of_scores_B, returns_B = torch.zeros_like(scores_B), returns_B - steps.rewards_BR.sum(dim=1)
-        advantages_B, counted_B = group_advantages(of_scores_B, returns_B, scored_B, self.samples_per_prompt, **how)
+        advantages_B, counted_B = group_advantages(
+            scores_B,
+            returns_B,
+            scored_B,
+            self.samples_per_prompt,
+            leave_one_out=self.leaves_one_out,
+            scale="group" if self.scale == "group" else "none",
+        )
         advantages_BR = advantages_B[:, None].expand_as(mask_BR)
-        if steps is not None:
-            of_steps_BR, differs_B = step_advantages(steps, scored_B, self.samples_per_prompt, **how)
-            advantages_BR, counted_B = advantages_BR + of_steps_BR, counted_B | differs_B
         own_BR = _counted(own_BR, mask_BR)
         counted_BR = mask_BR & (counted_B | (own_BR != 0).any(dim=1))[:, None]
         advantages_BR = torch.where(counted_BR, advantages_BR + own_BR, 0.0)

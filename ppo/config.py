@@ -20,7 +20,6 @@ from ppo.prompts import Prompts, PromptSource, unmet_needs
 from reward.external import ExternalReward, ModelReward, NoReward, RemoteReward, RewardFunction
 from reward.judge import JudgeReward
 from reward.sources import Reward, RewardSum, with_scored_by
-from reward.steps import StepsConfig
 from reward.verifiers.verifier import Verifier
 from stages.labels import OpenLabels
 from training.config import BatchConfig, Config, OptimizerConfig, by_kind, check_lora, lora_field
@@ -62,9 +61,8 @@ class EMAConfig(Config):
 
     model_config = ConfigDict(title="EMA")
 
-    decay: float = Field(default=0.0, ge=0, lt=1, description="Decay per iteration; 0 = no averaging.")
-    is_final: bool = Field(
-        default=False, description="Whether the stage's result is the average instead of the last weights."
+    decay: float = Field(
+        default=0.0, ge=0, lt=1, description="Decay per iteration, of the weights in `model_ema`; 0 = no averaging."
     )
 
 
@@ -261,12 +259,6 @@ class PPOConfig(Config):
     save_every_iterations: int = Field(
         default=10, ge=1, description="Iterations between checkpoints; the last iteration always writes one."
     )
-    follow_every_iterations: int = Field(
-        default=10,
-        ge=0,
-        description="Iterations between samples for the same few prompts, which show in samples.jsonl how the policy"
-        " changes; the first and the last iteration always have them. 0 = none.",
-    )
     keep_policies_every: int = Field(
         default=0, ge=0, description="Iterations between copies of the policy that are kept in policies/; 0 = none."
     )
@@ -320,8 +312,6 @@ class PPOConfig(Config):
         yield from self._unmet_needs_of_body()
         yield from self._unmet_needs_of_teachers()
         yield from self._unmet_needs_of_alarm()
-        if self.environment is not None and self.steps is not None:
-            yield "environment with reward.steps: turns have rewards of their own; only one of the two was expected"
         if self.environment is not None and self.sampler.tensor_parallel_size > 1:
             yield (
                 f"sampler.tensor_parallel_size {self.sampler.tensor_parallel_size} with environment.kind"
@@ -362,15 +352,8 @@ class PPOConfig(Config):
                 f"importance.kind {self.importance.kind!r} drops {self.importance.drops}, but here the current policy"
                 ' samples, which needs no correction; "cut" was expected'
             )
-        if self.loss.is_per_response and self.steps is not None:
-            yield (
-                f"loss.kind {self.loss.kind!r} has one ratio per response, but with reward.steps advantages differ from"
-                ' step to step; "token" was expected'
-            )
 
     def _unmet_needs_of_body(self) -> Iterator[str]:
-        if self.shared_body and self.steps is not None:
-            yield "lora.shared_body with reward.steps: a shared body's reward model scores whole responses only"
         if self.shared_body and self.external_reward is not None:
             yield (
                 "lora.shared_body needs a reward model trained by Heed with [reward] lora; without one, leave"
@@ -398,8 +381,6 @@ class PPOConfig(Config):
             yield "alarm.source: people compare single responses; a job without ppo.environment was expected"
         if self.alarm.action == "roll_back" and not self.keep_policies_every:
             yield 'alarm.action "roll_back" needs policies to return to; keep_policies_every above 0 was expected'
-        if self.alarm.action == "roll_back" and self.ema.is_final:
-            yield 'alarm.action "roll_back" returns to a kept policy, not an average; ema.is_final false was expected'
 
     def _unmet_needs_of_teachers(self) -> Iterator[str]:
         names = self.teacher_names
@@ -514,12 +495,6 @@ class PPOConfig(Config):
     def reward_sources(self) -> tuple[str, ...]:
         """The names of the rewards in a reward of kind "sum"; () for other kinds."""
         return tuple(self.reward.sources) if isinstance(self.reward, RewardSum) else ()
-
-    @property
-    def steps(self) -> StepsConfig | None:
-        """What the scores of a response's steps amount to, if the reward scores steps."""
-        steps: StepsConfig | None = getattr(self.reward, "steps", None)  # most kinds have none
-        return steps
 
     @property
     def local_judges(self) -> tuple[JudgeReward, ...]:

@@ -32,7 +32,7 @@ from ppo.algorithm import (
 )
 from ppo.config import PPOConfig
 from ppo.experience import Experience, require_one_policy, require_same_policy, sampler_agreement
-from ppo.groups import StepRewards, informative_groups
+from ppo.groups import informative_groups
 from ppo.learner import Learner
 from ppo.people import PeopleChecks
 from ppo.prompts import Mixture, NamedSources, order_of
@@ -47,6 +47,7 @@ DEFAULT_MAX_DIFFERENCE = max_difference("bf16", 2)  # nats per token
 # Iterations. The first update normally reuses the forward passes that computed the log-probs, so its ratio is 1. In
 # iterations 0, 16, 32, ... it computes them again, which shows whether passes with and without gradients agree.
 CHECK_RATIO_EVERY = 16
+FOLLOW_EVERY_ITERATIONS = 10  # between samples for the same few prompts, which show how the policy changes
 GoldScores = Callable[[Rollout], Tensor]  # a world's scores [B] of the responses; higher is better
 ScoredBy = Callable[[Rollout], Tensor]  # which objectives score which responses [B, O]
 PHASES = ("sampling", "scoring", "spot_checks", "policy_updates", "value_updates", "sync")
@@ -223,7 +224,6 @@ class PPOController:
             sampler_difference=agreement.difference,
             oversampling=oversampling,
             failures=failures,
-            steps=None if self.config.steps is None else self._step_rewards(rollout, scores_BO, scored_B),
         )
 
     def _test_draws(self, iteration: int) -> None:
@@ -253,11 +253,8 @@ class PPOController:
 
     def _scores_of(self, rollout: Rollout, scores_BO: Tensor, scored_by_BO: Tensor) -> Tensor:
         """Returns one score per response [B]: the weighted sum of the scores of the objectives that score it, plus what
-        an environment gave for its turns; NaN where either failed. Objectives with weight 0 may have failed. The scores
-        of steps are [B, R], and are summed; a response without any has failed.
+        an environment gave for its turns; NaN where either failed. Objectives with weight 0 may have failed.
         """
-        if self.config.steps is not None:
-            return torch.where(scores_BO.isnan().all(dim=1), math.nan, scores_BO.nansum(dim=1))
         counted_BO = scored_by_BO & (self.weights_O != 0)
         weighted_B = torch.where(counted_BO, scores_BO * self.weights_O, 0.0).sum(dim=1)
         return torch.where(rollout.failure_B == 0, weighted_B + rollout.turn_rewards_BR.sum(dim=1), math.nan)
@@ -267,18 +264,6 @@ class PPOController:
         if self.scored_by is None:
             return torch.ones(len(rollout), len(self.weights_O), dtype=torch.bool)
         return self.scored_by(rollout)
-
-    def _step_rewards(self, rollout: Rollout, paid_BR: Tensor, scored_B: Tensor) -> StepRewards:
-        """Returns the rewards of steps: what they are paid, in standard deviations of the initial policy's scores. The
-        penalty for a missing EOS is added to the last step's. Scores are not centred, since a constant per response
-        changes no gradient, and one per step would make each step worth something.
-        """
-        ends_BR = ~paid_BR.isnan() & scored_B[:, None]
-        rewards_BR = torch.where(ends_BR, self.scale.coef * paid_BR / self.scale.std, 0.0)
-        columns = torch.arange(rollout.max_new_tokens)
-        is_last_BR = ends_BR & (columns == rollout.response_tokens_B[:, None] - 1)
-        unfinished_B1 = ~rollout.finished_B[:, None]
-        return StepRewards(rewards_BR - self.config.missing_eos_penalty * (is_last_BR & unfinished_B1), ends_BR)
 
     def _require_scores(self, scores_B: Tensor) -> Tensor:
         """Returns a mask [B], True = scored. Raises ValueError if too many scores failed."""
@@ -304,20 +289,16 @@ class PPOController:
         """Returns rewards [B, R], and the KL from the reference [B] in nats.
 
         The last token's reward is the scaled score minus the penalty for a missing EOS. What an environment gave for a
-        turn is the reward of that turn's last token instead, and with `reward.steps` the last token of each step has
-        that step's. Every token's reward is reduced by the KL penalty, unless that is in the loss (`kl.kind`), and has
-        the terms of teachers of the kind "reward".
+        turn is the reward of that turn's last token instead. Every token's reward is reduced by the KL penalty, unless
+        that is in the loss (`kl.kind`), and has the terms of teachers of the kind "reward".
         """
         outputs, kl_coef = experience.outputs, self.kl.coef if self.config.kl.kind == "reward" else 0.0
-        scored_BR, steps = experience.scored_BR, experience.steps
-        if steps is not None:
-            terminal_B, own_BR = torch.zeros_like(experience.scaled_scores_B), steps.rewards_BR
-        else:
-            turns_BR = self.scale.coef / self.scale.std * experience.rollout.turn_rewards_BR
-            own_BR = torch.where(scored_BR, turns_BR, 0.0)
-            terminal_B = experience.scaled_scores_B - own_BR.sum(dim=1)
+        scored_BR = experience.scored_BR
+        turns_BR = self.scale.coef / self.scale.std * experience.rollout.turn_rewards_BR
+        turns_BR = torch.where(scored_BR, turns_BR, 0.0)
+        terminal_B = experience.scaled_scores_B - turns_BR.sum(dim=1)
         rewards_BR, kl_B = token_rewards(
-            terminal_B, outputs.logprobs_BR, outputs.ref_logprobs_BR, scored_BR, kl_coef, own_BR
+            terminal_B, outputs.logprobs_BR, outputs.ref_logprobs_BR, scored_BR, kl_coef, turns_BR
         )
         return rewards_BR + self._teacher_terms(experience, "reward"), kl_B
 
@@ -341,7 +322,7 @@ class PPOController:
         config, outputs, scored_BR = self.config, experience.outputs, experience.scored_BR
         own_BR = self._teacher_terms(experience, "token")
         estimate = config.advantage.estimate(
-            experience.scaled_scores_B, rewards_BR, outputs.values_BR, scored_BR, own_BR, experience.steps
+            experience.scaled_scores_B, rewards_BR, outputs.values_BR, scored_BR, own_BR
         )
         importance_BR, importance_metrics = importance_weights(
             outputs.logprobs_BR,
@@ -478,8 +459,7 @@ class PPOController:
 
         They do not affect training: they have their own seeds, and only the log reads them.
         """
-        every, last = self.config.follow_every_iterations, self.config.num_iterations - 1
-        is_due = every > 0 and (iteration % every == 0 or iteration == last)
+        is_due = iteration % FOLLOW_EVERY_ITERATIONS == 0 or iteration == self.config.num_iterations - 1
         if self.observers.samples is None or not self.followed or not is_due:
             return None
         seeds = [derive_seed(self.seed, "ppo", "followed", iteration, place) for place in range(len(self.followed))]

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lm.samplers.engine import Agreement
 from ppo.config import PPOConfig
-from ppo.groups import StepRewards
 from ppo.roles import ModelOutputs
 from ppo.rollout import FAILURES, Rollout
 from training.notices import RunError
@@ -28,7 +27,7 @@ class Experience:
     """A scored rollout: everything that rewards and advantages are computed from."""
 
     rollout: Rollout
-    scores_BO: Tensor  # score per objective, higher is better; NaN where scoring failed (steps: see `Scorers`)
+    scores_BO: Tensor  # score per objective, higher is better; NaN where scoring failed
     scored_by_BO: Tensor  # True = the objective scores this response; its prompt's row may choose (`scored_by`)
     scores_B: Tensor  # weighted sum over the objectives that score the response
     scored_B: Tensor  # True = has a score
@@ -38,7 +37,6 @@ class Experience:
     sampler_difference: float  # mean |difference| between the sampler's and the learner's log-probs, nats per token
     oversampling: Mapping[str, float]  # metrics of the choice among the sampled groups; empty without oversampling
     failures: Mapping[str, int]  # responses by kind of failure, where the reward has kinds
-    steps: StepRewards | None = None  # with `reward.steps`: scaled, with the penalty for a missing EOS
 
     @property
     def scored_BR(self) -> Tensor:
@@ -57,7 +55,6 @@ class Experience:
             "response_tokens": float(rollout.num_written_B.float().mean()),
             "entropy_estimate": float(-self.outputs.logprobs_BR[self.scored_BR].mean()),
             "failed_scores": float((~scored_B).sum()),
-            **self._step_metrics(),
             "staleness": float(self.staleness),
             "sampler_difference": self.sampler_difference,
             **self._teacher_kls(config.teacher_names),
@@ -80,17 +77,6 @@ class Experience:
             if math.isfinite(failed) and (weight or not may_be_left_out):
                 found[f"failed/{name}"] = failed
         return found
-
-    def _step_metrics(self) -> dict[str, float]:
-        """Returns the mean number of steps of a scored response, and the mean that one is paid, before scaling."""
-        if self.steps is None:
-            return {}
-        ends_BR = self.steps.ends_BR
-        num_steps_B = ends_BR.sum(dim=1)[self.scored_B]
-        return {
-            "steps": float(num_steps_B.float().mean()),
-            "paid_per_step": float(self.scores_BO[ends_BR].mean()),
-        }
 
     def _environment_metrics(self) -> dict[str, float]:
         """Returns metrics of conversations: means over all responses, and the share that each failure cost."""

@@ -1,11 +1,8 @@
-"""Baselines of groups: what the rewards of a prompt's responses, or of their steps, make of each other
-(docs/algorithms.md).
+"""Baselines of groups: what the rewards of a prompt's responses make of each other (docs/algorithms.md).
 
-Shape letters: B responses, where each K adjacent ones answer the same prompt; G prompts; R response tokens; C tokens of
-a group's responses.
+Shape letters: B responses, where each K adjacent ones answer the same prompt; G prompts.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -14,14 +11,6 @@ from torch import Tensor
 # In units of the standard deviation of the initial policy's scores. Scores of a group that differ by less than this are
 # equal up to rounding: dividing by their standard deviation would turn rounding errors into advantages.
 MIN_SPREAD = 1e-4
-
-
-@dataclass(frozen=True)
-class StepRewards:
-    """Rewards of steps, each paid at the step's last token."""
-
-    rewards_BR: Tensor  # scaled as the response's score, but not centred; 0 where no step ends
-    ends_BR: Tensor  # True = the last token of a step of a response with a score
 
 
 def group_advantages(
@@ -107,59 +96,3 @@ def group_metrics(scores_B: Tensor, scored_B: Tensor, samples_per_prompt: int) -
         "zero_variance_groups": float((comparable_G & ~informative_G).sum()),
         "informative_share": float(informative_G.float().mean()),
     }
-
-
-def step_advantages(
-    steps: StepRewards,
-    scored_B: Tensor,
-    samples_per_prompt: int,
-    *,
-    leave_one_out: bool,
-    scale: Literal["group", "none"],
-) -> tuple[Tensor, Tensor]:
-    """Returns advantages of tokens [B, R], and which responses are counted [B]: those with a score, in a group with at
-    least two of them whose advantages differ from 0.
-
-    The advantage of a token of step k of response i, where each step has a reward r:
-    - without `leave_one_out`, Σ_{l ≥ k} (r_il - m) / std, where m and std are taken over all steps of all scored
-      responses of the group (process supervision of GRPO, arXiv 2402.03300, 4.1.3). It subtracts m once for each step
-      that follows, so it is biased in the number of steps (docs/algorithms.md).
-    - with `leave_one_out`, Σ_{l ≥ k} r_il / std, minus the mean of that sum over the other scored responses, each from
-      its own step k on (0 if it has fewer). That depends on nothing that response i does from step k on, so without
-      std it is not biased.
-    std is 1 unless `scale` is "group"; it has n - 1 in its denominator, n steps.
-    """
-    scored_GK = scored_B.view(-1, samples_per_prompt)
-    ends_BR = steps.ends_BR & scored_B[:, None]
-    ends_GC = ends_BR.view(len(scored_GK), -1)
-    rewards_GC = torch.where(ends_GC, steps.rewards_BR.view(ends_GC.shape), 0.0)
-    num_G1 = ends_GC.sum(dim=1, keepdim=True)
-    mean_G1 = rewards_GC.sum(dim=1, keepdim=True) / num_G1.clamp(min=1)
-    centred_GC = torch.where(ends_GC, rewards_GC - mean_G1, 0.0)
-    if scale == "group":
-        differ_G1 = _spread(centred_GC) >= MIN_SPREAD
-        deviation_G1 = (centred_GC.square().sum(dim=1, keepdim=True) / (num_G1 - 1).clamp(min=1)).sqrt()
-        factor_G1 = torch.where(differ_G1, 1 / torch.where(differ_G1, deviation_G1, 1.0), 0.0)
-        rewards_GC, centred_GC = factor_G1 * rewards_GC, factor_G1 * centred_GC
-    paid_BR = (rewards_GC if leave_one_out else centred_GC).view(ends_BR.shape)
-    advantages_BR = paid_BR.flip(1).cumsum(dim=1).flip(1)
-    if leave_one_out:
-        advantages_BR = advantages_BR - _returns_of_others(paid_BR, ends_BR, scored_GK)
-    comparable_GK = scored_GK & (scored_GK.sum(dim=1, keepdim=True) > 1)
-    advantages_BR = torch.where(comparable_GK.view(-1, 1), advantages_BR, 0.0)
-    differs_G1 = advantages_BR.abs().view(ends_GC.shape).amax(dim=1, keepdim=True) >= MIN_SPREAD
-    counted_B = (comparable_GK & differs_G1).flatten()
-    return torch.where(counted_B[:, None], advantages_BR, 0.0), counted_B
-
-
-def _returns_of_others(paid_BR: Tensor, ends_BR: Tensor, scored_GK: Tensor) -> Tensor:
-    """Returns for each token, of step k, the mean over the other scored responses of the group of what their steps
-    k, k + 1, ... are paid [B, R].
-    """
-    (G, K), R = scored_GK.shape, ends_BR.shape[1]
-    step_BR = (ends_BR.cumsum(dim=1) - ends_BR.long()).clamp(max=R - 1)  # the step that a token belongs to, from 0
-    by_step_BR = torch.zeros_like(paid_BR).scatter_add(1, step_BR, paid_BR)
-    returns_GKR = by_step_BR.flip(1).cumsum(dim=1).flip(1).view(G, K, R)
-    others_G = (scored_GK.sum(dim=1) - 1).clamp(min=1)
-    mean_GKR = (returns_GKR.sum(dim=1, keepdim=True) - returns_GKR) / others_G[:, None, None]
-    return mean_GKR.view(G * K, R).gather(1, step_BR)

@@ -15,8 +15,8 @@ from torch import Tensor
 from cluster.remote import Handle, Pending
 from files.atomic import atomic_folder
 from files.hashes import derive_seed
-from lm.adapters import save_trained
-from lm.lora import adapted, is_adapter, merged, without_adapters
+from lm.adapters import adapted, save_trained
+from lm.lora import is_adapter, merged, without_adapters
 from lm.model import LanguageModel, ScalarModel
 from lm.progress import note_progress
 from lm.samplers.draws import NO_EVIDENCE, Evidence
@@ -395,8 +395,9 @@ class Learner(Rank):
 
     def export_policy(self, folder: Path) -> None:
         # model/ comes last, so that the adapter on disk is the one of model/.
-        for name, is_average in (("model_ema", True), ("model", self.config.ema.is_final)):
-            weights = self.average.weights_for_file() if is_average else self.policy.weights_for_file()
+        sources = {"model_ema": self.average.weights_for_file, "model": self.policy.weights_for_file}
+        for name, weights_for_file in sources.items():
+            weights = weights_for_file()
             if self.policy.is_main:
                 network, base = self.policy.module, self.models.sft
                 save_trained(folder, self.plain, network, weights, self.tokenizer, self.config.lora, base, name=name)

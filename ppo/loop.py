@@ -4,7 +4,7 @@ checkpoints and the alarm.
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -177,9 +177,6 @@ def controller_of(
     """Build the controller as it is before its first iteration."""
     stream = models.pretraining
     num_rows = len(stream_rows(stream.path, stream.seq_len)) if stream else 0
-    followed: Sequence[int] = ()
-    if config.follow_every_iterations:
-        followed = followed_rows(_sizes_of(fitting), config.prompt_weights, roles.rows_multiple, context.seed)
     names = [source.title for source in config.named_sources]
     shape, _, _ = read_config(models.sft, "language")
     return PPOController(
@@ -189,7 +186,7 @@ def controller_of(
         models.scale,
         num_pretraining_rows=num_rows,
         seed=context.seed,
-        followed=followed,
+        followed=followed_rows(_sizes_of(fitting), config.prompt_weights, roles.rows_multiple, context.seed),
         max_difference=max_difference(context.engine.resolved_precision(), shape.num_hidden_layers),
         sources=NamedSources(names, fitting.sizes) if names else None,
         scored_by=_scored_by(config, fitting),

@@ -9,7 +9,6 @@ from lm.lora import LoRAConfig
 from lm.tokenizer import Tokenizer
 from ppo.config import PPOConfig
 from reward.external import ModelReward
-from reward.step_labels import StepLabelsConfig
 from stages.plan import Planner, Work
 from stages.run import JobView, StageRun
 from stages.sizes import Lengths, mixed
@@ -21,9 +20,6 @@ class RewardSection(Protocol):
 
     @property
     def labels(self) -> Sequence[str]: ...
-
-    @property
-    def step_labels(self) -> StepLabelsConfig | None: ...
 
     @property
     def init_from(self) -> str: ...

@@ -31,7 +31,7 @@ from lm.weights import ModelFolder, WithNewHead, purpose_of
 from ppo.config import PPOConfig
 from ppo.rollout import Drawn, Rollout
 from reward.external import ExternalReward
-from reward.scoring import step_separator, weights_by_label
+from reward.scoring import weights_by_label
 from training.config import EngineConfig
 from training.packing import packed_rows
 from training.tokens import Sequences
@@ -98,16 +98,15 @@ def value_source(
     """Returns the initial value function: the reward model, scaled to predict in the rewards' units. The heads of
     several objectives become one, which gives the weighted sum of their scores.
 
-    A reward that is not a decoder with the policy's tokenizer cannot score a half-written response, and one that scores
-    steps does not predict what the following ones are paid. Then the value function starts as the policy with a new
-    head that predicts 0, the mean of the rewards.
+    A reward that is not a decoder with the policy's tokenizer cannot score a half-written response. Then
+    the value function starts as the policy with a new head that predicts 0, the mean of the rewards.
 
     Raises:
         ValueError: the weights do not fit the reward model.
     """
     tokenizer = Tokenizer.load(policy).with_template(chat_template)
     is_same = isinstance(reward, Path) and Tokenizer.load(reward) == tokenizer
-    if isinstance(reward, Path) and is_same and purpose_of(reward) == "score" and step_separator(reward) is None:
+    if isinstance(reward, Path) and is_same and purpose_of(reward) == "score":
         return joined_heads(ModelFolder(reward, ScalarModel), reward, weights, scale)
     return JoinedHeads(WithNewHead(policy, LanguageModel, ScalarModel, seed=0), (0.0,), 0.0)
 

@@ -37,23 +37,19 @@ from lm.weights import ModelFolder
 from ppo.config import PPOConfig
 from ppo.rank import InitialModels, Rank
 from ppo.rollout import Rollout, joined, shares_by_update, shares_of, start_on_groups
-from reward.comparisons import Encoded
-from reward.external import ExternalReward, Scored, scored_steps
+from reward.external import ExternalReward
 from reward.scoring import (
     PackedInputs,
     RewardModel,
     RewardNetwork,
-    StepTokens,
     labels_of,
     network_folder,
     scores_of,
-    steps_for,
     weights_by_label,
 )
-from reward.steps import SEPARATOR, step_ends
 from training.config import BatchConfig, EngineConfig
+from training.internals import host_bytes
 from training.packing import pass_tokens, split_passes
-from training.pinned import host_bytes
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 AnyModule_co = TypeVar("AnyModule_co", bound=nn.Module, covariant=True)
@@ -101,9 +97,7 @@ class Scorers:
     def start_scores(self, rollout: Rollout) -> Pending[Tensor]:
         """Start scoring the responses [B, O]; higher is better. NaN = scoring failed: mask and count it.
 
-        Objectives are in the order of the config's `objective_weights`; O = 1 if that is empty. With `reward.steps`,
-        the result is [B, R]: what each step is paid, at its last token, and NaN at the other tokens. The payments of a
-        response add up to its score; it has none if scoring failed.
+        Objectives are in the order of the config's `objective_weights`; O = 1 if that is empty.
         """
         shares = shares_of(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, with_gradients=False)
         arguments = [(part, self.asked.of(part.prompt_rows_B.tolist())) for part in rollout.shares(shares)]
@@ -162,8 +156,7 @@ class Scorer(Rank):
         if isinstance(reward, Path):
             weights = weights_by_label(str(reward), labels_of(reward), config.reward.objective_weights)
             self.network = network or self._fixed(network_folder(reward))
-            steps = config.steps and steps_for(reward, config.steps)
-            self.judge = RewardModel(self.network.module, Tokenizer.load(reward), weights, steps)
+            self.judge = RewardModel(self.network.module, Tokenizer.load(reward), weights)
         else:
             self.judge = reward
         self._failure, self._failure_kinds = "", Counter[str]()
@@ -188,17 +181,14 @@ class Scorer(Rank):
 
     @torch.no_grad()
     def scores(self, rollout: Rollout, asked: Asked) -> Tensor:
-        """Returns scores [B, O], or what steps are paid [B, R] (`Scorers.start_scores`). `asked` are the responses'
-        prompts, if the reward reads texts.
+        """Returns scores [B, O] (`Scorers.start_scores`). `asked` are the responses' prompts, if the reward reads
+        texts.
         """
         prompts, responses = rollout.token_lists()
         if isinstance(self.judge, RewardModel):
             encoded = self.judge.encoded(self.tokenizer, asked.conversations, prompts, responses)
-            if self.judge.steps is not None:
-                return self._paid(self._network_steps(self.judge, encoded), rollout, self.judge.steps.separator)
-            found = self._network_scores(self.judge, [StepTokens(of.tokens, (len(of.tokens) - 1,)) for of in encoded])
             heads = [self.judge.network.labels.index(name) for name in self.config.reward.objective_weights] or [0]
-            return torch.stack([of[0, heads] if len(of) else torch.full((len(heads),), math.nan) for of in found])
+            return self._network_scores(self.judge, encoded)[:, heads]
         if self.config.environment is not None:  # what answers the prompt is the last turn
             responses = [rollout.turns(row)[-1][1] for row in range(len(rollout))]
         texts = [self.tokenizer.decode(response).strip() for response in responses]
@@ -209,8 +199,6 @@ class Scorer(Rank):
         self._failure = next((one.failure for scored in counted for one in scored if one.failure), "")
         failed = [[one for one in of if one.failure_kind] for of in zip(*counted, strict=True)]
         self._failure_kinds = Counter(of_response[0].failure_kind for of_response in failed if of_response)
-        if self.config.steps is not None:
-            return self._paid(columns[0], rollout, self.config.steps.separator or SEPARATOR)
         return torch.tensor([[result.score for result in scored] for scored in columns]).T
 
     def begin_scores(self, rollout: Rollout, asked: Asked) -> None:
@@ -233,56 +221,27 @@ class Scorer(Rank):
         if isinstance(self.judge, ExternalReward):
             self.judge.close()
 
-    def _paid(self, scored: Sequence[Scored], rollout: Rollout, separator: str) -> Tensor:
-        """Returns what steps are paid, at the last token of each [B, R]; NaN elsewhere."""
-        paid_BR = torch.full(rollout.behaviour_logprobs_BR.shape, math.nan)
-        for row, (one, response) in enumerate(zip(scored, rollout.token_lists()[1], strict=True)):
-            if one.failure:
-                continue
-            ends = step_ends(self.tokenizer, response, separator)
-            if len(ends) != len(one.paid):
-                ends = [*dict.fromkeys(ends)]  # a model gives a token that ends two steps one score
-            if len(ends) != len(one.paid):
-                self._failure = f"{len(one.paid)} steps were scored, but its tokens hold {len(ends)}"
-                continue
-            for end, paid in zip(ends, one.paid, strict=True):
-                paid_BR[row, end] = paid if paid_BR[row, end].isnan() else paid_BR[row, end] + paid
-        return paid_BR
-
-    def _network_steps(self, judge: RewardModel, encoded: Sequence[Encoded]) -> list[Scored]:
-        assert judge.steps is not None, "this model scores whole responses"
-        found = self._network_scores(judge, [judge.steps_of(of) for of in encoded])
-        return [
-            scored_steps(scores[:, 0].sigmoid().tolist(), judge.steps) if len(scores) else Scored(math.nan, "too long")
-            for scores in found
-        ]
-
-    def _network_scores(self, judge: RewardModel, read: Sequence[StepTokens]) -> list[Tensor]:
-        """Returns for each sequence the scores [steps, O] at its ends; no step for one that is too long. An encoder
-        gives one score, which is that of the whole sequence.
-        """
+    def _network_scores(self, judge: RewardModel, read: Sequence[Sequence[int]]) -> Tensor:
+        """Returns the scores [B, O] of sequences; NaN for one that is too long."""
         network, batch = judge.network, self.config.minibatch
-        fitting = [row for row, of in enumerate(read) if judge.fits(of.tokens)]
-        self._failure = next(filter(None, (judge.why_unread(of.tokens) for of in read)), "")
-        found = [torch.empty(0, len(network.labels)) for _ in read]
+        fitting = [row for row, tokens in enumerate(read) if judge.fits(tokens)]
+        self._failure = next(filter(None, map(judge.why_unread, read)), "")
         # The reward model may have another tokenizer than the policy, so its token counts are known only here.
-        units = [[len(read[row].tokens)] for row in fitting] or [[2]]
+        units = [[len(read[row])] for row in fitting] or [[2]]
         (passes,) = split_passes(units, 1, pass_tokens(batch, units, with_gradients=False))
-        order, sizes, score_parts = list[int](), list[int](), list[Tensor]()
+        order, score_parts = list[int](), list[Tensor]()
         with self.network.in_use(), self._precision():
             # Every rank runs the same number of passes, since ranks may gather shared weights in each.
             for number in range(self.network.most_passes(len(passes))):
                 note_progress()
                 rows = [fitting[place] for place in passes[number]] if fitting and number < len(passes) else []
-                steps = [read[row] for row in rows] or [StepTokens([judge.tokenizer.end_id] * 2, (1,))]
-                packed = PackedInputs.at_steps(steps, network.config.kind, self.device)
+                sequences = [read[row] for row in rows] or [[judge.tokenizer.end_id] * 2]
+                packed = PackedInputs.of(sequences, network.config.kind, self.device)
                 order += rows
-                own_sizes = [len(of.ends) for of in steps][: len(rows)]
-                sizes += own_sizes
-                score_parts.append(packed.in_order(scores_of(network, packed.read)).float()[: sum(own_sizes)])
-        for row, scores in zip(order, torch.cat(score_parts).cpu().split(sizes), strict=True):  # waits for a GPU once
-            found[row] = scores
-        return found
+                score_parts.append(packed.in_order(scores_of(network, packed.read)).float()[: len(rows)])
+        scores_BO = torch.full((len(read), len(network.labels)), math.nan)
+        scores_BO[order] = torch.cat(score_parts).cpu()  # waits for a GPU once
+        return scores_BO
 
     @torch.no_grad()
     def reference_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:

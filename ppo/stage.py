@@ -26,7 +26,7 @@ from ppo.controller import GoldScores, prompt_order
 from ppo.environments.environment import Environment
 from ppo.loop import train
 from ppo.placement import VLLM
-from ppo.plan import RewardSection, plan, policy_tokenizer, reward_section
+from ppo.plan import plan, policy_tokenizer, reward_section
 from ppo.prompts import PromptSource, first_distinct
 from ppo.rank import InitialModels, ScoreScale, TokenStream
 from ppo.report import REPORTER, names_of
@@ -39,7 +39,7 @@ from reward.external import ExternalReward, ModelReward, NoReward
 from reward.judge import JudgeReward
 from reward.report import RewardResults
 from reward.sampling import SamplingSpec, StageScore, sample_everywhere
-from reward.scoring import check_steps, labels_of, weights_by_label
+from reward.scoring import labels_of, weights_by_label
 from reward.sources import REWARD_KEYS
 from reward.verifiers.verifier import Verifier
 from stages.contract import Parent, Stage
@@ -82,7 +82,7 @@ def score_scale(
     """
     if isinstance(judge, NoReward | Verifier) or config.environment is not None:  # conversations have no scores yet
         return ScoreScale(0.0, 1.0)
-    if was_measured(run) and not config.reward.objective_weights and config.steps is None:
+    if was_measured(run) and not config.reward.objective_weights:
         path = run.folder_of("reward") / "results.json"
         where, scale = str(path), _recorded_scale(path)
     else:
@@ -124,7 +124,6 @@ def _measured_scale(
         precision=run.engine.resolved_precision(),
         reward=str(judge) if isinstance(judge, Path) else "",
         objective_weights=config.reward.objective_weights,
-        steps=None if config.external_reward else config.steps,
         external_reward=None if isinstance(judge, Path) else judge,
         chat_template=config.chat_template,
     )
@@ -284,7 +283,6 @@ def check(config: PPOConfig, job: JobView) -> None:
     own_reward = reward is not None and "reward" in job.parents(STAGE.name)
     if reward is not None and own_reward:
         weights_by_label("[reward]", reward.labels, config.reward.objective_weights)
-        _check_own_steps(config, reward)
     if not config.shared_body:
         return
     if job.engine.sequence_parallel_size > 1:
@@ -308,19 +306,6 @@ def check(config: PPOConfig, job: JobView) -> None:
         )
 
 
-def _check_own_steps(config: PPOConfig, reward: RewardSection) -> None:
-    """Check that `reward.steps` is set if and only if [reward] learns from step labels, with the same separator."""
-    if (reward.step_labels is None) != (config.steps is None):
-        learns = "rankings" if reward.step_labels is None else "step labels"
-        wanted = "no `steps` were" if reward.step_labels is None else "`steps = {}` was"
-        raise ValueError(f"ppo.reward: [reward] learns from {learns}; {wanted} expected (docs/rewards.md)")
-    if config.steps and reward.step_labels and config.steps.separator not in ("", reward.step_labels.separator):
-        raise ValueError(
-            f"ppo.reward.steps.separator is {config.steps.separator!r}, but that of reward.step_labels is"
-            f" {reward.step_labels.separator!r}; the same, or none, was expected"
-        )
-
-
 def preflight(stage: StageRun, config: PPOConfig) -> None:
     """Check the objectives of a reward model that no stage trains, that every prompt leaves room for a response, that
     the reward can score it, the teachers, and that the generators' Python has vLLM if they need it.
@@ -334,7 +319,6 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
     if isinstance(config.reward, ModelReward) and config.reward.model:
         judge = stage.start("reward")
         weights_by_label(str(judge), labels_of(judge), config.reward.objective_weights)
-        check_steps(judge, config.steps)
         if config.shared_body and config.init_from:
             require_same_shape(stage.start("sft"), judge)
         elif config.shared_body:  # the policy is still to be trained
@@ -429,7 +413,6 @@ def score_of(config: PPOConfig) -> StageScore:
         name=names_of(config, starts_from_sft=False).scorer,
         external=config.external_reward,
         objective_weights=config.reward.objective_weights,
-        steps=config.steps,
         row_fields=lambda: config.row_fields,
         parts=config.reward_sources,
         samples_world=config.samples_world,
@@ -475,7 +458,6 @@ STAGE = Stage(
             "reward.parallel",
             "reward.cache",
             "reward.budget",
-            "follow_every_iterations",
         )
     ),
     plan=plan,

@@ -20,8 +20,7 @@ import numpy as np
 
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Message, Task
 from preferences.statistics.estimates import LEVEL, Floats, Interval
-from preferences.statistics.intervals import NUM_RESAMPLES, percentiles, resampled_sums
-from preferences.statistics.panel import prompt_numbers
+from preferences.statistics.intervals import NUM_RESAMPLES, percentiles, prompt_numbers, resampled_sums
 
 MAX_SETS = 5_000  # sets of responses per prompt; each has its own probability
 NEAR_TIE_POWER = 8

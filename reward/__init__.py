@@ -7,6 +7,5 @@ The modules, in the order in which to read them:
     its training          objective, metrics
     scores and samples    scoring, sampling
     samples for labelers  collect
-    rewards of steps      steps, step_labels, step_training
     other rewards         sources (all kinds), external, endpoint, rubric, judge, verifiers/
 """

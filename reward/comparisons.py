@@ -90,28 +90,6 @@ def _answered(prompt: Sequence[Message], response: str) -> Messages:
 LabelerWeights = Mapping[tuple[str, str], float]  # by objective and labeler; 1 if absent
 
 
-def encode_rankings(
-    tokenizer: Tokenizer,
-    rankings: Sequence[Ranking],
-    max_tokens: int,
-    *,
-    objectives: Sequence[str] = (),
-    weights: LabelerWeights | None = None,
-) -> list[Comparison]:
-    """Returns one comparison per task, in order of first appearance. Each response is encoded once for all labelers.
-
-    `objectives` are the model's, in order; () if there is only one. `weights` are the weights of labelers' rankings.
-
-    Raises: ValueError naming the task whose conversation is longer than `max_tokens`, or whose rankings are not all of
-    the same prompt and responses.
-    """
-    tasks = ((f"task {task[0].task_id!r}", task) for task in rankings_by_task(rankings))
-    return [
-        comparison_of(sequences, task, objectives, weights or {})
-        for _, task, sequences in encode_tasks(tokenizer, tasks, max_tokens, "reward")
-    ]
-
-
 def rankings_by_task(rankings: Sequence[Ranking]) -> list[list[Ranking]]:
     """Group rankings by task, in order of first appearance.
 

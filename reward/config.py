@@ -8,7 +8,6 @@ from files.conversations import AUTO
 from lm.model import SCORE
 from preferences.records import MIN_RESPONSES
 from reward.objective import Ties
-from reward.step_labels import StepLabelsConfig
 from training.config import FineTuningConfig, LayersConfig
 from training.data import DataConfig, OnOverlong, SourceConfig, overlong_field
 
@@ -79,19 +78,12 @@ class ComparisonsConfig(FineTuningConfig):
 
 
 class RewardConfig(LayersConfig, ComparisonsConfig):
-    """`init_from` may name a language model, a reward model, or an encoder (not with `step_labels`)."""
+    """`init_from` may name a language model, a reward model, or an encoder."""
 
     section = "reward"
     keeps_end = True
     objectives_key = "reward.objectives"
 
-    rankings: RankingsConfig | None = Field(  # type: ignore[assignment]  # a stage that learns from steps has none
-        default=None, description="Rankings to learn from; a job has these or `step_labels`."
-    )
-    step_labels: StepLabelsConfig | None = Field(
-        default=None,
-        description="Labels of steps to learn from: the model then scores each step of a response (docs/rewards.md).",
-    )
     demonstrations: tuple[DataConfig, ...] = Field(
         default=(),
         description="Conversations whose mean score is set to 0; empty = the best responses of the rankings.",
@@ -124,19 +116,6 @@ class RewardConfig(LayersConfig, ComparisonsConfig):
     def _check_margin(self) -> Self:
         if self.margin_coef and self.ties == "davidson":
             raise ValueError('margin_coef with ties "davidson", which has no margins; ties = "soft" was expected')
-        return self
-
-    @model_validator(mode="after")
-    def _check_source(self) -> Self:
-        if (self.rankings is None) == (self.step_labels is None):
-            both = "both" if self.rankings is not None else "neither"
-            raise ValueError(f"rankings and step_labels: {both} given; one of them was expected")
-        fields = ("demonstrations", "objectives", "rating_coef", "margin_coef", "ties", "labeler_weights")
-        unused = next((n for n in fields if getattr(self, n) != type(self).model_fields[n].default), "")
-        if self.step_labels is not None and unused:
-            raise ValueError(
-                f"{unused} belongs to rankings, but the model learns from step_labels; the default was expected"
-            )
         return self
 
     @property

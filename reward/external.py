@@ -20,15 +20,13 @@ from files.importing import explain, file_of, load_function
 from files.rows import Row
 from lm.progress import in_users_code, note_progress
 from lm.tokenizer import Messages
-from reward.steps import StepsConfig
 from training.config import Config
 from training.data import NO_FIELDS, RowFields
 from training.notices import printing_aloud
 
 # Gets prompts (each a list of messages), responses (texts) and, if it has a parameter `rows`, the prompts' rows of
-# data; returns a number per response, None for a failure. With `steps`, each response is a list of its steps' texts,
-# and a list of as many numbers is returned for it.
-ScoringFunction = Callable[..., Sequence[float | None] | Sequence[Sequence[float] | None]]
+# data; returns a number per response, None for a failure.
+ScoringFunction = Callable[..., Sequence[float | None]]
 
 SHOWN_CHARACTERS = 200  # of a malformed response, in an error message
 
@@ -36,22 +34,12 @@ SHOWN_CHARACTERS = 200  # of a malformed response, in an error message
 @dataclass(frozen=True)
 class Scored:
     """The score of one response, higher is better; NaN if scoring failed, for the reason in `failure`. A reason that is
-    worth counting has a short `failure_kind`, also if it makes the score 0. If its steps were scored, `paid` is what
-    each of them is paid, which adds up to the score.
+    worth counting has a short `failure_kind`, also if it makes the score 0.
     """
 
     score: float
     failure: str = ""
     failure_kind: str = ""
-    paid: tuple[float, ...] = ()
-
-
-def steps_field() -> StepsConfig | None:
-    """The field of a reward that scores steps."""
-    steps: StepsConfig | None = Field(
-        default=None, description="Scores each step of a response; by default the response gets one score."
-    )
-    return steps
 
 
 class ModelReward(Config):
@@ -68,7 +56,6 @@ class ModelReward(Config):
         default_factory=dict,
         description="Weight of each objective's score in the reward; only for a model with several objectives.",
     )
-    steps: StepsConfig | None = steps_field()
 
 
 class ExternalReward(Config, ABC):
@@ -176,7 +163,6 @@ class RewardFunction(ExternalReward):
         pattern=r"^.+$",
         description='"MODULE:FUNCTION" or "FILE.py:FUNCTION"; the current folder is searched too.',
     )
-    steps: StepsConfig | None = steps_field()
 
     def score(
         self, conversations: Sequence[Messages], responses: Sequence[str], rows: Sequence[Row] = ()
@@ -188,7 +174,7 @@ class RewardFunction(ExternalReward):
         try:
             with printing_aloud(self.function), in_users_code(self._called_with(conversations)):
                 named = {"rows": [dict(row) for row in rows]} if self.reads_rows else {}
-                returned = function(prompts, _asked(responses, self.steps), **named)
+                returned = function(prompts, list(responses), **named)
                 values = list(returned) if isinstance(returned, Iterable) else returned
         except Exception as error:  # user code
             if len(responses) > 1:
@@ -198,7 +184,7 @@ class RewardFunction(ExternalReward):
         place = _place(function)
         return [
             replace(scored, failure=f"{scored.failure}{place}") if scored.failure else scored
-            for scored in checked(values, responses, self.function, self.steps)
+            for scored in checked(values, responses, self.function)
         ]
 
     @property
@@ -267,7 +253,6 @@ class RemoteReward(ExternalReward):
 
     kind: Literal["url"] = Field(default="url", description="The kind of this table.")
     url: str = Field(pattern=r"^https?://.+$", description="HTTP endpoint that scores responses.")
-    steps: StepsConfig | None = steps_field()
     timeout_seconds: float = Field(
         default=30.0, gt=0, description="How long the endpoint may be silent before a request fails, in seconds."
     )
@@ -296,7 +281,7 @@ class RemoteReward(ExternalReward):
         try:
             response = post_json(
                 self.url,
-                {"prompts": prompts, "responses": _asked(responses, self.steps)},
+                {"prompts": prompts, "responses": list(responses)},
                 headers={},
                 timeout_seconds=self.timeout_seconds,
                 num_retries=self.retries,
@@ -317,7 +302,7 @@ class RemoteReward(ExternalReward):
             shown = text[:SHOWN_CHARACTERS].decode(errors="replace")
             failure = f"{self.url} answered {shown!r}; a JSON object with 'scores' was expected"
             return [Scored(math.nan, failure)] * len(responses)
-        return checked(values, responses, self.url, self.steps)
+        return checked(values, responses, self.url)
 
 
 class NoReward(ExternalReward):
@@ -359,19 +344,12 @@ def score_in_parts(
         return [scored for scores in pool.map(score, parts) for scored in scores]
 
 
-def _asked(responses: Sequence[str], steps: StepsConfig | None) -> list[str] | list[list[str]]:
-    """Returns the responses as whoever scores them gets them: texts, or the texts of their steps."""
-    return list(responses) if steps is None else [steps.split(response) for response in responses]
-
-
-def checked(values: Any, responses: Sequence[str], source: str, steps: StepsConfig | None = None) -> list[Scored]:
+def checked(values: Any, responses: Sequence[str], source: str) -> list[Scored]:
     """Returns one score or failure per response. All fail unless `source` returned a list of the right length."""
     if not isinstance(values, list) or len(values) != len(responses):
         returned = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
         return [Scored(math.nan, f"{source} returned {returned} for {len(responses)} responses")] * len(responses)
-    if steps is None:
-        return [_checked(value, source) for value in values]
-    return [_of_steps(value, response, source, steps) for value, response in zip(values, responses, strict=True)]
+    return [_checked(value, source) for value in values]
 
 
 def _checked(value: Any, source: str) -> Scored:
@@ -379,21 +357,6 @@ def _checked(value: Any, source: str) -> Scored:
     if not math.isfinite(number):
         return Scored(math.nan, f"{source} returned {shown(value)}; a finite number was expected")
     return Scored(number)
-
-
-def _of_steps(value: Any, response: str, source: str, steps: StepsConfig) -> Scored:
-    """Check the scores of a response's steps. If one is missing, the response has no score."""
-    num_steps = len(steps.split(response))
-    numbers = [_number(one) for one in value] if isinstance(value, Iterable) and not isinstance(value, str) else []
-    if len(numbers) != num_steps or not all(map(math.isfinite, numbers)):
-        wanted = f"a list of {num_steps} finite numbers, one for each step of the response,"
-        return Scored(math.nan, f"{source} returned {shown(value)}; {wanted} was expected")
-    return scored_steps(numbers, steps)
-
-
-def scored_steps(scores: Sequence[float], steps: StepsConfig) -> Scored:
-    """Returns the score of a response whose steps have these scores."""
-    return Scored(steps.total(scores), paid=tuple(steps.paid(scores)))
 
 
 def _number(value: Any) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, nan
 
-from preferences.statistics.estimates import Interval, Share
+from preferences.statistics.estimates import Share
 from stages.reports.parts import Headline, StageReport, StageReporter
 from stages.reports.plots import Measured, interval_figure
 from stages.reports.run_folder import StageFolder
@@ -100,89 +100,7 @@ class RewardResults:
     sources: tuple[SourceRows, ...] = ()  # of the rankings, if rows are unusual
 
 
-@dataclass(frozen=True)
-class StepBin:
-    """Steps with similar scores: their mean score, and the share of them that is right."""
-
-    mean_chance: float
-    right_share: float
-    num_steps: int
-
-
-@dataclass(frozen=True)
-class StepResults:
-    """Results of a reward model that scores steps, on the labelled steps of problems that training did not see.
-
-    `first_error`: among responses with a wrong step, how often the first score below ½ is that of the first wrong step;
-    `first_error_by_chance` is how often a step drawn at random would be it. `no_error`: among the others, how often no
-    score is below ½. `log_loss` is in nats per step. `overconfidence` is the mean score minus the share of right steps.
-    """
-
-    step_separator: str
-    train_responses: int
-    train_steps: int
-    heldout_responses: int
-    heldout_steps: int
-    heldout_problems: int
-    right_share: float
-    step_accuracy: Interval
-    auc: Interval
-    first_error: Interval
-    first_error_by_chance: float
-    num_with_error: int
-    no_error: Interval
-    num_without_error: int
-    log_loss: Interval
-    overconfidence: Interval
-    calibration_error: float
-    bins: tuple[StepBin, ...]
-    overlong: Overlong | None = None  # of the responses
-    sources: tuple[SourceRows, ...] = ()
-
-
-STEP_PANELS = (
-    Panel("Loss", "nats per step", train_and_heldout("loss")),
-    Panel("Accuracy", "steps judged as their labels say", train_and_heldout("accuracy"), is_share=True),
-)
-
-
-def _report_of_steps(stage: StageFolder, results: StepResults) -> StageReport:
-    error, guess = results.first_error, results.first_error_by_chance
-    spans = {
-        "Step accuracy": (results.step_accuracy, f"of {count_of(results.heldout_steps, 'step')}"),
-        "First error found": (error, f"of {results.num_with_error:,}; by chance {percent(guess)}"),
-        "No error found where there is none": (results.no_error, f"of {results.num_without_error:,}"),
-        "Right above wrong steps (AUC)": (results.auc, ""),
-    }
-    facts = [
-        ("Responses, train", count(results.train_responses)),
-        ("Labelled steps, train", count(results.train_steps)),
-        ("Held-out problems", count(results.heldout_problems)),
-        ("Right steps, held-out", percent(results.right_share)),
-        *((name, f"{percent(of.mean)} ({percent(of.low)} to {percent(of.high)}) {more}".strip())
-          for name, (of, more) in spans.items() if isfinite(of.mean)),
-        ("Log loss, nats per step", number(results.log_loss.mean, 4)),
-        ("Mean score minus share of right steps", number(results.overconfidence.mean, 3)),
-        ("Calibration error", number(results.calibration_error, 3)),
-    ]  # fmt: skip
-    if results.overlong:
-        facts.append(("Responses read", str(results.overlong)))
-    facts += [rows.fact for rows in results.sources]
-    sentence = (
-        f"The reward model finds the first wrong step of {percent(error.mean)} of the"
-        f" {count_of(results.num_with_error, 'held-out response')} that have one."
-    )
-    headlines = [headline_of_share(
-        stage, "first_error", "First error found", (error.mean, error.low, error.high), f"by chance {percent(guess)}"
-    )] if isfinite(error.mean) else []  # fmt: skip
-    block = stage_block(stage, facts, metric_figures(stage, STEP_PANELS))
-    return StageReport((block,), headlines=tuple(headlines), sentence=sentence if headlines else "")
-
-
 def report(stage: StageFolder) -> StageReport:
-    steps = stage.results(StepResults) if "step_separator" in stage.raw_results else None
-    if steps is not None:
-        return _report_of_steps(stage, steps)
     figures = metric_figures(stage, (*PANELS, *_objective_panels(stage)))
     results = stage.results(RewardResults)
     if results is None:

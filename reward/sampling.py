@@ -25,7 +25,6 @@ from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, read_config
 from reward.external import ExternalReward, Scored, score_in_parts
 from reward.scoring import RewardModel
-from reward.steps import StepsConfig
 from training.data import NO_FIELDS, Prompt, RowFields
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ class StageScore:
     name: str = "reward model"
     external: ExternalReward | None = None
     objective_weights: Mapping[str, float] = field(default_factory=dict)
-    steps: StepsConfig | None = None
     row_fields: Callable[[], RowFields] = lambda: NO_FIELDS  # may load the user's function
     objectives: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
@@ -57,9 +55,9 @@ class StageScore:
 class SamplingSpec:
     """What to sample. `reference` and `reward` are model directories to measure against; "" skips that measurement.
 
-    `objective_weights` apply to a reward model with several objectives, `steps` to one that scores steps.
-    `external_reward` scores instead of a reward model. `template_of` names a directory whose chat template replaces the
-    policy's own, and `chat_template` replaces that, too. With `meeting`, workers form teams there, each of which
+    `objective_weights` apply to a reward model with several objectives. `external_reward` scores instead of a reward
+    model. `template_of` names a directory whose chat template replaces the policy's own, and `chat_template` replaces
+    that, too. With `meeting`, workers form teams there, each of which
     computes one policy; only the first worker of a team scores its samples.
     """
 
@@ -72,7 +70,6 @@ class SamplingSpec:
     reference: str = ""
     reward: str = ""
     objective_weights: Mapping[str, float] = field(default_factory=dict)
-    steps: StepsConfig | None = None
     external_reward: ExternalReward | None = None
     template_of: str = ""
     chat_template: str = ""
@@ -184,7 +181,7 @@ class Sampler:
 
     @cached_property
     def _reward_model(self) -> RewardModel:
-        return RewardModel.load(Path(self.spec.reward), self.spec.objective_weights, self.spec.steps)
+        return RewardModel.load(Path(self.spec.reward), self.spec.objective_weights)
 
     def _load(self, folder: Path) -> LanguageModel:
         if self._team is not None:

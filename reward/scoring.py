@@ -19,16 +19,14 @@ from lm.encoder import SequenceClassifier
 from lm.model import ScalarModel
 from lm.progress import note_progress
 from lm.source import PartialSource, load_for_inference, on_meta
-from lm.tokenizer import Messages, Tokenizer, read_json
+from lm.tokenizer import Messages, Tokenizer
 from lm.transfer import MAX_TOKENS, last_tokens, pad_right, upload
-from lm.weights import CONFIG, ModelFolder, purpose_of
-from reward.comparisons import Comparison, Encoded, encode_answered
-from reward.steps import StepsConfig, step_ends
+from lm.weights import ModelFolder, purpose_of
+from reward.comparisons import Comparison, encode_scored
 from training.packing import IntArray, packed_rows, split_passes
 from training.tokens import Sequences
 
 RewardNetwork = ScalarModel | SequenceClassifier
-STEP_SEPARATOR = "step_separator"  # in config.json of a model that scores steps
 
 
 def network_folder(folder: Path, dropout: float = 0.0) -> PartialSource[RewardNetwork]:
@@ -65,64 +63,6 @@ def _inputs(tokens_BT: Tensor, segments_BT: Tensor, kind: str, device: torch.dev
 
 
 @dataclass(frozen=True)
-class StepTokens:
-    """A prompt with a response whose steps end at these places of the sequence, in ascending order; none is 0."""
-
-    tokens: Sequence[int]
-    ends: Sequence[int]
-    all_ends: Sequence[int] = ()  # of every step of the text: a token that ends two steps occurs twice
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, tokens: Sequence[int], response_tokens: int, separator: str) -> Self:
-        """Find the steps of the response, which is the last `response_tokens` tokens."""
-        start = len(tokens) - response_tokens
-        ends = [start + end for end in step_ends(tokenizer, tokens[start:], separator)]
-        return cls(tokens, [*dict.fromkeys(ends)], ends)
-
-    @property
-    def is_end(self) -> list[bool]:
-        """Whether a step ends, for each token."""
-        ends = set(self.ends)
-        return [place in ends for place in range(len(self.tokens))]
-
-
-def step_separator(folder: Path) -> str | None:
-    """Returns the text between the steps that a directory's reward model scores.
-
-    It is "" if a step is a whole turn, and None if the model learned from rankings.
-    """
-    found = read_json(folder / CONFIG).get(STEP_SEPARATOR)
-    return None if found is None else str(found)
-
-
-def steps_for(folder: Path, steps: StepsConfig) -> StepsConfig:
-    """Returns the settings of steps with the separator of a directory's reward model.
-
-    Raises: ValueError if the model scores whole responses, or has another separator than the one that is set.
-    """
-    separator = step_separator(folder)
-    if separator is None:
-        raise ValueError(f"{folder}: this reward model scores whole responses; one trained on step labels was expected")
-    if steps.separator not in ("", separator):
-        raise ValueError(
-            f"{folder}: this reward model learned steps that end with {separator!r}, but steps.separator is"
-            f" {steps.separator!r}; the same, or none, was expected"
-        )
-    return steps.model_copy(update={"separator": separator})
-
-
-def check_steps(folder: Path, steps: StepsConfig | None) -> None:
-    """Check that `ppo.reward.steps` fits a directory's reward model. Raises: ValueError if not, as `steps_for`."""
-    if steps is not None:
-        steps_for(folder, steps)
-    elif step_separator(folder) is not None:
-        raise ValueError(
-            f"ppo.reward: {folder} scores the steps of a response; `steps = {{}}` was expected, with the form in which"
-            " they count (docs/rewards.md)"
-        )
-
-
-@dataclass(frozen=True)
 class PackedInputs:
     """Sequences packed into few rows: the network's inputs, the index of each sequence's score in its output, and the
     number of the sequence that each token [B, T] belongs to, arbitrary at padding.
@@ -131,19 +71,6 @@ class PackedInputs:
     read: tuple[Tensor | None, ...]
     places_N: Tensor
     sequence_BT: IntArray
-
-    @classmethod
-    def at_steps(cls, steps: Sequence["StepTokens"], kind: str, device: torch.device) -> Self:
-        """Pack sequences whose steps a decoder scores; `in_order` then gives the scores step by step, sequence by
-        sequence. An encoder scores only whole sequences.
-        """
-        if kind == "encoder":
-            return cls.of([of.tokens for of in steps], kind, device)
-        rows = packed_rows(Sequences.of((of.tokens, of.is_end) for of in steps), device)
-        counted_BT = torch.from_numpy(rows.counted)
-        read = upload(torch.from_numpy(rows.tokens), device), torch.from_numpy(rows.segments), counted_BT
-        places_N = torch.from_numpy(rows.sequence_of_tokens())[counted_BT].argsort(stable=True)
-        return cls(read, upload(places_N, device), rows.sequence_of_tokens())
 
     @classmethod
     def of(cls, sequences: Sequence[Sequence[int]], kind: str, device: torch.device) -> Self:
@@ -176,21 +103,6 @@ def head_scores(network: RewardNetwork, sequences: Sequence[Sequence[int]], max_
         packed = PackedInputs.of([sequences[row] for row in rows], network.config.kind, device)
         scores_BO[rows] = packed.in_order(scores_of(network, packed.read)).to(scores_BO)
     return scores_BO
-
-
-@torch.inference_mode()
-def step_scores(network: RewardNetwork, steps: Sequence[StepTokens]) -> list[list[float]]:
-    """Returns the probability that each step is right, for any number of responses, in order."""
-    device = next(network.parameters()).device
-    found: list[list[float]] = [[] for _ in steps]
-    (passes,) = split_passes([[len(of.tokens)] for of in steps], 1, MAX_TOKENS)
-    for rows in filter(None, passes):
-        note_progress()
-        packed = PackedInputs.at_steps([steps[row] for row in rows], network.config.kind, device)
-        flat = iter(packed.in_order(scores_of(network, packed.read))[:, 0].sigmoid().tolist())
-        for row in rows:
-            found[row] = [next(flat) for _ in steps[row].ends]
-    return found
 
 
 def sequences_of(comparisons: Sequence[Comparison]) -> list[Sequence[int]]:
@@ -239,25 +151,20 @@ def weights_by_label(model: str, labels: Sequence[str], weights: Mapping[str, fl
 
 @dataclass(frozen=True)
 class RewardModel:
-    """A reward model with its tokenizer and chat template, the weight of each of its scores, and what the scores of
-    steps amount to if it gives those.
-    """
+    """A reward model with its tokenizer and chat template, and the weight of each of its scores."""
 
     network: RewardNetwork
     tokenizer: Tokenizer
     weights: Mapping[str, float]  # by label, in their order
-    steps: StepsConfig | None = None  # with a separator
 
     @classmethod
-    def load(cls, folder: Path, weights: Mapping[str, float] | None = None, steps: StepsConfig | None = None) -> Self:
-        """Load a reward model from a directory to the device that `lm.source` chooses. One that scores steps counts a
-        response as its worst step unless `steps` says otherwise.
+    def load(cls, folder: Path, weights: Mapping[str, float] | None = None) -> Self:
+        """Load a reward model from a directory to the device that `lm.source` chooses.
 
-        Raises: ValueError as for `weights_by_label` and `steps_for`, and for a directory that holds no reward model.
+        Raises: ValueError as for `weights_by_label`, and for a directory that holds no reward model.
         """
         checked = weights_by_label(str(folder), labels_of(folder), weights or {})
-        own = steps_for(folder, steps or StepsConfig()) if steps or step_separator(folder) is not None else None
-        return cls(load_for_inference(network_folder(folder)), Tokenizer.load(folder), checked, own)
+        return cls(load_for_inference(network_folder(folder)), Tokenizer.load(folder), checked)
 
     def encoded(
         self,
@@ -265,7 +172,7 @@ class RewardModel:
         conversations: Sequence[Messages],
         prompts: Sequence[Sequence[int]],
         responses: Sequence[Sequence[int]],
-    ) -> list[Encoded]:
+    ) -> list[Sequence[int]]:
         """Returns the tokens that the network reads for a policy's responses: the policy's, if tokenizer and template
         are the same, otherwise the same texts in its own. `conversations` and `prompts` are the prompts as messages and
         as the policy's tokens.
@@ -273,12 +180,11 @@ class RewardModel:
         Reward models learn from whole texts that end with the end token, so a truncated response gets one, too.
         """
         if self.tokenizer == tokenizer:
-            closed = [self._closed(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
-            return [Encoded(of, len(of) - len(prompt)) for of, prompt in zip(closed, prompts, strict=True)]
+            return [self._closed(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
         texts = [tokenizer.decode(response).strip() for response in responses]
         pairs = zip(conversations, texts, strict=True)
         turns = ([*messages, {"role": "assistant", "content": text}] for messages, text in pairs)
-        return [encode_answered(self.tokenizer, conversation) for conversation in turns]
+        return [encode_scored(self.tokenizer, conversation) for conversation in turns]
 
     def score(
         self,
@@ -292,36 +198,14 @@ class RewardModel:
         Arguments as for `encoded`.
         """
         encoded = self.encoded(tokenizer, conversations, prompts, responses)
-        fitting = [row for row, of in enumerate(encoded) if self.fits(of.tokens)]
+        fitting = [row for row, of in enumerate(encoded) if self.fits(of)]
         scores = [math.nan] * len(encoded)
-        for row, score in zip(fitting, self.score_encoded([encoded[row] for row in fitting]), strict=True):
+        for row, score in zip(fitting, self.score_sequences([encoded[row] for row in fitting]), strict=True):
             scores[row] = score
         return scores
 
-    def score_encoded(self, encoded: Sequence[Encoded]) -> list[float]:
-        """Returns one score per response, in order: the weighted sum of its objectives' scores, or what the scores of
-        its steps amount to.
-        """
-        if self.steps is None:
-            return self.score_sequences([of.tokens for of in encoded])
-        found = step_scores(self.network, [self.steps_of(of) for of in encoded])
-        return [self.steps.total(scores) for scores in found]
-
-    def steps_of(self, encoded: Encoded) -> StepTokens:
-        """Finds the steps of a response. Only for a model that scores steps."""
-        assert self.steps is not None, "a model that scores whole responses has no separator of steps"
-        return StepTokens.of(self.tokenizer, encoded.tokens, encoded.response_tokens, self.steps.separator)
-
     def score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """Returns one score per sequence, in order: the weighted sum of its objectives' scores.
-
-        Raises: ValueError for a model that scores steps, which needs to know where the response begins.
-        """
-        if self.steps is not None:
-            raise ValueError(
-                "this reward model scores the steps of a response; one that scores whole responses was expected"
-                " (docs/rewards.md)"
-            )
+        """Returns one score per sequence, in order: the weighted sum of its objectives' scores."""
         weights_O = torch.tensor(list(self.weights.values()))
         scores: list[float] = (head_scores(self.network, sequences) * weights_O).sum(dim=1).tolist()
         return scores

@@ -59,11 +59,6 @@ class RewardSum(ExternalReward):
                 f"objective_weights has {', '.join(self.objective_weights) or 'no names'}; the names of the sources,"
                 f" {', '.join(self.sources)}, were expected"
             )
-        in_steps = next((name for name, source in self.sources.items() if getattr(source, "steps", None)), "")
-        if in_steps:
-            raise ValueError(
-                f"sources.{in_steps}.steps: scores of whole responses are summed; a source without `steps` was expected"
-            )
         if not any(self.objective_weights.values()):
             raise ValueError("objective_weights are all 0; a weight other than 0 was expected")
         return self

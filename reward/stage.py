@@ -1,10 +1,9 @@
 """The reward model as a stage: training on each rank, metrics, checks before a run, and its plan.
 
 The SFT model (or another decoder, or an encoder) gets a scalar head per objective and is trained on rankings of K
-responses; or it learns from labels of steps (`reward.step_training`). Held-out rankings are on prompts that training
-never saw. After training, the bias is shifted so that demonstrations score 0 on average under every head: preferences
-determine scores only up to a constant. All ranks score the held-out responses with the trained model, in training
-precision.
+responses. Held-out rankings are on prompts that training never saw. After training, the bias is shifted so that
+demonstrations score 0 on average under every head: preferences determine scores only up to a constant. All ranks score
+the held-out responses with the trained model, in training precision.
 """
 
 import json
@@ -20,10 +19,9 @@ from torch import Tensor
 from files.atomic import write_json
 from files.hashes import derive_seed
 from files.records import read_record, record_of
-from lm.adapters import save_trained
+from lm.adapters import adapted, save_trained
 from lm.config import ModelConfig
 from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier
-from lm.lora import adapted
 from lm.model import SCORE, LanguageModel, ScalarModel
 from lm.source import ModelSource, on_meta
 from lm.tokenizer import Messages, Tokenizer
@@ -33,7 +31,7 @@ from preferences.statistics.agreement import accuracy_against
 from preferences.statistics.estimates import Floats, Share
 from preferences.statistics.intervals import share_interval
 from reward.comparisons import Comparison, encode_scored
-from reward.config import RankingsConfig, RewardConfig
+from reward.config import RewardConfig
 from reward.metrics import (
     FinalScores,
     calibration_sequences,
@@ -67,7 +65,6 @@ from reward.prepared import (
 from reward.report import REPORTER, RewardResults
 from reward.sampling import StageScore
 from reward.scoring import RewardModel, RewardNetwork, network_folder, shifted
-from reward.step_training import plan_steps, tokenize_steps, train_steps
 from stages.contract import Parent, Stage
 from stages.plan import Planner, Training
 from stages.run import JobView, StageRun
@@ -83,9 +80,6 @@ def run_reward(run: StageRun, config: RewardConfig) -> None:
     """Train on all workers. If a world's labelers gave the rankings, also measure the model against the world."""
     start = run.start("sft")
     tokenizer = Tokenizer.load(start, end=config.end_token)
-    if config.step_labels is not None:
-        run.on_ranks(train_steps, config, start, tokenize_steps(run, config, tokenizer, start))
-        return
     run.on_ranks(train, config, start, tokenize(run, config, tokenizer, _most_tokens(start, config)))
     if "collect" in run.parents and run.opened_world is not None:  # so the world knows the criterion of its labelers
         run.write_results(measure_reward_model(run, config))
@@ -192,7 +186,7 @@ def ratings_spread(config: RewardConfig, split: Split, comparisons: Sequence[Com
     spread = tuple(spread_of_ratings(comparisons, place) for place in range(len(split.objectives)))
     if not any(spread):
         raise ValueError(
-            f"reward.{used} is {getattr(config, used)}, but no ranking of {_rankings(config).source} has ratings that"
+            f"reward.{used} is {getattr(config, used)}, but no ranking of {config.rankings.source} has ratings that"
             " differ between its responses; a field 'ratings' with one number per response was expected"
         )
     return spread
@@ -244,7 +238,7 @@ def measure_reward_model(run: StageRun, config: RewardConfig) -> RewardResults:
     """
     folder, world = run.folder, run.world
     scores = json.loads((folder / HELDOUT_SCORES).read_text(encoding="utf-8"))
-    split = split_of(read_judgments(_rankings(config)).rankings, config, run.seed)
+    split = split_of(read_judgments(config.rankings).rankings, config, run.seed)
     heldout = [ranking for ranking in split.heldout if ranking.task_id in scores]  # the others were too long
     truth = label_truth(heldout, world)
     unique = {ranking.task_id: ranking for ranking in heldout}
@@ -281,15 +275,9 @@ def _ranks_of(scores: list[float]) -> tuple[int, ...]:
     return tuple(1 + sum(other > score for other in scores) for score in scores)
 
 
-def _rankings(config: RewardConfig) -> RankingsConfig:
-    assert config.rankings is not None, "the stage learns from step labels"
-    return config.rankings
-
-
 def check(config: RewardConfig, _job: JobView) -> None:
     """Check the named objectives: a world's labelers give only one overall judgment."""
-    if config.step_labels is None:
-        check_objectives(config)
+    check_objectives(config)
 
 
 def preflight(run: StageRun, config: RewardConfig) -> None:
@@ -299,9 +287,6 @@ def preflight(run: StageRun, config: RewardConfig) -> None:
     if "collect" in run.parents:
         return
     tokenizer = run.tokenizer_of("sft", config.end_token)
-    if config.step_labels is not None:
-        tokenize_steps(run, config, tokenizer, run.start("sft") if config.init_from else None, run.tell)
-        return
     # A job with only a reward model has no policy.
     most_tokens = _most_tokens(run.start("sft"), config) if config.init_from else run.model.max_position_embeddings
     prepared = tokenize(run, config, tokenizer, most_tokens, run.tell)
@@ -315,8 +300,6 @@ def _most_tokens(start: Path, config: RewardConfig) -> int:
 
 
 def plan(planner: Planner, config: RewardConfig) -> Training:
-    if config.step_labels is not None:
-        return plan_steps(planner, config)
     steps, num_responses = comparison_steps(planner, config)
     context = planner.shape(config.init_from).max_position_embeddings
     lengths = comparison_lengths(planner, config, lambda run: run.tokenizer_of("sft", config.end_token), context)

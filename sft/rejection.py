@@ -16,8 +16,7 @@ from pydantic import Field
 
 from files.atomic import write_text
 from files.hashes import derive_seed
-from lm.adapters import save_trained
-from lm.lora import adapted
+from lm.adapters import adapted, save_trained
 from lm.model import LanguageModel
 from lm.source import on_meta
 from lm.tokenizer import Tokenizer

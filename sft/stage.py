@@ -15,9 +15,8 @@ import numpy as np
 from pydantic import Field
 
 from files.hashes import derive_seed
-from lm.adapters import save_trained
+from lm.adapters import adapted, save_trained
 from lm.encoder import EncoderDecoder
-from lm.lora import adapted
 from lm.model import LanguageModel
 from lm.source import ModelSource, on_meta
 from lm.tokenizer import Tokenizer

@@ -6,9 +6,11 @@ versions.
 """
 
 import inspect
+import mmap
+import resource
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from training.checkpoint import ParamShard
+from training.notices import say
 
 
 def use_supported_segments() -> str:
@@ -232,3 +235,56 @@ def write_back_zero3(zero_optimizer: Any) -> None:
     zero_optimizer.invalidate_secondary_tensor()  # a node's second copy still has the old weights
     if zero_optimizer.persistent_parameters:
         zero_optimizer.persistent_parameters[0].all_gather(zero_optimizer.persistent_parameters)
+
+
+# --- CPU memory, locked in place (pinned) where the system allows it ---
+
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+_refused = False  # whether this process has said that memory could not be pinned
+
+
+def host_bytes(num_bytes: int, *, pinned: bool) -> Tensor:
+    """Returns zeros [num_bytes] uint8 in CPU memory, for copies to and from a GPU; `pinned` needs a GPU.
+
+    PyTorch rounds pinned memory up to a power of two (2.1 GB take 4) and keeps it for later requests when it is freed.
+    This function locks ordinary pages instead, as many as are needed, and releases them when they are freed. If the
+    system does not allow so much locked memory, the pages stay unlocked, which is slower, and one notice says so.
+    """
+    cudart = torch.cuda.cudart() if pinned else None
+    if cudart is None or not num_bytes:  # a device without CUDA's library has its own allocator
+        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+    pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    held = torch.frombuffer(pages, dtype=torch.uint8)  # keeps the pages alive
+    address = held.data_ptr()
+    error = int(cudart.cudaHostRegister(address, num_bytes, PORTABLE))
+    if error:
+        _note_refusal(num_bytes, error)
+    else:
+        pages.unlock = lambda: cudart.cudaHostUnregister(address)
+    return held
+
+
+def _note_refusal(num_bytes: int, error: int) -> None:
+    """Say once per process that memory could not be pinned, and clear CUDA's error."""
+    global _refused
+    with suppress(RuntimeError):  # CUDA reports the refusal again after the next kernel; let it be this one
+        torch.ones(1, device="cuda")
+    if _refused:
+        return
+    _refused = True
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    allowed = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**30:.2f} GiB"
+    say(
+        f"{num_bytes / 2**30:.2f} GiB of CPU memory could not be pinned (CUDA error {error}; `ulimit -l` is {allowed}):"
+        " copies between it and the GPU are slower"
+    )
+
+
+class _Pages(mmap.mmap):
+    """Anonymous memory, unlocked before it is released."""
+
+    unlock: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unlock is not None:
+            self.unlock()

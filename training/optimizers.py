@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.config import OptimizerConfig, cpu_multiplies_bf16
-from training.internals import full_shape
-from training.pinned import host_bytes
+from training.internals import full_shape, host_bytes
 
 # Muon's
 MOMENTUM = 0.95

@@ -34,8 +34,8 @@ from training.checkpoint import (
     write_state,
     writing_folder,
 )
+from training.internals import host_bytes
 from training.notices import CheckpointError, cause_of, remedy_of, say, system_error
-from training.pinned import host_bytes
 
 PROGRESS = "progress.json"
 ALIGNMENT = 64  # bytes; of each tensor in the buffer that states are copied to

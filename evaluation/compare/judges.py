@@ -21,7 +21,6 @@ from reward.external import ExternalReward, RemoteReward, RewardFunction, Scored
 from reward.judge import JudgeReward
 from reward.rubric import Rubric
 from reward.scoring import labels_of
-from reward.steps import StepsConfig
 from stages.labels import OpenLabels
 from stages.world import World
 from training.data import Prompt
@@ -130,12 +129,12 @@ def open_scorer(name: str, spec: str, asking: Asking) -> ScoreJudge:
     return function_judge(name, spec) if is_function(spec) else reward_model_judge(name, spec)
 
 
-def function_judge(name: str, spec: str, *, has_rows: bool = False, steps: StepsConfig | None = None) -> ScoreJudge:
+def function_judge(name: str, spec: str, *, has_rows: bool = False) -> ScoreJudge:
     """Open a Python function, "MODULE:FUNCTION" or "FILE.py:FUNCTION". `has_rows` says whether the prompts have their
-    rows, for a function that reads them; `steps` is for one that scores steps. Raises: ValueError if there is none, or
+    rows, for a function that reads them. Raises: ValueError if there is none, or
     if it reads rows that are not there.
     """
-    function = RewardFunction(function=spec, steps=steps)
+    function = RewardFunction(function=spec)
     if function.reads_rows and not has_rows:
         raise ValueError(
             f"judge {name!r}: {spec} has a parameter `rows`, but these prompts come without their rows; a function of"
@@ -160,23 +159,20 @@ def reward_judge(
     name: str,
     reward: ExternalReward | Path,
     objective_weights: Mapping[str, float],
-    steps: StepsConfig | None = None,
     *,
     is_climbed: bool = True,
 ) -> ScoreJudge:
-    """Open a run's reward as a judge: its reward model's folder, or a function or endpoint. `steps` is for a model that
-    scores steps. `is_climbed` says whether the policies were trained to raise it; DPO's were not.
+    """Open a run's reward as a judge: its reward model's folder, or a function or endpoint. `is_climbed` says whether
+    the policies were trained to raise it; DPO's were not.
     """
     if isinstance(reward, RewardFunction):
-        judge = function_judge(name, reward.function, has_rows=True, steps=reward.steps)
+        judge = function_judge(name, reward.function, has_rows=True)
     elif isinstance(reward, ExternalReward):
         about: dict[str, object] = {"description": f"the {reward.noun} {reward.source}"}
         judge = ScoreJudge(name, f"reward {reward.noun}", reward.source, reward.score, about, reward.reads_rows)
     else:
         details = {"description": "the run's reward model", "sha256": folder_hash(reward)}
-        judge = ScoreJudge(
-            name, "reward model", str(reward), reward_model_score(reward, objective_weights, steps), details
-        )
+        judge = ScoreJudge(name, "reward model", str(reward), reward_model_score(reward, objective_weights), details)
     return described_as_reward(judge, "is also the reward") if is_climbed else judge
 
 

@@ -33,7 +33,6 @@ from lm.tokenizer import Tokenizer
 from reward.external import ExternalReward, NoReward, RewardFunction
 from reward.sampling import Sample, SamplingSpec, StageScore, sample_everywhere
 from reward.sources import unmet_scorers, with_scored_by
-from reward.steps import StepsConfig
 from stages.contract import POLICIES, Parent, Stage
 from stages.data import OnAccess, fitting_prompts
 from stages.plan import Planner, Sampling
@@ -83,7 +82,6 @@ class Proxy:
     model: str = ""
     objective_weights: Mapping[str, float] = field(default_factory=dict)
     external: ExternalReward | None = None
-    steps: StepsConfig | None = None  # for a model that scores steps
 
     @property
     def exists(self) -> bool:
@@ -112,7 +110,6 @@ def run_compare(run: StageRun, config: CompareConfig) -> None:
             reference=str(initial),
             reward=proxy.model,
             objective_weights=proxy.objective_weights,
-            steps=proxy.steps,
             external_reward=proxy.external,
             template_of=str(initial),
             chat_template=start.chat_template,
@@ -257,7 +254,7 @@ def proxy_of(run: StageRun) -> Proxy:
         return Proxy()
     external = score.external and score.external.prepared(run.folder_of(name))
     model = "" if external else str(run.at(name).start(REWARD))
-    return Proxy(model, score.objective_weights, external, None if external else score.steps)
+    return Proxy(model, score.objective_weights, external)
 
 
 def _row_fields(job: JobView, config: CompareConfig) -> RowFields:
@@ -301,7 +298,7 @@ def judge_of(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJudge:
         proxy = proxy_of(run)
         reward = proxy.external or Path(proxy.model)
         is_climbed = _is_climbed(run.job)
-        return reward_judge("reward", reward, proxy.objective_weights, proxy.steps, is_climbed=is_climbed)
+        return reward_judge("reward", reward, proxy.objective_weights, is_climbed=is_climbed)
     return gold_judge(run.world.judge_names[0], "gold:../job.toml", run.world)
 
 

@@ -12,11 +12,10 @@ from typing import Any, Protocol
 
 from evaluation.verdicts import Response, Side, Verdict
 from lm.tokenizer import Messages, Tokenizer
-from reward.comparisons import encode_answered
+from reward.comparisons import encode_scored
 from reward.endpoint import OnProgress
 from reward.external import Scored
 from reward.scoring import RewardModel, check_network, labels_of, weights_by_label
-from reward.steps import StepsConfig
 from training.data import Prompt
 
 SAME_TEXT = 0.5  # responses with identical text are tied without asking a judge
@@ -171,9 +170,9 @@ class ScoreJudge:
         return pair.verdict(self.name, preference_a, scores=(a.score, b.score), failure=failed)
 
 
-def reward_model_score(folder: Path, weights: Mapping[str, float], steps: StepsConfig | None = None) -> Score:
+def reward_model_score(folder: Path, weights: Mapping[str, float]) -> Score:
     """Returns a scoring function that uses the reward model in a directory, with its vocabulary and chat template.
-    `weights` apply to its objectives, if it has several, and `steps` if it scores steps.
+    `weights` apply to its objectives, if it has several.
 
     Raises: ValueError for a directory without a reward model, and for weights that do not fit it.
     """
@@ -183,19 +182,18 @@ def reward_model_score(folder: Path, weights: Mapping[str, float], steps: StepsC
 
     @cache  # loaded when first used: policies are sampled before, and need the memory
     def model() -> RewardModel:
-        return RewardModel.load(folder, weights, steps)
+        return RewardModel.load(folder, weights)
 
     def score(conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
         turns = zip(conversations, responses, strict=True)
         whole = [[*messages, {"role": "assistant", "content": response}] for messages, response in turns]
-        encoded = [encode_answered(tokenizer, conversation) for conversation in whole]
+        encoded = [encode_scored(tokenizer, conversation) for conversation in whole]
         room = model().network.config.max_position_embeddings
-        fitting = [row for row, response in enumerate(encoded) if model().fits(response.tokens)]
+        fitting = [row for row, tokens in enumerate(encoded) if model().fits(tokens)]
         scored = [
-            Scored(math.nan, f"{len(response.tokens)} tokens; the reward model reads at most {room}")
-            for response in encoded
+            Scored(math.nan, f"{len(tokens)} tokens; the reward model reads at most {room}") for tokens in encoded
         ]
-        scores = model().score_encoded([encoded[row] for row in fitting])
+        scores = model().score_sequences([encoded[row] for row in fitting])
         for row, value in zip(fitting, scores, strict=True):
             scored[row] = Scored(value) if math.isfinite(value) else Scored(math.nan, f"the reward model gave {value}")
         return scored

@@ -26,8 +26,7 @@ from preferences.rankings import is_heldout
 from preferences.records import Ranking, Task
 from preferences.statistics.agreement import pairwise_agreement
 from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints, Share
-from preferences.statistics.intervals import Tally, clustered_mean, clustered_shares
-from preferences.statistics.panel import prompt_numbers
+from preferences.statistics.intervals import Tally, clustered_mean, clustered_shares, prompt_numbers
 from reward.comparisons import encode_response
 from reward.scoring import RewardModel
 

@@ -183,9 +183,6 @@ def _reward_links(run: Run, stage: str, prompt: Messages) -> list[Link]:
     reward = stage_run.at(REWARD.name).resolve(section)
     assert isinstance(section, RewardConfig)
     assert isinstance(reward, RewardConfig)
-    if section.rankings is None or reward.rankings is None:
-        assert reward.step_labels is not None, "a reward model learns from rankings or from step labels"
-        return [*links, Link(reward.step_labels.source, "labels of steps", path_hash(reward.step_labels.source))]
     learned_from = _lineage(judge.parent).get("data", {}).get(section.rankings.source, "")
     return [*links, _rankings_link(reward.rankings, learned_from, prompt)]
 

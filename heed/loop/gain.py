@@ -170,8 +170,7 @@ def round_judge(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJudg
     if not config.judge_reward or not is_own:  # such as a model that ppo.reward names
         return judge_of(run, config)
     model = run.run_folder / reward / "model"
-    weights, steps = ({}, None) if ppo is None else (ppo.reward.objective_weights, ppo.steps)
-    return reward_judge("reward", model, weights, steps)
+    return reward_judge("reward", model, {} if ppo is None else ppo.reward.objective_weights)
 
 
 def gain_of(prompts: Sequence[Prompt], verdicts: Sequence[Verdict], policy: str) -> tuple[Interval, Interval, Interval]:

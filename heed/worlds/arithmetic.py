@@ -1,14 +1,14 @@
 """The playground's arithmetic: small sums in words, with demonstrations that call a calculator for them; and tasks of
 several steps, which add digits to a digit, one at a time, and keep the last digit.
 
-A rule labels the steps of any response, so a model that scores steps, and a policy that writes them, can be measured.
+A rule says whether any response is solved, so a policy that writes the steps can be measured.
 """
 
 import json
 import random
 import re
 import zlib
-from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 OPERATORS = {"+": "plus", "-": "minus", "*": "times"}
@@ -56,7 +56,6 @@ def _asked(first: int, operator: str, second: int) -> dict[str, Any]:
 
 
 WRONG_SHARE = 0.25  # of the results in a careless answer
-SHORT_SHARE = 0.25  # of the labelled answers; without them, a policy learns to stop before it can make a mistake
 _PROMPT = re.compile(r"Start at (\d)\. Add ([\d, ]+)\. Keep the last digit\.")
 
 
@@ -81,37 +80,12 @@ def careless_steps(prompt: str, rng: random.Random, wrong_share: float = WRONG_S
     return steps
 
 
-def label_steps(prompt: str, steps: Sequence[str]) -> list[bool]:
-    """Returns whether each step is right: it and all before it are the ones that were asked for, and the last one is
-    the task's last. So the lowest label says whether the answer is solved.
-    """
-    total, added = _task(prompt)
-    labels, is_right = [], True
-    for place, step in enumerate(steps):
-        is_right = is_right and place < len(added)
-        if is_right:
-            result = (total + added[place]) % 10
-            is_right = step.strip() == f"{total} + {added[place]} = {result}"
-            total = result
-        labels.append(is_right)
-    if 0 < len(steps) < len(added):
-        labels[-1] = False  # it should not have been the last one
-    return labels
-
-
 def is_solved(prompt: str, response: str) -> bool:
     """Returns whether a response has all the right steps, one per line, and nothing else."""
-    steps = [line for line in response.split("\n") if line.strip()]
-    return bool(steps) and all(label_steps(prompt, steps))
-
-
-def labelled_row(rng: random.Random) -> dict[str, Any]:
-    """Draws a row of TRL's stepwise supervision: a careless answer, of which some stop too soon."""
-    prompt = draw_prompt(rng)
-    steps = careless_steps(prompt, rng)
-    if rng.random() < SHORT_SHARE:
-        steps = steps[: rng.randint(1, len(steps) - 1)]
-    return {"prompt": prompt, "completions": steps, "labels": label_steps(prompt, steps)}
+    total, added = _task(prompt)
+    totals = [*accumulate(added, lambda total, number: (total + number) % 10, initial=total)]
+    right = [f"{before} + {number} = {after}" for (before, after), number in zip(pairwise(totals), added, strict=True)]
+    return [line.strip() for line in response.split("\n") if line.strip()] == right
 
 
 def _task(prompt: str) -> tuple[int, list[int]]:

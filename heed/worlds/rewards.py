@@ -4,7 +4,7 @@ Write your own in the same way: a file in the folder in which `heed` runs, `func
 function from prompts and responses to numbers. None (or an exception) leaves a response out.
 """
 
-from heed.worlds.arithmetic import is_solved, label_steps
+from heed.worlds.arithmetic import is_solved
 from heed.worlds.gold import gold_score
 
 
@@ -18,9 +18,3 @@ def solved(prompts: list[list[dict[str, str]]], responses: list[str]) -> list[fl
     """Returns 1 for each counting task whose steps are all right and all there, otherwise 0."""
     asked = [messages[-1]["content"] for messages in prompts]
     return [float(is_solved(prompt, response)) for prompt, response in zip(asked, responses, strict=True)]
-
-
-def right_steps(prompts: list[list[dict[str, str]]], responses: list[list[str]]) -> list[list[float]]:
-    """Returns 1 for each right step of a counting task, otherwise 0: what a perfect model of steps would say."""
-    asked = [messages[-1]["content"] for messages in prompts]
-    return [[*map(float, label_steps(prompt, steps))] for prompt, steps in zip(asked, responses, strict=True)]

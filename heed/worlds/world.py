@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from files.atomic import write_jsonl
 from heed.worlds.answers import write_answer
-from heed.worlds.arithmetic import calculations, calls, careless_steps, draw_prompt, labelled_row
+from heed.worlds.arithmetic import calculations, calls, careless_steps, draw_prompt
 from heed.worlds.corpus import draw_rows, write_text
 from heed.worlds.gold import gold_score, graded_rows, num_answers
 from heed.worlds.grammar import CATEGORIES
@@ -86,7 +86,7 @@ class PlaygroundConfig(BaseModel):
     num_counting: int = Field(
         default=0,
         ge=0,
-        description="Tasks of several steps: as many with labelled steps, as prompts, and as demonstrations.",
+        description="Tasks of several steps: as many prompts as demonstrations.",
     )
     num_labelers: int = Field(default=4, gt=0, description="Scripted labelers.")
     labelers_rate: bool = Field(default=False, description="Whether labelers also rate each response from 1 to 7.")
@@ -271,16 +271,15 @@ def _messages(prompt: str, response: str | None = None) -> list[dict[str, str]]:
 
 
 def write_counting(folder: Path, num_tasks: int, seed: int) -> None:
-    """Write tasks of several steps: counting_labels, counting_prompts and counting_demonstrations, with a tenth more of
-    these held out, and up to 200 tasks, counting_compare, that occur in none of the others. There are few enough
-    distinct tasks that they occur several times; `reward.heldout_share` splits labels by task.
+    """Write tasks of several steps: counting_prompts and counting_demonstrations, with a tenth more of these held out,
+    and up to 200 tasks, counting_compare, that occur in none of the others. There are few enough distinct tasks that
+    they occur several times.
     """
 
     def rng(name: str) -> random.Random:
         return random.Random(f"{seed}/counting_{name}")
 
-    labels, prompts = rng("labels"), rng("prompts")
-    write_jsonl(folder / "counting_labels.jsonl", [labelled_row(labels) for _ in range(num_tasks)])
+    prompts = rng("prompts")
     rows = [{"messages": _messages(draw_prompt(prompts)), "kind": "counting"} for _ in range(num_tasks)]
     write_jsonl(folder / "counting_prompts.jsonl", rows)
     compared, others = rng("compare"), dict[str, None]()

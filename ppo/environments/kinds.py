@@ -11,7 +11,6 @@ from files.importing import load_function
 from files.rows import Row
 from lm.tokenizer import Messages
 from ppo.environments.environment import Environment, Episode
-from ppo.environments.game import GuessingGame
 from ppo.environments.mcp import MCPTools
 from ppo.environments.openenv import OpenEnv
 from ppo.environments.tools import Calculator, Retrieval
@@ -85,12 +84,11 @@ def _loaded(class_name: str, settings: str) -> Environment:
 
 AnyEnvironment = Annotated[
     Annotated[OwnEnvironment, Tag("class")]
-    | Annotated[GuessingGame, Tag("guess")]
     | Annotated[Calculator, Tag("calculator")]
     | Annotated[Retrieval, Tag("retrieval")]
     | Annotated[SimulatedUser, Tag("user")]
     | Annotated[MCPTools, Tag("mcp")]
     | Annotated[OpenEnv, Tag("openenv")]
     | Annotated[VerifiersEnvironment, Tag("verifiers")],
-    by_kind("class", "guess", "calculator", "retrieval", "user", "mcp", "openenv", "verifiers"),
+    by_kind("class", "calculator", "retrieval", "user", "mcp", "openenv", "verifiers"),
 ]

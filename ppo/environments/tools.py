@@ -26,6 +26,7 @@ MOST_CALLS = 16  # in one turn; the others are not run
 MOST_CHARACTERS = 200  # of an expression
 MOST_BITS = 1024  # of an integer
 K1, B = 1.5, 0.75  # of BM25
+NUM_PASSAGES, PASSAGE_CHARACTERS = 3, 500  # that a search returns, and to which each is cut
 
 
 class ToolError(Exception):
@@ -177,8 +178,6 @@ class Retrieval(ToolEnvironment):
         description="Folder of .txt and .md files, on every machine that samples; paragraphs, which empty lines"
         " separate, are searched.",
     )
-    num_passages: int = Field(default=3, ge=1, description="Paragraphs that a search returns.")
-    passage_characters: int = Field(default=500, ge=1, description="Length to which each paragraph is cut.")
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -191,8 +190,8 @@ class Retrieval(ToolEnvironment):
         index_of(self.folder)
 
     def run(self, call: ToolCall) -> str:
-        found = index_of(self.folder).search(text_argument(call, SEARCH), self.num_passages)
-        return "\n\n".join(passage[: self.passage_characters] for passage in found) or "Nothing was found."
+        found = index_of(self.folder).search(text_argument(call, SEARCH), NUM_PASSAGES)
+        return "\n\n".join(passage[:PASSAGE_CHARACTERS] for passage in found) or "Nothing was found."
 
 
 class Index:

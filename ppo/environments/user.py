@@ -16,6 +16,8 @@ from reward.endpoint import KEY, Endpoint
 from training.data import RowFields
 
 NUM_RETRIES = 2
+MAX_REPLY_TOKENS = 128
+STOP = "###STOP###"  # what the user writes to end the conversation
 FIELD = "user"  # of a prompt's row
 # In the simulator's view, the policy is the other side.
 OTHER_SIDE = {"user": "assistant", "assistant": "user"}
@@ -23,7 +25,7 @@ OTHER_SIDE = {"user": "assistant", "assistant": "user"}
 
 class SimulatedUser(Environment):
     """A user who is played by another model. It reads the conversation so far and writes what the user says next, until
-    it writes `stop`. What the user wants may differ from prompt to prompt: the field `user` of a prompt's row is added
+    it writes `STOP`. What the user wants may differ from prompt to prompt: the field `user` of a prompt's row is added
     to the instructions.
     """
 
@@ -40,10 +42,6 @@ class SimulatedUser(Environment):
         default="You play a user who talks to an assistant. Write only what the user says next, in a sentence or two.",
         description="What the model is told to be.",
     )
-    stop: str = Field(
-        default="###STOP###", pattern=r"^.+$", description="What the user writes to end the conversation."
-    )
-    max_reply_tokens: int = Field(default=128, ge=1, description="Length limit of what the user says, in tokens.")
     parallel: int = Field(default=32, ge=1, description="Requests that a rank sends at once.")
 
     @property
@@ -52,12 +50,12 @@ class SimulatedUser(Environment):
 
     def open(self, conversation: Messages, row: Row, seed: int) -> Episode:
         wants = f"\n\n{row[FIELD]}" if row.get(FIELD) else ""
-        told = f"{self.instructions}{wants}\n\nWrite {self.stop} when the conversation is over."
+        told = f"{self.instructions}{wants}\n\nWrite {STOP} when the conversation is over."
         return UserEpisode(self, [{"role": "system", "content": told}, *_swapped(conversation)], seed)
 
     def said(self, messages: Messages, seed: int) -> str:
         """Returns what the user says next. Raises: RuntimeError if the endpoint does not answer with a text."""
-        asked = {"messages": messages, "seed": seed % 2**31, "max_tokens": self.max_reply_tokens}
+        asked = {"messages": messages, "seed": seed % 2**31, "max_tokens": MAX_REPLY_TOKENS}
         endpoint = Endpoint(
             self.url.rstrip("/"), self.model, self.deadline_seconds, NUM_RETRIES, key=os.environ.get(KEY, "")
         )
@@ -78,7 +76,7 @@ class UserEpisode(Episode):
         self.messages.append({"role": "user", "content": message.text})
         text = self.user.said(self.messages, self.seed + len(self.messages))
         self.messages.append({"role": "assistant", "content": text})
-        if self.user.stop in text:
+        if STOP in text:
             return Reply(is_over=True)
         return Reply([{"role": "user", "content": text}])
 

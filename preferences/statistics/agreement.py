@@ -27,8 +27,15 @@ import scipy  # loads each subpackage on first use: scipy.stats takes most of a 
 from preferences.disagreement import disagreement_alone
 from preferences.records import Judgment, Ranking
 from preferences.statistics.estimates import LEVEL, Floats, Ints, Share, Z
-from preferences.statistics.intervals import MANY_ERRORS, Tally, clustered_shares, in_blocks, wilson
-from preferences.statistics.panel import PairCounts, Panel, count_pairs, pair_signs, prompt_numbers
+from preferences.statistics.intervals import (
+    MANY_ERRORS,
+    Tally,
+    clustered_shares,
+    in_blocks,
+    prompt_numbers,
+    wilson,
+)
+from preferences.statistics.panel import PairCounts, Panel, count_pairs, pair_signs
 
 TrueScores = Mapping[str, Sequence[float]] | Callable[[str], Sequence[float]]
 

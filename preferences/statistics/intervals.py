@@ -13,7 +13,7 @@ N resamples, S sums, B blocks of clusters.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,12 @@ _INDICES_PER_CHUNK = 1_000_000  # bounds the memory of resampling at about 20 MB
 
 
 # ---- means and shares whose rows come in clusters ----
+
+
+def prompt_numbers(prompts: Sequence[Hashable]) -> Ints:
+    """Numbers the distinct prompts: equal prompts get the same number."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], dtype=np.int64)
 
 
 @dataclass(frozen=True)

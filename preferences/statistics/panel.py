@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from preferences.disagreement import Said, said_alone
-from preferences.records import MIN_RESPONSES, Judgment, Message, Task
+from preferences.records import MIN_RESPONSES, Judgment, Task
 from preferences.statistics.estimates import Floats, Ints
+from preferences.statistics.intervals import prompt_numbers
 
 Signs = npt.NDArray[np.int8]
 
@@ -113,12 +114,6 @@ class PairCounts:
     @property
     def num_TP(self) -> Floats:
         return self.first_TP + self.second_TP + self.tied_TP
-
-
-def prompt_numbers(prompts: Sequence[tuple[Message, ...]]) -> Ints:
-    """Numbers the distinct prompts: equal prompts get the same number."""
-    numbers: dict[tuple[Message, ...], int] = {}
-    return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], dtype=np.int64)
 
 
 def pair_signs(ranks_JK: Signs) -> Signs:

@@ -19,33 +19,12 @@ from lm.tokenizer import Messages
 from reward.external import ExternalReward, Scored
 from reward.verifiers.answers import LETTERS, final_number, score_choice
 from reward.verifiers.sandbox import Limits, check_sandbox, code_in, passes_tests
-from training.config import Config
 
 Check = Callable[[str], Scored]  # scores a response: 1, 0 or a failure
 Kind = Literal["number", "choice", "checks", "tests"]
 UNCLEAR = "unclear"  # the kind of failure of a response without a number or a choice, or with several
 FIELDS = ("answer", "choices", "checks", "tests")  # of a row
-
-
-class CodeLimits(Config):
-    """What the code of a response and its tests may use together."""
-
-    model_config = ConfigDict(title="Limits of code")
-
-    cpu_seconds: int = Field(
-        default=5,
-        ge=1,
-        le=600,
-        description="Computing time; a response that needs more is wrong. One that takes six times as long by the clock"
-        " has no score, since the machine may have been busy.",
-    )
-    memory_mb: int = Field(
-        default=512, ge=128, description="Address space, in MiB; a response that needs more is wrong."
-    )
-
-    @property
-    def of_sandbox(self) -> Limits:
-        return Limits(self.cpu_seconds, 6.0 * self.cpu_seconds, self.memory_mb * 2**20)
+CODE_BYTES = 512 * 2**20  # address space of a response's code and its tests
 
 
 class Verifier(ExternalReward):
@@ -74,7 +53,13 @@ class Verifier(ExternalReward):
         description="What a response is without a number or a choice, or with several: `wrong` = it scores 0, and is"
         " counted in the metric `failures/unclear`; `failed` = it has no score and is left out of the update.",
     )
-    limits: CodeLimits = Field(default=CodeLimits(), description="What code and its tests may use.")
+    cpu_seconds: int = Field(
+        default=5,
+        ge=1,
+        le=600,
+        description="Computing time of a response's code and its tests together; one that needs more is wrong. One that"
+        " takes six times as long by the clock has no score, since the machine may have been busy.",
+    )
 
     @model_validator(mode="after")
     def _check_checks(self) -> Self:
@@ -190,8 +175,10 @@ class Verifier(ExternalReward):
             except (SyntaxError, ValueError) as error:
                 raise ValueError(f"{where}: field 'tests[{place}]' is not Python: {error}") from None
 
+        limits = Limits(self.cpu_seconds, 6.0 * self.cpu_seconds, CODE_BYTES)
+
         def check(response: str) -> Scored:
-            passed, failure = passes_tests(code_in(response), tests, self.limits.of_sandbox)
+            passed, failure = passes_tests(code_in(response), tests, limits)
             return Scored(math.nan, failure) if failure else Scored(float(passed))
 
         return [check]

@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 from classify.examples import BEGINS, ENDS, Examples
 from classify.objective import ClassifyObjective
 from classify.predict import TextClassifier, classifier_source
-from classify.stage import known_labels, largest_input_norm, train
+from classify.stage import known_labels, train
 from heed.jobs.estimate import GPUS, StagePlan
 from heed.jobs.job_file import load_job
 from heed.jobs.plan import Setting, make_plan
 from lm.encoder import MaskedLanguageModel, SequenceClassifier, SpanPredictor, TokenClassifier
 from lm.model import init_weights
 from lm.source import load
-from lm.weights import load_any, load_model
+from lm.weights import load_model
 from tests.classify.conftest import SHAPE, config_for, train_here, write_tokens
 from training.config import EngineConfig
 from training.engine import StageContext
@@ -181,61 +181,6 @@ def test_blocks_are_dropped_and_added(bert_folder: Path, tmp_path: Path) -> None
     none_left = config_for(tmp_path, "sequence", SEQUENCES, dropped_layers=2)
     with pytest.raises(ValueError, match=r"dropped_layers is 2 and added_layers 0; .* has 2 blocks"):
         classifier_source(bert_folder, none_left, ("a", "b"), seed=5)
-
-
-def test_the_largest_input_of_the_added_blocks_by_hand(bert_folder: Path, tmp_path: Path) -> None:
-    """Each example alone, through the blocks that are left; the largest over all ranks is that over all examples."""
-    config = config_for(tmp_path, "token", SENTENCES, dropped_layers=1, added_layers=3, dt_fixup=True)
-    folder = write_tokens(tmp_path, config, bert_folder, known_labels(config)).training
-    examples, kept = Examples.read(folder), load_model(bert_folder, MaskedLanguageModel).eval()
-    kept.encoder.blocks = kept.encoder.blocks[:1]
-    norms = []
-    for end, length in zip(examples.ends, examples.lengths_of(np.arange(len(examples))), strict=True):
-        tokens = torch.tensor(examples.tokens[end - length : end].astype(np.int64))[None]
-        with torch.no_grad():
-            norms.append(float(kept.hidden(tokens, None, None, None).norm(dim=-1).max()))
-    assert largest_input_norm(bert_folder, config, folder, 0, 1) == pytest.approx(max(norms), rel=1e-5)
-    shares = [largest_input_norm(bert_folder, config, folder, rank, 3) for rank in range(3)]
-    assert max(shares) == pytest.approx(max(norms), rel=1e-5)
-    assert min(shares) < max(shares)
-
-
-def test_blocks_of_dt_fixup_are_trained_without_norms(bert_folder: Path, tmp_path: Path) -> None:
-    """The model learns, is read again with its shape, and keeps its blocks when it learns another task."""
-    config = config_for(tmp_path, "sequence", SEQUENCES, added_layers=6, dt_fixup=True)
-    folder = train_here(tmp_path, config, bert_folder)
-    results = results_of(folder)
-    assert results["heldout_loss"] < 0.2 < results["heldout_loss_before"]
-    names = [name for name, _ in load_any(folder / "model").named_parameters()]
-    assert "encoder.blocks.1.mlp_norm.weight" in names
-    assert not any(name.startswith("encoder.blocks.2.") and "norm" in name for name in names)
-    assert next(iter(TextClassifier.load(folder / "model").probabilities("Tom likes the ball."))) == "good"
-    again = classifier_source(folder / "model", config_for(tmp_path, "token", SENTENCES, dropped_layers=4), ("O",), 1)
-    assert (again.build().config.num_hidden_layers, again.build().config.blocks_without_norm) == (4, 2)
-    normed = config_for(tmp_path, "token", SENTENCES, added_layers=1)
-    with pytest.raises(ValueError, match=r"classify.added_layers is 1; the model ends with 6 blocks without norms"):
-        classifier_source(folder / "model", normed, ("O",), 1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({}, r"dt_fixup is true with added_layers 0, which draws no block; at least 1 was expected"),
-        (
-            {"added_layers": 2, "optimizer": {"learning_rate": 1e-3, "warmup_steps": 5}},
-            r"dt_fixup with .*warmup_steps 5",
-        ),
-        (
-            {"added_layers": 2, "dropped_layers": 2},
-            r"classify.dropped_layers is 2 with dt_fixup; the model has 2 blocks",
-        ),
-    ],
-)
-def test_dt_fixup_that_has_nothing_to_start_from_is_refused(
-    bert_folder: Path, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        classifier_source(bert_folder, config_for(tmp_path, "sequence", SEQUENCES, dt_fixup=True, **changes), ("a",), 1)
 
 
 def test_a_head_is_kept_for_the_same_labels_only(finished: dict[str, Path], tmp_path: Path) -> None:

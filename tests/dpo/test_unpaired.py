@@ -14,8 +14,8 @@ from dpo.config import DPOConfig
 from dpo.losses import LOSSES, KTOConfig, labels_of
 from dpo.objective import PreferenceObjective, mismatched
 from dpo.policy import PolicyLearner, PolicySource
+from lm.adapters import adapted
 from lm.config import ModelConfig
-from lm.lora import adapted
 from lm.model import LanguageModel, init_weights
 from lm.weights import ModelFolder
 from preferences.formats.native import ranking_row

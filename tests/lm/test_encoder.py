@@ -13,16 +13,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from benchmarks.parity import CASES, our_logits, their_logits
-from lm.block import BlockInputs, run_blocks
 from lm.config import ModelConfig
 from lm.encoder import (
     EncoderDecoder,
-    EncoderModel,
     MaskedLanguageModel,
     TokenClassifier,
     best_span,
@@ -30,7 +27,7 @@ from lm.encoder import (
 )
 from lm.families import family_of
 from lm.generation import generate
-from lm.model import LanguageModel, fixup_weight, init_weights
+from lm.model import LanguageModel, init_weights
 from lm.positions import relative_buckets
 from lm.sampling import Choice
 from lm.search import beam_search
@@ -51,54 +48,6 @@ def bert(**changes: Any) -> ModelConfig:
         "norm_eps": 1e-3,
     }  # fmt: skip
     return ModelConfig.model_validate({**values, **changes})
-
-
-def test_dt_fixup_draws_by_its_equation() -> None:
-    """Xavier's spread for queries, keys and heads; the same times 1 / (2μ√N) for values, outputs and the MLP."""
-    shape, generator = bert(hidden_size=200, num_hidden_layers=6, blocks_without_norm=4), torch.Generator()
-    shape = shape.model_copy(update={"intermediate_size": 300})
-
-    def drawn(name: str, *of: int) -> torch.Tensor:
-        return fixup_weight(name, of, shape, generator.manual_seed(3), input_norm=5.0)
-
-    scale = 1 / (2 * 5.0 * 4**0.5)
-    queries, keys, values = drawn("encoder.blocks.2.attention.qkv.weight", 600, 200).split(200)
-    square, mlp = (2 / 400) ** 0.5, (2 / 500) ** 0.5
-    for found, expected in (
-        (queries, square), (keys, square), (values, scale * square),
-        (drawn("encoder.blocks.2.attention.out.weight", 200, 200), scale * square),
-        (drawn("encoder.blocks.2.mlp.up.weight", 300, 200), scale * mlp),
-        (drawn("encoder.blocks.2.mlp.down.weight", 200, 300), scale * mlp),
-        (drawn("pooler.weight", 200, 200), square),
-    ):  # fmt: skip
-        assert float(found.std()) == pytest.approx(expected, rel=0.02)
-    assert not drawn("encoder.blocks.2.mlp.up.bias", 300).any()
-
-
-def test_dt_fixup_makes_a_step_as_large_at_any_depth() -> None:
-    """The paper's theorem: a step of SGD changes the output by Θ(rate), for a gradient of norm 1 with respect to it."""
-
-    def change(num_blocks: int, input_norm: float | None) -> float:
-        shape = bert(hidden_size=40, num_hidden_layers=num_blocks, blocks_without_norm=num_blocks)
-        model, generator = EncoderModel(shape, 0.0), torch.Generator().manual_seed(1)
-        for name, parameter in model.named_parameters():
-            scale = 1 / (2 * num_blocks**0.5) if input_norm is None else input_norm  # without: plain Xavier
-            parameter.data = fixup_weight(name, parameter.shape, shape, generator, scale)
-        x_BTD, direction_D = torch.randn(1, 6, 40, generator=generator), torch.randn(40, generator=generator)
-        inputs = BlockInputs([None] * num_blocks, [None] * num_blocks)
-        before_D = run_blocks(model.encoder.blocks, nn.Identity(), x_BTD, inputs)[0, 0]
-        (before_D @ direction_D / direction_D.norm()).backward()
-        with torch.no_grad():
-            for parameter in model.encoder.blocks.parameters():
-                if parameter.dim() > 1:  # the theorem is about the matrices
-                    parameter -= 1e-4 * parameter.grad
-            after_D = run_blocks(model.encoder.blocks, nn.Identity(), x_BTD, inputs)[0, 0]
-        return float((after_D - before_D).detach().norm()) / 1e-4
-
-    norm = float(torch.randn(1, 6, 40, generator=torch.Generator().manual_seed(1)).norm(dim=-1).max())
-    with_fixup = [change(depth, norm) for depth in (2, 8, 32)]
-    assert max(with_fixup) < 3 * min(with_fixup)
-    assert change(8, None) > 100 * max(with_fixup)
 
 
 @torch.no_grad()

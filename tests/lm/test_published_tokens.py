@@ -282,7 +282,7 @@ def test_a_reward_model_reads_every_end_as_the_one_it_was_trained_on(tmp_path: P
     judge = RewardModel(ScalarModel(config).eval(), tokenizer, {"score": 1.0})
     for response in ([5, 6, first], [5, 6, second], [5, 6]):
         (read,) = judge.encoded(tokenizer, [TURNS[:1]], [[7, 8]], [response])
-        assert [*read.tokens] == [7, 8, 5, 6, first]
+        assert [*read] == [7, 8, 5, 6, first]
 
 
 def test_the_tokenizer_of_an_adapter_takes_the_ends_of_its_model(tmp_path: Path) -> None:

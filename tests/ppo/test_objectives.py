@@ -107,7 +107,7 @@ def test_a_number_that_is_no_token_of_the_reward_model_fails(start: Start, promp
     rollout = worker.sample([prompts[0], prompts[1]], [0, 1])
     highest = max(map(max, rollout.token_lists()[1]))
     encoded = worker.scorer.judge.encoded(worker.tokenizer, [], *rollout.token_lists())
-    has_it = [max(of.tokens) >= highest for of in encoded]
+    has_it = [max(tokens) >= highest for tokens in encoded]
     worker.scorer.judge.network.config = worker.scorer.judge.network.config.model_copy(update={"vocab_size": highest})
     assert [all(row) for row in worker.scores(rollout).isnan().tolist()] == has_it
     assert "; the reward model knows those below " in worker.scorer.first_failure()

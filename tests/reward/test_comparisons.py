@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.pairs import encode_rankings
 from lm.tokenizer import Tokenizer
 from preferences.records import Message
 from reward.collect import write_rankings
-from reward.comparisons import Verdict, encode_rankings, encode_response
+from reward.comparisons import Verdict, encode_response
 from reward.config import RankingsConfig
 from reward.prepared import read_rankings
 

@@ -164,7 +164,7 @@ def test_a_judge_with_the_policys_tokens_reads_them_and_closes_what_was_cut_off(
     responses = [[*tokenizer.encode(" Far."), end], tokenizer.encode(" Far aw")]
     found = judge.score(tokenizer, [ASKED] * 2, [prompt] * 2, responses)
     whole = [[*prompt, *responses[0]], [*prompt, *responses[1], end]]
-    assert [[*of.tokens] for of in judge.encoded(tokenizer, [ASKED] * 2, [prompt] * 2, responses)] == whole
+    assert [[*tokens] for tokens in judge.encoded(tokenizer, [ASKED] * 2, [prompt] * 2, responses)] == whole
     with torch.no_grad():
         expected = [float(judge.network(torch.tensor([tokens]))[0, -1]) for tokens in whole]
     assert found == pytest.approx(expected, abs=1e-5)
@@ -174,7 +174,7 @@ def test_a_judge_with_other_tokens_reads_the_texts(finished: Path, model_folder:
     policy, judge = Tokenizer.load(model_folder), RewardModel.load(finished / "model")
     assert judge.tokenizer != policy
     responses = [[*policy.encode(" Far."), policy.end_id], policy.encode(" Far aw")]
-    read = [[*of.tokens] for of in judge.encoded(policy, [ASKED] * 2, [policy.encode_prompt(ASKED)] * 2, responses)]
+    read = [[*tokens] for tokens in judge.encoded(policy, [ASKED] * 2, [policy.encode_prompt(ASKED)] * 2, responses)]
     texts = ["<|end|>Where is the dog?<|end|>Far.<|end|>", "<|end|>Where is the dog?<|end|>Far aw<|end|>"]
     assert read == [judge.tokenizer.encode(text) for text in texts]
 

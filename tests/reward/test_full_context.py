@@ -54,7 +54,7 @@ def test_where_positions_end_with_the_context_the_last_token_gives_way(tokenizer
     ended = [*response[:-1], tokenizer.end_id]
     assert learned.score(tokenizer, [ASKED], [prompt], [ended]) == expected
     (read,) = learned.encoded(tokenizer, [ASKED], [prompt], [response[:-1]])
-    assert [*read.tokens] == [*prompt, *ended]
+    assert [*read] == [*prompt, *ended]
 
 
 @pytest.mark.parametrize("positions", ["rotary", "learned"])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.pairs import encode_rankings
 from lm.config import ModelConfig
 from lm.encoder import SequenceClassifier
 from lm.model import ScalarModel, init_weights
@@ -17,7 +18,7 @@ from lm.source import load
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from preferences.records import Message, Ranking
-from reward.comparisons import Comparison, Verdict, encode_rankings
+from reward.comparisons import Comparison, Verdict
 from reward.config import RankingsConfig, RewardConfig
 from reward.objective import AuxiliaryParameters, RankingObjective, RewardLearner
 from reward.scoring import RewardModel, head_scores, weights_by_label

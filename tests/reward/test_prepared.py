@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import training.data
+from benchmarks.pairs import encode_rankings
 from dpo.config import DPOConfig
 from lm.tokenizer import Tokenizer
 from preferences.formats import merging
 from preferences.formats.merging import RECENT_TASKS, ImportedLabels
 from preferences.statistics.agreement import accuracy_against
-from reward.comparisons import encode_rankings
 from reward.config import RankingsConfig, RewardConfig
 from reward.prepared import ARRAYS, PreparedRankings, ranking_parts, read_judgments, split_of
 from training.config import BatchConfig, OptimizerConfig

@@ -6,9 +6,9 @@ import resource
 import pytest
 import torch
 
-from training import pinned
+from training import internals
+from training.internals import host_bytes
 from training.notices import speaking_through
-from training.pinned import host_bytes
 
 TWO_GIB_AND_A_BIT = 2**31 + 5
 
@@ -59,7 +59,7 @@ def test_memory_that_cannot_be_locked_is_used_unlocked_and_said_once(
     cudart: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cudart.error = 801
-    monkeypatch.setattr(pinned, "_refused", False)
+    monkeypatch.setattr(internals, "_refused", False)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2**23, 2**23))
     next_kernels = list[str]()
 

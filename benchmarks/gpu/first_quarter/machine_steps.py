@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu.ceiling import copy_rate
 from benchmarks.gpu.first_quarter.context import GIB, Context, device_seconds
-from training.pinned import host_bytes
+from training.internals import host_bytes
 
 PACKAGES = (
     "torch", "triton", "numpy", "transformers", "accelerate", "deepspeed", "ray", "pydantic", "sqlalchemy", "datasets",

@@ -60,16 +60,6 @@ def test_the_other_tasks_start_from_its_encoder(pretrained: Path, tmp_path: Path
     assert 0 <= json.loads((run / "classify" / "results.json").read_text())["metrics"]["f1"]["mean"] <= 1
 
 
-@pytest.mark.nightly
-def test_blocks_of_dt_fixup_are_added_in_a_job(pretrained: Path, tmp_path: Path) -> None:
-    start = [f"classify.init_from={pretrained / 'pretrain' / 'model'}", "pretrain=none", "classify.num_epochs=0.5"]
-    settings = ["classify.added_layers=3", "classify.dt_fixup=true", "classify.optimizer.warmup_steps=0"]
-    run = run_job(load_job(JOBS / "classify.toml", [*start, *settings]), tmp_path)
-    shape = json.loads((run / "classify" / "model" / "config.json").read_text())
-    assert (shape["num_hidden_layers"], shape["blocks_without_norm"]) == (5, 3)
-    assert "BertFor" not in shape["architectures"][0]
-
-
 @pytest.mark.parametrize(
     ("task", "row", "settings", "message"),
     [

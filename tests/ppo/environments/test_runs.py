@@ -157,8 +157,6 @@ def _check_rewards(batch: PPOBatch, config: PPOConfig, policy: Path) -> None:
 def test_reports_name_the_class_that_scores(setup: Callable[..., tuple[PPOConfig, InitialModels]]) -> None:
     config, _ = setup()
     assert names_of(config, starts_from_sft=False).score == "score of the environment Vowels"
-    config, _ = setup(environment={"kind": "guess"})
-    assert names_of(config, starts_from_sft=False).score == "score of the environment guess"
 
 
 def test_too_many_failures_end_the_run_with_the_first_cause(

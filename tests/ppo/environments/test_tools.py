@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.guessing_game import Game, GuessingGame
 from heed.worlds.arithmetic import TOOL
 from lm.tool_calls import read_tool_calls
+from ppo.environments import tools
 from ppo.environments.environment import Environment, Episode, Reply
-from ppo.environments.game import Game, GuessingGame
 from ppo.environments.tools import Calculator, Index, Retrieval, ToolError, calculated
 
 
@@ -115,12 +116,14 @@ def test_a_search_ranks_as_a_loop_over_passages_does(query: str) -> None:
     assert Index(PASSAGES).search(query, 2) == [PASSAGES[place] for place in best[:2]]
 
 
-def test_a_folder_of_texts_is_searched_by_paragraph(tmp_path: Path) -> None:
+def test_a_folder_of_texts_is_searched_by_paragraph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "a.txt").write_text("The cat sat.\n\nThe dog barked loudly at the moon.\n \nBirds fly.")
     (tmp_path / "deep" / "b.md").write_text("A cat and a cat.")
     (tmp_path / "c.bin").write_bytes(b"cat\xff")
-    library = Retrieval(folder=str(tmp_path), num_passages=2, passage_characters=10)
+    monkeypatch.setattr(tools, "NUM_PASSAGES", 2)
+    monkeypatch.setattr(tools, "PASSAGE_CHARACTERS", 10)
+    library = Retrieval(folder=str(tmp_path))
     library.check([])
     call = '<tool_call>{"name": "search", "arguments": {"query": "%s"}}</tool_call>'
     found, nothing = replies(library, call % "cat", call % "whale")

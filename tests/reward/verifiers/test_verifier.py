@@ -89,7 +89,7 @@ def test_a_sandbox_that_fails_leaves_the_score_missing(monkeypatch: pytest.Monke
 
 
 def test_responses_are_scored_in_order_with_their_own_rows() -> None:
-    reward = Verifier(limits={"cpu_seconds": 2, "memory_mb": 256})
+    reward = Verifier(cpu_seconds=2)
     rows = [{"tests": f"assert x == {number}"} for number in range(6)]
     scored = reward.score([ASKED] * 6, [f"x = {number}" if number % 2 else "x = 9" for number in range(6)], rows)
     assert [one.score for one in scored] == [0, 1, 0, 1, 0, 1]

@@ -1,9 +1,8 @@
-"""A game of two turns, small enough for a test to enumerate its exact policy gradient."""
+"""An environment of one's own: a game of two turns, small enough to enumerate its exact policy gradient."""
 
 import re
-from typing import Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from files.hashes import derive_seed
 from files.rows import Row
@@ -19,9 +18,6 @@ class GuessingGame(Environment):
     1/n if it is right; a turn without a number ends the game.
     """
 
-    model_config = ConfigDict(title="Environment guess")
-
-    kind: Literal["guess"] = Field(default="guess", description="The kind of this table.")
     max_turns: int = Field(default=2, ge=1, description="Guesses after which the game ends.")
 
     def open(self, _conversation: Messages, _row: Row, seed: int) -> Episode:
