@@ -70,7 +70,6 @@ class Cell:
     is_clear: bool = False  # bold
     is_code: bool = False
     filter: SampleFilter | None = None
-    tooltip: str = ""
     links: tuple[tuple[str, str], ...] = ()  # addresses and texts, in place of `text`
 
 
@@ -127,12 +126,11 @@ class Columns:
 
 @dataclass(frozen=True)
 class Details:
-    """Parts folded under a title. When printed they are open, unless `is_printed` is false."""
+    """Parts folded under a title. When printed they are open."""
 
     title: str
     parts: "tuple[Part, ...]"
     is_open: bool = False
-    is_printed: bool = True
     part: ClassVar[str] = "details"
 
 

@@ -1,4 +1,4 @@
-"""The report of a comparison: report.json with every number and its rows, and report.html for reading.
+"""The report of a comparison: report.json with every number, and report.html for reading.
 
 Both depend only on the comparison's folder, so the same folder gives the same report, byte for byte.
 
@@ -10,7 +10,7 @@ shows, and of how many; the others are in the comparison's files.
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from evaluation.compare.folder import VERDICTS, ComparisonFolder, read_comparison
 from evaluation.compare.report.answer import Styles, answer_of, answer_of_run, warnings_of
 from evaluation.compare.report.measures import hacking_section, measure_tables, reliability_figures
-from evaluation.compare.report.sections import Sections, Source, meta_of, sources_of
+from evaluation.compare.report.sections import Sections, meta_of
 from evaluation.compare.results import results_of
 from evaluation.inputs import clusters_of
 from evaluation.policies import TRAINED, policy_styles
@@ -79,7 +79,6 @@ def render(
     summary = as_shown(summary_of(comparison), comparison.judges)
     styles = policy_styles(comparison.about)
     results = results_of(comparison, summary) if any(one.kind == TRAINED for one in comparison.about) else None
-    sources = sources_of(comparison, summary)
     samples = samples_of(comparison, styles, max_prompts=max_prompts, max_characters=max_characters)
     page = Page(
         kicker="Heed comparison",
@@ -87,17 +86,17 @@ def render(
         meta=meta_of(summary),
         answer=answer_of_run(results) if results else answer_of(summary, styles),
         sections=(
-            *Sections(summary, styles, sources).all(),
+            *Sections(summary, styles).all(),
             *([hacking_section(results.hacking, results.names)] if results and results.hacking else []),
             *_measures(comparison, styles),
             Section("samples", "Samples side by side", (_about_samples(samples), samples)),
-            _origins(comparison, sources),
+            _origins(comparison),
         ),
         skip_to=("samples", "the samples"),
         styles=tuple(styles.values()),
         warnings=warnings_of(comparison, summary, styles),
     )
-    return render_page(page), clean_json(_report(comparison, page, samples, as_json(summary), as_json(sources)))
+    return render_page(page), clean_json(_report(comparison, page, samples, as_json(summary)))
 
 
 def summary_of(comparison: ComparisonFolder) -> Summary:
@@ -124,41 +123,21 @@ def _about_samples(samples: Samples) -> Note:
     return Note(f"{held} Each prompt is shown with the result of each judge's verdicts.")
 
 
-def _origins(comparison: ComparisonFolder, sources: Mapping[str, Source]) -> Section:
+def _origins(comparison: ComparisonFolder) -> Section:
     about = Note(
         "Every figure is computed from rows of this folder's files, named below it. report.json holds all of them in"
-        " full precision; its sources give each field's file and rows, as filters that pandas and pyarrow take."
+        " full precision."
     )
     settings = [Row((path,), (Cell(value),)) for path, value in flat(comparison.settings)]
     files = [Row((file,), (Cell(sha256, is_code=True),)) for file, sha256 in comparison.files.items()]
-    rows = [
-        Row((field,), (Cell(source.file), Cell(_num_rows(source)), Cell(source.how)))
-        for field, source in sources.items()
-    ]
-    places = (
-        "Fields of report.json, the rows they are computed from, and how. A field that is not listed has the source"
-        " of its longest listed prefix."
-    )
-    columns = ("In report.json", "File", "Rows", "How")
     tables = (
         Details("Settings", (Table("compare.json, as resolved.", (), tuple(settings), title="Settings"),)),
         Details("Files", (Table("What was read, by SHA-256.", (), tuple(files), title="Files"),)),
-        Details(
-            "Rows of each figure",
-            (Table(places, columns, tuple(rows), title="Rows of each figure"),),
-            is_printed=False,
-        ),
     )
     return Section("made", "How it was made, and where the numbers come from", (about, *tables))
 
 
-def _num_rows(source: Source) -> str:
-    return number(source.num_rows) if source.file == VERDICTS else ""
-
-
-def _report(
-    comparison: ComparisonFolder, page: Page, samples: Samples, summary: dict[str, Any], sources: dict[str, Any]
-) -> dict[str, Any]:
+def _report(comparison: ComparisonFolder, page: Page, samples: Samples, summary: dict[str, Any]) -> dict[str, Any]:
     return {
         "comparison": comparison.name,
         "answer": as_json(page.answer),
@@ -171,7 +150,6 @@ def _report(
             "prompt_ids": [prompt.prompt_id for prompt in samples.prompts],
         },
         "settings": dict(comparison.settings),
-        "sources": sources,
         "files": dict(comparison.files),
     }
 

@@ -56,7 +56,7 @@ def rated(policy_a: str, policy_b: str, value: float, half: float, *, p: float =
     return {
         "policy_a": policy_a,
         "policy_b": policy_b,
-        "win_rate": share(value, half, method="score", bootstrap=unknown, over_labelers=unknown, num_prompts=200,
+        "win_rate": share(value, half, over_labelers=unknown, num_prompts=200,
                           num_clusters=200, num_verdicts=400, num_labelers=1),
         "verdicts": {"wins": 200, "ties": 0, "losses": 200},
         "prompts": {"wins": 100, "ties": 0, "losses": 100},
