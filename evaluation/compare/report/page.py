@@ -17,7 +17,7 @@ from typing import Any
 
 from evaluation.compare.folder import VERDICTS, ComparisonFolder, read_comparison
 from evaluation.compare.report.answer import Styles, answer_of, answer_of_run, warnings_of
-from evaluation.compare.report.measures import hacking_section, measure_tables, reliability_figures
+from evaluation.compare.report.measures import hacking_section, measure_tables
 from evaluation.compare.report.sections import Sections, meta_of
 from evaluation.compare.results import results_of
 from evaluation.inputs import clusters_of
@@ -109,8 +109,8 @@ def summary_of(comparison: ComparisonFolder) -> Summary:
 
 
 def _measures(comparison: ComparisonFolder, styles: Styles) -> list[Section]:
-    parts = (*reliability_figures(comparison.measures), *measure_tables(comparison.measures, styles))
-    return [Section("measures", "Measures", parts)] if parts else []
+    tables = measure_tables(comparison.measures, styles)
+    return [Section("measures", "Measures", tuple(tables))] if tables else []
 
 
 def _about_samples(samples: Samples) -> Note:
