@@ -50,7 +50,6 @@ from stages.reports.text import (
     UNKNOWN,
     Names,
     PolicyStyle,
-    beyond_range,
     count,
     count_of,
     ends_of,
@@ -399,8 +398,6 @@ def followed_part(samples: Sequence[TrainingSample]) -> tuple[Part, ...]:
         f"Responses to the same {count_of(num, 'prompt')}, sampled before the updates of these iterations, with 95%"
         " intervals over prompts. Changes are per prompt, from the first of these iterations."
     )
-    scores = [mean_over_prompts([sample.score for sample in own.values()]) for own in by_step.values()]
-    caption += beyond_range([sample.score for own in by_step.values() for sample in own.values()], scores)
     columns = ("Iteration", "Score", "Change", "KL, nats", "Tokens", "End")
     return (Table(caption, columns, rows, "by-policy", "The same prompts during training"),)
 

@@ -36,7 +36,7 @@ from evaluation.evaluate.models import (
 )
 from evaluation.evaluate.report import write_evaluation_report
 from evaluation.evaluate.saved import SavedModel
-from evaluation.evaluate.statistics import Runs, clean_values, suite_statistics
+from evaluation.evaluate.statistics import clean_values, suite_statistics
 from evaluation.evaluate.tools import (
     asks_baseline,
     by_suite,
@@ -46,6 +46,7 @@ from evaluation.evaluate.tools import (
     refuse_unsuited,
     refuse_unused_tools,
 )
+from evaluation.statistics.summary import Runs
 from evaluation.suites.suite import Item, Model, Scored, Suite, Tools
 from files.atomic import atomic_folder, write_json
 from files.hashes import derive_seed

@@ -45,7 +45,7 @@ from preferences.statistics.estimates import UNKNOWN, Floats, Interval, Ints, Sh
 from preferences.statistics.intervals import Tally, clustered_shares, score_interval, share_interval
 from preferences.statistics.panel import PairCounts
 
-Runs = Mapping[str, Sequence[str]]  # an algorithm's name to its training runs, which are policies; two or more each
+Runs = Mapping[str, Sequence[str]]  # an algorithm's name to its training runs (policies, models), two or more
 NO_RUNS: Runs = {}
 
 

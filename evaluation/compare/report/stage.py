@@ -39,7 +39,6 @@ from stages.reports.stage_report import headline_of, headline_of_share, stage_bl
 from stages.reports.text import (
     UNKNOWN,
     PolicyStyle,
-    beyond_range,
     count,
     ends_of,
     in_capital,
@@ -175,9 +174,6 @@ def policy_table(results: CompareResults, styles: Styles) -> Table:
         f"Figures of each policy; 95% intervals over {_over_what(results)} below the means. To tell whether two"
         " policies differ, use the win rates, not these intervals."
     )
-    sample_scores = [text.gold_score for sample in results.samples for text in sample.responses.values()]
-    means = [policy.gold_score for policy in policies.values()]
-    caption += beyond_range([*sample_scores, *(mean.mean for mean in means)], means)
     return Table(caption, ("Figure", *styles.values()), rows, "by-policy", "Policies")
 
 
