@@ -35,12 +35,8 @@ from stages.reports.parts import (
     StageReport,
     StageReporter,
     Table,
-    anchor_of,
     evenly,
     folded,
-    folded_turns,
-    start_of,
-    turns_of,
 )
 from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import Panel, Series, fields_under, metric_figures, stage_block
@@ -489,17 +485,15 @@ def _drawn(drawn: Sequence[TrainingSample]) -> tuple[ShownPrompt, ...]:
 
 def _shown(name: str, samples: Sequence[TrainingSample], categories: Sequence[str], *, is_open: bool) -> ShownPrompt:
     """Returns a prompt with its responses, in the order of training."""
-    messages = turns_of(samples[0].messages)
     return ShownPrompt(
-        anchor=anchor_of(f"training-{name}"),
         prompt_id=samples[0].prompt_id,
         category=samples[0].category,
-        start=start_of(messages),
-        messages=folded_turns(messages),
+        messages=samples[0].messages,
         responses=tuple(
             (_style(sample.step), (ShownResponse(0, folded(sample.response), _about(sample)),)) for sample in samples
         ),
         is_open=is_open,
+        name=f"training-{name}",
         note=_note(samples),
         category_place=categories.index(samples[0].category),
     )

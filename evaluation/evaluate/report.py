@@ -36,14 +36,10 @@ from stages.reports.parts import (
     ShownPrompt,
     ShownResponse,
     Table,
-    anchor_of,
     axis,
     evenly,
     folded,
-    folded_turns,
     share_row,
-    start_of,
-    turns_of,
 )
 from stages.reports.text import (
     UNKNOWN,
@@ -483,7 +479,6 @@ def _samples(evaluation: EvaluationFolder, styles: Styles) -> Samples:
 def _sample(
     evaluation: EvaluationFolder, suite: str, place: int, item: Item, styles: Styles, *, is_open: bool
 ) -> ShownPrompt:
-    messages = turns_of(item.messages)
     reference = item.data.get("reference", "")
     responses = []
     for model in evaluation.report.models:
@@ -492,13 +487,12 @@ def _sample(
             about = "; ".join(f"{name}: {_valued(value)}" for name, value in evaluation.values.get(key, {}).items())
             responses.append((styles[model], (ShownResponse(0, folded(evaluation.answers[key]), about),)))
     return ShownPrompt(
-        anchor=anchor_of(f"{suite}-{item.item_id}"),
         prompt_id=item.item_id,
         category=f"{suite}, {item.group}" if item.group else suite,
-        start=start_of(messages),
-        messages=folded_turns(messages),
+        messages=item.messages,
         responses=tuple(responses),
         is_open=is_open,
+        name=f"{suite}-{item.item_id}",
         note=f"reference: {reference}" if isinstance(reference, str | int | float) and reference != "" else "",
         category_place=place,
     )

@@ -42,12 +42,8 @@ from stages.reports.parts import (
     ShownResponse,
     ShownVerdict,
     Table,
-    anchor_of,
     evenly,
     folded,
-    folded_turns,
-    start_of,
-    turns_of,
 )
 from stages.reports.report import write_pages
 from stages.reports.text import clean_json, number, percent
@@ -220,7 +216,6 @@ class _Builder:
     def prompt(
         self, prompt: Prompt, responses: Sequence[Response], verdicts: Sequence[Verdict], *, is_open: bool
     ) -> ShownPrompt:
-        messages = turns_of(prompt.messages)
         scores = _scores(verdicts)
         by_policy = [
             sorted((row for row in responses if row.policy == name), key=lambda row: row.index)
@@ -228,11 +223,9 @@ class _Builder:
         ]
         chips, outcomes = self._outcomes(verdicts)
         return ShownPrompt(
-            anchor=anchor_of(prompt.prompt_id),
             prompt_id=prompt.prompt_id,
             category=prompt.kind,
-            start=start_of(messages),
-            messages=folded_turns(messages),
+            messages=prompt.messages,
             responses=tuple(
                 (
                     self.styles[name],

@@ -27,11 +27,7 @@ from stages.reports.parts import (
     StageReport,
     StageReporter,
     Table,
-    anchor_of,
     folded,
-    folded_turns,
-    start_of,
-    turns_of,
 )
 from stages.reports.plots import KLPoint, KLSeries, Measured, interval_figure, kl_figure
 from stages.reports.run_folder import StageFolder
@@ -265,13 +261,10 @@ def _samples(results: CompareResults, styles: Styles) -> tuple[Part, ...]:
 
 
 def _shown(sample: SampledPrompt, styles: Styles, kinds: Sequence[str], scorer: str, *, is_open: bool) -> ShownPrompt:
-    messages = turns_of(sample.messages)
     return ShownPrompt(
-        anchor=anchor_of(sample.prompt_id),
         prompt_id=sample.prompt_id,
         category=sample.kind,
-        start=start_of(messages),
-        messages=folded_turns(messages),
+        messages=sample.messages,
         responses=tuple(
             (style, (ShownResponse(0, folded(sampled.text), _scores(sampled.gold_score, sampled.proxy_score, scorer)),))
             for name, style in styles.items()
