@@ -16,7 +16,6 @@ from scipy import stats
 from benchmarks import compare_worlds as worlds
 from benchmarks import dependent_worlds
 from benchmarks.compare_worlds import Held
-from evaluation.statistics import ratings, win_rates
 from evaluation.statistics.significance import ALPHA, EqualityTest, power_of
 from preferences.statistics.estimates import Floats
 
@@ -109,12 +108,7 @@ def main() -> None:
     parser.add_argument("statistics", nargs="*", help=f"all of: {' '.join(STATISTICS)} tests")
     parser.add_argument("--worlds", type=int, default=2_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--resamples", type=int, default=0, help="of bootstraps, on which no other row depends; 0: as many as a report"
-    )
     arguments = parser.parse_args()
-    if arguments.resamples:
-        ratings.NUM_RESAMPLES = win_rates.NUM_RESAMPLES = arguments.resamples
     for name in arguments.statistics or (*STATISTICS, "tests"):
         if name == "tests":
             print_tests(arguments.worlds, arguments.seed)

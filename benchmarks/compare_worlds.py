@@ -15,15 +15,13 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from evaluation.statistics.ratings import Model, rate
+from evaluation.statistics.ratings import rate
 from evaluation.statistics.significance import EqualityTest
 from evaluation.statistics.summary import flips, labelers_agree, position_bias
-from evaluation.statistics.win_rates import bootstrap_clusters, length_controlled, pair_win_rate, prompt_means
+from evaluation.statistics.win_rates import length_controlled, pair_win_rate, prompt_means
 from evaluation.verdicts import Comparisons, Verdict
 from preferences.statistics.estimates import Floats, Ints
 from preferences.statistics.intervals import percentiles, resampled_sums
-
-MAX_BOOTSTRAPPED = 200  # prompts; with more, 2,000 worlds take an hour
 
 
 class Held(NamedTuple):
@@ -116,9 +114,6 @@ def _win_rate(
     u_V = latent(generator, prompt_V, np.zeros_like(prompt_V), 0.5, 0.0)
     x_P = prompt_means(comparisons(outcome(u_V, win, tie), prompt_V))
     yield Held(what, *equality(x_P).interval(), truth)
-    if len(x_P) <= MAX_BOOTSTRAPPED:
-        bootstrap = bootstrap_clusters(x_P, np.arange(len(x_P)), seed=int(generator.integers(2**31)))
-        yield Held(f"{what}: bootstrap", bootstrap.low, bootstrap.high, truth)
 
 
 def over_labelers(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
@@ -129,10 +124,9 @@ def over_labelers(generator: np.random.Generator, num_prompts: int) -> Iterator[
         for lam in (0.0, 0.05, 0.2):
             u_V = latent(generator, prompt_V, labeler_V, 0.3, lam)
             pair = comparisons(outcome(u_V, 0.55, 0.1), prompt_V, labeler_V=labeler_V)
-            found = pair_win_rate(pair, equality(prompt_means(pair)), seed=int(generator.integers(2**31)))
+            found = pair_win_rate(pair, equality(prompt_means(pair)))
             what = f"{num_labelers} labelers, λ = {lam:g}"
             yield Held(what, found.over_labelers.low, found.over_labelers.high, 0.6)
-            yield Held(f"{what}: pigeonhole bootstrap", found.bootstrap.low, found.bootstrap.high, 0.6)
             yield Held(f"{what}: prompts only", found.low, found.high, 0.6)
 
 
@@ -145,34 +139,20 @@ def ratings(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
     pi_M = np.exp(theta_M)
     one_V, other_V = pi_M[pairs[:, 0]], pi_M[pairs[:, 1]]
     u_V = latent(generator, prompt_V, np.zeros_like(prompt_V), 0.3, 0.0)
-    tied_V = 0.7 * np.sqrt(one_V * other_V)
-    total_V = one_V + other_V + tied_V
-    without = comparisons(outcome(u_V, one_V / (one_V + other_V), 0.0), prompt_V, pairs=(pairs[:, 0], pairs[:, 1]))
-    yield from _rated(without, "bradley_terry", theta_M, generator)
-    ties = comparisons(outcome(u_V, one_V / total_V, tied_V / total_V), prompt_V, pairs=(pairs[:, 0], pairs[:, 1]))
-    yield from _rated(ties, "davidson", theta_M, generator)
+    seen = comparisons(outcome(u_V, one_V / (one_V + other_V), 0.0), prompt_V, pairs=(pairs[:, 0], pairs[:, 1]))
+    found = rate(seen, anchor="p0", seed=int(generator.integers(2**31)))
+    for rating, truth in list(zip(found.policies, theta_M, strict=True))[1:]:
+        yield Held("sandwich", rating.low, rating.high, float(truth))
+    ranks = [1 + sum(other > theta for other in theta_M) for theta in theta_M]
+    all_held = all(r.best_rank <= rank <= r.worst_rank for r, rank in zip(found.policies, ranks, strict=True))
+    yield Held("all rank ranges at once", 0.0, 1.0, 0.5 if all_held else 2.0)
 
 
 def two_policies(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
-    """Two policies far apart: one wins 0.9 of all verdicts, and 0.9 of the verdicts that are not ties."""
-    worlds: tuple[tuple[Model, float], ...] = (("bradley_terry", 0.0), ("davidson", 0.3))
-    for model, tie in worlds:
-        won_P = outcome(generator.random(num_prompts), 0.9 * (1 - tie), tie)
-        apart = comparisons(won_P, np.arange(num_prompts))
-        if not (model == "davidson" and (won_P == 0.5).all()):
-            found = rate(apart, model=model, anchor="p0", seed=0).policies[1]
-            yield Held(f"{model}, {tie:.0%} ties", found.low, found.high, float(special.logit(0.1)))
-
-
-def _rated(seen: Comparisons, model: Model, theta_M: Floats, generator: np.random.Generator) -> Iterator[Held]:
-    seed = int(generator.integers(2**31))
-    found = rate(seen, model=model, anchor="p0", seed=seed)
-    for rating, truth in list(zip(found.policies, theta_M, strict=True))[1:]:
-        yield Held(f"{model}: sandwich", rating.low, rating.high, float(truth))
-        yield Held(f"{model}: bootstrap", rating.bootstrap.low, rating.bootstrap.high, float(truth))
-    ranks = [1 + sum(other > theta for other in theta_M) for theta in theta_M]
-    all_held = all(r.best_rank <= rank <= r.worst_rank for r, rank in zip(found.policies, ranks, strict=True))
-    yield Held(f"{model}: all rank ranges at once", 0.0, 1.0, 0.5 if all_held else 2.0)
+    """Two policies far apart: one wins 0.9 of all verdicts."""
+    apart = comparisons(outcome(generator.random(num_prompts), 0.9, 0.0), np.arange(num_prompts))
+    found = rate(apart, anchor="p0", seed=0).policies[1]
+    yield Held("two policies far apart", found.low, found.high, float(special.logit(0.1)))
 
 
 def lengths(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:

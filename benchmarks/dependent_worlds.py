@@ -97,7 +97,7 @@ def _other_statistics(generator: np.random.Generator, template_V: Ints) -> Itera
 
 
 def _rating(several: Comparisons) -> tuple[float, float]:
-    found = rate(several, model="bradley_terry", anchor="p0", seed=0).policies[1]
+    found = rate(several, anchor="p0", seed=0).policies[1]
     return found.low, found.high
 
 

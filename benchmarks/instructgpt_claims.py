@@ -1,7 +1,8 @@
 """Which claims of InstructGPT's paper do its published samples bear out?
 
 `python -m benchmarks.instructgpt_claims FOLDER` prints the tables of research/findings/instructgpt.md from the folder
-with OpenAI's three files (`evaluation.suites.instructgpt`); tests/benchmarks/test_published_outputs.py checks the docs.
+with OpenAI's three files (https://github.com/openai/following-instructions-human-feedback), plain or as .gz;
+tests/benchmarks/test_published_outputs.py checks the docs.
 
 The claims and rules were fixed before any test was computed (the models' means had been seen):
 
@@ -20,12 +21,14 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
+from classify.metrics import normalized, token_f1
 from evaluation.statistics.significance import ALPHA, GainTest, holm, holm_level
-from evaluation.suites.instructgpt import SUITE
+from files.rows import read_source
 from preferences.statistics.estimates import Floats, Interval
 
 SIZES = ("xl", "6b", "175b")
@@ -42,6 +45,8 @@ QA, QA_AND_INSTRUCTION = "truthful_qa: QA prompt", "truthful_qa: QA + instructio
 BASIC, RESPECTFUL, BIASED = (f"real_toxicity: {kind} prompt" for kind in ("basic", "respectful", "biased"))
 ZERO_SHOT, FEW_SHOT = "squadv2: zeroshot", "squadv2: fewshot"
 BOTH = "truthful_and_informative"
+NO_ANSWER = "Not in background."
+ASKED = {"truthful_qa": "question", "real_toxicity": "context", "squadv2": "context"}  # the column, by data set
 
 
 def _sizes(kind: str) -> tuple[str, ...]:
@@ -159,14 +164,33 @@ class Decided:
 
 def read_values(folder: str) -> tuple[Values, frozenset[str]]:
     """Returns the published values, and the questions that were chosen against GPT-3."""
-    items = {item.item_id: item for item in SUITE.read(folder)}
     values: dict[tuple[str, str, str], dict[str, float]] = defaultdict(dict)
-    for model, scored in SUITE.published(folder).items():
-        for one in scored:
-            item = items[one.item_id]
-            for measure, value in one.values.items():
-                values[measure, model, item.group][item.cluster] = value
-    return values, frozenset(item.cluster for item in items.values() if item.data.get("adversarial") == "True")
+    adversarial: set[str] = set()
+    for name, asked in ASKED.items():
+        path = Path(folder) / f"{name}_samples.csv"
+        numbers: dict[str, int] = {}
+        for _, row in read_source(str(path if path.is_file() else f"{path}.gz")):
+            question = f"{name}/{numbers.setdefault(row[asked], len(numbers)):03}"
+            for measure, value in _values(name, row).items():
+                values[measure, row["model_type"], f"{name}: {row['prompt_type']}"][question] = value
+            if row.get("adversarial") == "True":
+                adversarial.add(question)
+    return values, frozenset(adversarial)
+
+
+def _values(name: str, row: Mapping[str, Any]) -> dict[str, float]:
+    """Returns a row's values by measure. TruthfulQA's count as yes from .5 on. "Not in background.", however
+    punctuated, predicts that there is no answer; an empty answer is wrong, since the prompt asks for these words.
+    """
+    if name == "truthful_qa":
+        truthful, informative = (float(float(row[column]) >= 0.5) for column in ("true", "info"))
+        return {BOTH: truthful * informative, "truthful": truthful, "informative": informative}
+    if name == "real_toxicity":
+        return {"toxicity": float(row["toxicity"])}
+    references = () if row["ref_text"] == NO_ANSWER else tuple(row["ref_text"].split("|"))
+    words = normalized(row["sample"])
+    prediction = "" if words == normalized(NO_ANSWER) else row["sample"]
+    return {"f1": token_f1(prediction, references) if words else 0.0}
 
 
 def contrast(claim: Claim, values: Values, adversarial: frozenset[str]) -> Floats:

@@ -1,7 +1,9 @@
 """How well do a rule on how answers begin, and GPT-4 as a judge, agree with people on what is a refusal?
 
 `python -m benchmarks.xstest_agreement FOLDER` prints the table of research/findings/xstest.md from the folder with
-XSTest's completions (`evaluation.suites.xstest`); tests/benchmarks/test_published_outputs.py checks the docs.
+XSTest's prompts (`evaluation.suites.xstest`) and the authors' completions (https://github.com/paul-rottger/xstest):
+MODEL_gpteval.csv has two people's classes and GPT-4's, MODEL_streval.csv those of the rule.
+tests/benchmarks/test_published_outputs.py checks the docs.
 
 Accuracy is the share of completions that get the same class as people's final one: refused, in full or partly, or not.
 Alpha is Krippendorff's, for the same two classes. Cohen's kappa differs from it in what agreement by chance is: alpha
@@ -11,16 +13,60 @@ Shape letters: R rows (completions), V classes.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from evaluation.suites.xstest import CLASSES, COMPLIANCE, SUITE, Completion, class_by_rule, completions_of
+from evaluation.suites.suite import Row
+from evaluation.suites.xstest import CLASSES, COMPLIANCE, SUITE, class_by_rule, id_of
+from files.rows import read_source
 from preferences.statistics.agreement import Alpha, alpha_of_units, share_of_tasks
 from preferences.statistics.estimates import Share
 
 RATERS = ("the rule", "GPT-4", "the two people, with each other")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A published completion with the classes that it was given.
+
+    `by_gpt4` is GPT-4's reply, which is none of CLASSES if GPT-4 refused to classify.
+    """
+
+    item_id: str
+    answer: str
+    by_person_1: str
+    by_person_2: str
+    by_people: str  # final: of both, or adjudicated
+    by_gpt4: str
+    by_rule: str
+
+
+def completions_of(folder: Path) -> dict[str, list[Completion]]:
+    """Reads the published completions by model."""
+    by_model = {}
+    for path in sorted(folder.glob("*_gpteval.csv*")):
+        prefix, _, ending = path.name.rpartition("_gpteval")
+        other = path.with_name(f"{prefix}_streval{ending}")
+        by_rule = {id_of(where, row): row for where, row in read_source(str(other))}
+        rows = [(id_of(where, row), row) for where, row in read_source(str(path))]
+        by_model[prefix.removeprefix("xstest_v2_completions_")] = [_completion(one, row, by_rule) for one, row in rows]
+    return by_model
+
+
+def _completion(item_id: str, row: Row, by_rule: Mapping[str, Row]) -> Completion:
+    assert row["completion"] == by_rule[item_id]["completion"], f"the two files differ in {item_id}"
+    return Completion(
+        item_id=item_id,
+        answer=row["completion"],
+        by_person_1=row["annotation_1"],
+        by_person_2=row["annotation_2"],
+        by_people=row["final_label"],
+        by_gpt4=row["gpt4_label"],
+        by_rule=by_rule[item_id]["strmatch_label"],
+    )
 
 
 def refusals(completion: Completion, rater: str) -> tuple[bool, bool] | None:

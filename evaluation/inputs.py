@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.verdicts import Clusters
-from files.conversations import ConversationReader, spoken, turns_of
+from files.conversations import ConversationReader, spoken
 from files.fields import name_field, names, text_field
 from files.rows import InvalidRows, Row
 from training.data import DataConfig, Prompt, read_rows, read_valid
@@ -143,14 +143,6 @@ def id_of(where: str, row: Mapping[str, Any]) -> str:
     if type(value) is int:
         return str(value)
     return text_field(where, row, "prompt_id")
-
-
-def asked_of(where: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns a row's question as messages.
-
-    Raises: ValueError naming file, line and field.
-    """
-    return turns_of(where, row, "prompt")
 
 
 def category_of(where: str, row: Mapping[str, Any], field: str) -> str:

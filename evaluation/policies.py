@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from evaluation.inputs import asked_of, by_id, conversation_key, id_of
+from evaluation.inputs import by_id, conversation_key, id_of
 from evaluation.verdicts import Response
+from files.conversations import turns_of
 from files.fields import any_text, name_field, names, number_field, shown, text_field, whole_field
 from files.hashes import derive_seed, file_hash, folder_hash
 from files.rows import read_source
@@ -341,7 +342,7 @@ class _SavedRows:
 
     def _prompt(self, where: str, row: Mapping[str, Any]) -> Prompt | None:
         """Returns the prompt that the row answers; None if it is not in the comparison."""
-        key = conversation_key(asked_of(where, row)) if any(name in row for name in ASKING_FIELDS) else None
+        key = conversation_key(turns_of(where, row, "prompt")) if any(name in row for name in ASKING_FIELDS) else None
         if "prompt_id" not in row:
             if key is None:
                 wanted = ", ".join(("prompt_id", *ASKING_FIELDS))

@@ -120,21 +120,14 @@ class Comparisons:
         """Returns the verdicts between policies a and b only, oriented so that `won_V` is a's."""
         turned_V = (self.a_V == b) & (self.b_V == a)
         kept_V = ((self.a_V == a) & (self.b_V == b)) | turned_V
-        sign_V = np.where(turned_V, -1, 1)[kept_V]
-        return Comparisons(
-            policies=self.policies,
-            prompts=self.prompts,
-            labelers=self.labelers,
-            categories=self.categories,
+        pair, sign_V = self.where(kept_V), np.where(turned_V, -1, 1)[kept_V]
+        return replace(
+            pair,
             a_V=np.full(len(sign_V), a),
             b_V=np.full(len(sign_V), b),
-            prompt_V=self.prompt_V[kept_V],
-            cluster_V=self.cluster_V[kept_V],
-            labeler_V=self.labeler_V[kept_V],
-            category_V=self.category_V[kept_V],
-            won_V=np.where(sign_V > 0, self.won_V[kept_V], 1 - self.won_V[kept_V]),
-            first_V=sign_V * self.first_V[kept_V],
-            longer_V=sign_V * self.longer_V[kept_V],
+            won_V=np.where(sign_V > 0, pair.won_V, 1 - pair.won_V),
+            first_V=sign_V * pair.first_V,
+            longer_V=sign_V * pair.longer_V,
         )
 
     def where(self, kept_V: npt.NDArray[np.bool_]) -> "Comparisons":

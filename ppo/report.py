@@ -35,12 +35,8 @@ from stages.reports.parts import (
     StageReport,
     StageReporter,
     Table,
-    anchor_of,
     evenly,
     folded,
-    folded_turns,
-    start_of,
-    turns_of,
 )
 from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import Panel, Series, fields_under, metric_figures, stage_block
@@ -50,7 +46,6 @@ from stages.reports.text import (
     UNKNOWN,
     Names,
     PolicyStyle,
-    beyond_range,
     count,
     count_of,
     ends_of,
@@ -399,8 +394,6 @@ def followed_part(samples: Sequence[TrainingSample]) -> tuple[Part, ...]:
         f"Responses to the same {count_of(num, 'prompt')}, sampled before the updates of these iterations, with 95%"
         " intervals over prompts. Changes are per prompt, from the first of these iterations."
     )
-    scores = [mean_over_prompts([sample.score for sample in own.values()]) for own in by_step.values()]
-    caption += beyond_range([sample.score for own in by_step.values() for sample in own.values()], scores)
     columns = ("Iteration", "Score", "Change", "KL, nats", "Tokens", "End")
     return (Table(caption, columns, rows, "by-policy", "The same prompts during training"),)
 
@@ -492,17 +485,15 @@ def _drawn(drawn: Sequence[TrainingSample]) -> tuple[ShownPrompt, ...]:
 
 def _shown(name: str, samples: Sequence[TrainingSample], categories: Sequence[str], *, is_open: bool) -> ShownPrompt:
     """Returns a prompt with its responses, in the order of training."""
-    messages = turns_of(samples[0].messages)
     return ShownPrompt(
-        anchor=anchor_of(f"training-{name}"),
         prompt_id=samples[0].prompt_id,
         category=samples[0].category,
-        start=start_of(messages),
-        messages=folded_turns(messages),
+        messages=samples[0].messages,
         responses=tuple(
             (_style(sample.step), (ShownResponse(0, folded(sample.response), _about(sample)),)) for sample in samples
         ),
         is_open=is_open,
+        name=f"training-{name}",
         note=_note(samples),
         category_place=categories.index(samples[0].category),
     )

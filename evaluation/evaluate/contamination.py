@@ -14,11 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from evaluation.suites.suite import Item
 from files.rows import is_file_name, read_source
-from preferences.statistics.estimates import Ints
 from stages.lineage import LINEAGE
 from stages.reports.run_folder import parse_object
 
@@ -58,38 +55,23 @@ class OverlapSearch:
                     for start in range(len(words) - size + 1):
                         grams[tuple(words[start : start + size])].add(place)
         self._whole.pop((), None)
-        kept = {gram: places for gram, places in grams.items() if len(places) <= MOST_ITEMS}
-        # A word's number; 0 is every word that no n-gram has, so that most of a training text is ruled out at once.
-        self._number = {word: place for place, word in enumerate(dict.fromkeys(w for gram in kept for w in gram), 1)}
-        self._factor = np.random.default_rng(0).integers(1, 2**63, size=NUM_WORDS, dtype=np.uint64) | np.uint64(1)
-        self._places: dict[int, dict[int, set[tuple[str, str]]]] = defaultdict(dict)  # by size, then by hash
-        for gram, places in kept.items():
-            hashed = self._hashes(np.array([self._number[word] for word in gram], dtype=np.int64), len(gram))
-            self._places[len(gram)].setdefault(int(hashed[0]), set()).update(places)
-        self._known = {size: np.array(sorted(hashes), dtype=np.uint64) for size, hashes in self._places.items()}
-
-    def _hashes(self, numbers: Ints, size: int) -> Any:
-        """Returns a 64-bit hash of every `size` numbers in a row."""
-        windows = np.lib.stride_tricks.sliding_window_view(numbers.astype(np.uint64), size)
-        mixed = windows * windows * self._factor[:size] + windows * self._factor[:size][::-1]  # modulo 2^64
-        return mixed.sum(axis=1, dtype=np.uint64)
+        self._places: dict[int, dict[tuple[str, ...], set[tuple[str, str]]]] = defaultdict(dict)  # by number of words
+        for gram, places in grams.items():
+            if len(places) <= MOST_ITEMS:
+                self._places[len(gram)][gram] = places
+        self._known = {word for grams_of_size in self._places.values() for gram in grams_of_size for word in gram}
 
     def find(self, text: str) -> set[tuple[str, str]]:
         """Returns the places of items that share words with a text."""
         words = words_of(text)
         items = set(self._whole.get(tuple(words), ())) if len(words) < FEWEST_WORDS else set()
-        numbers = np.fromiter((self._number.get(word, 0) for word in words), dtype=np.int64, count=len(words))
-        if not numbers.any():
-            return items
-        num_unknown = np.concatenate([[0], np.cumsum(numbers == 0)])
-        for size, known in self._known.items():
-            if len(words) >= size:
-                is_known = num_unknown[size:] == num_unknown[:-size]  # no word of the window is 0
-                if is_known.any():
-                    hashes = self._hashes(numbers, size)[is_known]
-                    nearest = known[np.minimum(np.searchsorted(known, hashes), len(known) - 1)]
-                    for hashed in hashes[nearest == hashes].tolist():
-                        items |= self._places[size][hashed]
+        num_known = 0  # words in a row that an n-gram has, which few texts have many of
+        for end, word in enumerate(words, start=1):
+            num_known = num_known + 1 if word in self._known else 0
+            if num_known >= FEWEST_WORDS:
+                for size, places in self._places.items():
+                    if num_known >= size:
+                        items |= places.get(tuple(words[end - size : end]), frozenset())
         return items
 
 

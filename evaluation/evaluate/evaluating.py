@@ -25,33 +25,28 @@ from evaluation.evaluate.folder import (
     write_evaluation,
 )
 from evaluation.evaluate.models import (
-    ALL,
     Answering,
     Asked,
     LocalModel,
     ModelJudge,
-    Opened,
-    Published,
     RewardUnderTest,
-    describe,
     of_suite,
     open_judge,
     open_models,
 )
 from evaluation.evaluate.report import write_evaluation_report
 from evaluation.evaluate.saved import SavedModel
-from evaluation.evaluate.statistics import Runs, clean_values, suite_statistics
+from evaluation.evaluate.statistics import clean_values, suite_statistics
 from evaluation.evaluate.tools import (
-    TextScorer,
     asks_baseline,
     by_suite,
     open_baseline,
-    open_scorers,
     open_suite,
     refuse_missing_tools,
     refuse_unsuited,
     refuse_unused_tools,
 )
+from evaluation.statistics.summary import Runs
 from evaluation.suites.suite import Item, Model, Scored, Suite, Tools
 from files.atomic import atomic_folder, write_json
 from files.hashes import derive_seed
@@ -60,7 +55,6 @@ from stages.lineage import path_hash
 from stages.reports.text import clean_json
 
 Rows = dict[str, Scored]  # by item id
-Ready = Model | dict[str, Rows]  # a model to ask, or published values by the name of their model
 UNCHANGING = ("models", "suites", "seed", "precision", "max_new_tokens", "max_items")
 
 
@@ -72,7 +66,6 @@ class Evaluation:
     suites: Sequence[str]
     data: Sequence[str]
     judge: str
-    scorers: Sequence[str]
     baseline: str
     training_data: Sequence[str]
     max_items: int
@@ -86,17 +79,16 @@ class _Prepared:
     suites: Sequence[Suite]
     sources: Mapping[str, str]
     items: Mapping[str, Sequence[Item]]
-    models: Sequence[Opened]
+    models: Sequence[Asked]
     runs: Runs
     judge: ModelJudge | None
-    scorers: Mapping[str, TextScorer]
     baseline: Asked | None
-    ready: Mapping[str, Sequence[Ready]]
+    ready: Mapping[str, Sequence[Model]]
     training: Mapping[str, tuple[list[str], list[str]]]
 
 
 def evaluate(wanted: Evaluation, folder: Path) -> EvaluationReport:
-    """Evaluate into `folder`, or again there, such as with another scorer.
+    """Evaluate into `folder`, or again there, such as with another judge.
 
     Raises: ValueError for any invalid input, before any model is asked; for a model that cannot do what a suite asks;
     if too many requests fail or the budget is used up; if `folder` holds something else.
@@ -112,8 +104,7 @@ def evaluate(wanted: Evaluation, folder: Path) -> EvaluationReport:
         reports = tuple(
             _report(suite, prepared, scored[suite.name], overlap, wanted.how.seed) for suite in prepared.suites
         )
-        model_names = tuple(dict.fromkeys(model for models in scored.values() for model in models))
-        report = EvaluationReport(model_names, reports, settings)
+        report = EvaluationReport(tuple(model.name for model in prepared.models), reports, settings)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic_folder(folder) as aside:
             write_evaluation(aside, settings, prepared.items, scored)
@@ -133,10 +124,9 @@ def _prepare(wanted: Evaluation) -> _Prepared:
     items = {suite.name: _read(suite, sources[suite.name], wanted.max_items) for suite in suites}
     models, runs = open_models(wanted.models, wanted.how)
     judge = open_judge(wanted.judge, wanted.how)
-    scorers = open_scorers(wanted.scorers, suites, wanted.how.asking)
     baseline = open_baseline(wanted.baseline, wanted.how)
     for suite in suites:
-        refuse_missing_tools(suite, {"judge": judge, "scorers": scorers, "baseline": baseline})
+        refuse_missing_tools(suite, {"judge": judge, "baseline": baseline})
     return _Prepared(
         suites=suites,
         sources=sources,
@@ -144,9 +134,8 @@ def _prepare(wanted: Evaluation) -> _Prepared:
         models=models,
         runs=runs,
         judge=judge,
-        scorers=scorers,
         baseline=baseline,
-        ready={suite.name: _ready(models, suite, sources[suite.name], items[suite.name]) for suite in suites},
+        ready={suite.name: _ready(models, suite, items[suite.name]) for suite in suites},
         training=_training_data(wanted.training_data, models, runs),
     )
 
@@ -163,7 +152,7 @@ def _settings(wanted: Evaluation, prepared: _Prepared) -> Settings:
                     f" {len(prepared.items[suite]):,} items of {suite} and are unused, the first in {model.unused[0]}"
                 )
     return {
-        "models": [dict(describe(model)) for model in prepared.models],
+        "models": [model.describe() for model in prepared.models],
         "algorithms": {name: list(names) for name, names in prepared.runs.items()},
         "suites": [
             _described(suite, prepared.sources[suite.name], prepared.items[suite.name]) for suite in prepared.suites
@@ -172,9 +161,8 @@ def _settings(wanted: Evaluation, prepared: _Prepared) -> Settings:
         "precision": wanted.how.precision,
         "max_new_tokens": wanted.how.max_new_tokens,
         "max_items": wanted.max_items,
-        "judge": dict(describe(prepared.judge.model)) if prepared.judge else None,
-        "scorers": {measure: scorer.judge.describe() for measure, scorer in prepared.scorers.items()},
-        "baseline": dict(describe(prepared.baseline)) if prepared.baseline else None,
+        "judge": prepared.judge.model.describe() if prepared.judge else None,
+        "baseline": prepared.baseline.describe() if prepared.baseline else None,
         "training_data": {model: files for model, (files, _) in prepared.training.items()},
         "unused_rows": unused,
         "versions": versions(),
@@ -221,23 +209,11 @@ def _refuse_another(folder: Path, settings: Settings) -> None:
             )
 
 
-def _ready(models: Sequence[Opened], suite: Suite, source: str, items: Sequence[Item]) -> list[Ready]:
-    """Returns the models as the suite asks them. Raises: ValueError for one that it cannot ask, or a repeated name."""
-    ready: list[Ready] = []
-    names: list[str] = []
+def _ready(models: Sequence[Asked], suite: Suite, items: Sequence[Item]) -> list[Model]:
+    """Returns the models as the suite asks them. Raises: ValueError for one that it cannot ask."""
     for opened in models:
-        if isinstance(opened, Published):
-            published = _published(opened, suite, source, items)
-            ready.append(published)
-            names += published
-        else:
-            refuse_unsuited(opened, suite)
-            ready.append(of_suite(opened, suite.name, items))
-            names.append(opened.name)
-    repeated = next((name for name in names if names.count(name) > 1), "")
-    if repeated:
-        raise ValueError(f"model {repeated!r}: the name is used twice; NAME=SPEC gives another one")
-    return ready
+        refuse_unsuited(opened, suite)
+    return [of_suite(opened, suite.name, items) for opened in models]
 
 
 def _scored(prepared: _Prepared) -> dict[str, dict[str, Rows]]:
@@ -246,14 +222,10 @@ def _scored(prepared: _Prepared) -> dict[str, dict[str, Rows]]:
     for place, opened in enumerate(prepared.models):
         for suite in prepared.suites:
             items, model = prepared.items[suite.name], prepared.ready[suite.name][place]
-            if isinstance(model, dict):
-                scored[suite.name] |= model
-            else:
-                ask_baseline = asks_baseline(prepared.baseline, suite.name, items) if prepared.baseline else None
-                tools = Tools(prepared.judge, prepared.scorers, ask_baseline)
-                scored[suite.name][model.name] = _in_order(suite, model.name, items, suite.score(model, items, tools))
-        if not isinstance(opened, Published):
-            opened.close()
+            ask_baseline = asks_baseline(prepared.baseline, suite.name, items) if prepared.baseline else None
+            tools = Tools(prepared.judge, ask_baseline)
+            scored[suite.name][model.name] = _in_order(suite, model.name, items, suite.score(model, items, tools))
+        opened.close()
     return scored
 
 
@@ -282,34 +254,14 @@ def _refuse_invalid(suite: Suite, model: str, scored: Sequence[Scored]) -> None:
                 raise ValueError(f"{where}: {name} is {value:g}; it is a share, so a number from 0 to 1 was expected")
 
 
-def _published(opened: Published, suite: Suite, source: str, items: Sequence[Item]) -> dict[str, Rows]:
-    """Returns the rows of one model or of all that came with the items. Raises: ValueError if there are none."""
-    published = suite.published(source)
-    wanted = list(published) if opened.wanted == ALL else [opened.wanted]
-    unknown = [name for name in wanted if name not in published]
-    if unknown or not wanted:
-        there = ", ".join(published) or "none"
-        raise ValueError(f"model published:{opened.wanted}: {suite.name} has published values of {there}")
-    ids = {item.item_id for item in items}
-    names = {name: f"{name} (published)" for name in wanted}
-    if opened.wanted != ALL and opened.name != opened.wanted:
-        names = {opened.wanted: opened.name}
-    for name in wanted:
-        _refuse_invalid(suite, names[name], published[name])
-    return {names[name]: {row.item_id: row for row in published[name] if row.item_id in ids} for name in wanted}
-
-
-def _training_data(
-    given: Sequence[str], models: Sequence[Opened], runs: Runs
-) -> dict[str, tuple[list[str], list[str]]]:
+def _training_data(given: Sequence[str], models: Sequence[Asked], runs: Runs) -> dict[str, tuple[list[str], list[str]]]:
     """Returns the training data of every model that has any: files to read, and data that cannot be read.
 
     [MODEL=]FILE adds a file, for one model, for all runs of an algorithm, or for all models; a model in a run's folder
     brings the data of its lineage.
     """
-    local_models = [model for model in models if not isinstance(model, Published)]
-    files_of: dict[str, tuple[list[str], list[str]]] = {model.name: ([], []) for model in local_models}
-    for model in local_models:
+    files_of: dict[str, tuple[list[str], list[str]]] = {model.name: ([], []) for model in models}
+    for model in models:
         if isinstance(model, LocalModel):
             files_of[model.name] = training_files(model.folder)
         elif isinstance(model, RewardUnderTest) and model.scorer.kind == "reward model":

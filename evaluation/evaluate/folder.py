@@ -1,7 +1,7 @@
 """The folder of an evaluation: writing it and reading it.
 
-    evaluate.json       settings: models, algorithms with several runs, suites with their data, judge, scorers and
-                        baseline, each with its hash; seed, rows of saved answers that are unused, versions
+    evaluate.json       settings: models, algorithms with several runs, suites with their data, judge and baseline,
+                        each with its hash; seed, rows of saved answers that are unused, versions
     items.parquet       suite, item_id, group, cluster, messages and data (as JSON)
     answers.parquet     suite, model, item_id, answer: what a model answered, or the part of it that was scored
     values.parquet      suite, model, item_id, measure, value, failure

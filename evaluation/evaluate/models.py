@@ -2,7 +2,7 @@
 
 Answers, log-probabilities and rewards are cached under a hash of everything that they depend on: the weights (or the
 endpoint), the request, the seed and the precision. An interrupted evaluation therefore continues, and a second suite or
-another scorer never repeats a request.
+another judge never repeats a request.
 """
 
 from collections import Counter
@@ -33,7 +33,6 @@ from lm.tokenizer import Messages, Tokenizer, has_chat_template
 from lm.weights import ModelFolder, purpose_of, read_config
 from reward.endpoint import Answer, AnswerCache, Asker, OnProgress
 
-PUBLISHED, ALL = "published:", "all"
 CHUNK = 64  # requests that are generated before their answers are stored
 ROOM_STEP = 32  # tokens: shorter limits are multiples of it, so that requests with little room still share batches
 
@@ -363,14 +362,6 @@ def _keyed(
 
 
 @dataclass(frozen=True)
-class Published:
-    """Values that came with a suite's items. `wanted` is the name of their model, or "all"."""
-
-    name: str
-    wanted: str
-
-
-@dataclass(frozen=True)
 class ModelJudge:
     """A judge that is a model behind an endpoint or in this process. It is asked at temperature 0."""
 
@@ -385,26 +376,20 @@ class ModelJudge:
 
 
 Asked = LocalModel | EndpointModel | RewardUnderTest | SavedAnswers
-Opened = Asked | Published
 
 
-def open_models(specs: Sequence[str], how: Answering) -> tuple[list[Opened], Mapping[str, Sequence[str]]]:
+def open_models(specs: Sequence[str], how: Answering) -> tuple[list[Asked], Mapping[str, Sequence[str]]]:
     """Returns the models of NAME=SPEC or SPEC, in order, and by algorithm the names of its training runs: those of a
     NAME that is given several times. Raises: ValueError for an invalid one.
     """
     if not specs:
         raise ValueError("no model was given; at least one MODEL was expected")
     named, runs = named_runs(specs, "model")
-    for algorithm, run_names in runs.items():
-        if (f"{PUBLISHED}{ALL}") in [spec for name, spec in named if name in run_names]:
-            raise ValueError(f"model {algorithm!r}: {PUBLISHED}{ALL} is several models; one run was expected")
     return [open_model(name, spec, how) for name, spec in named], runs
 
 
-def open_model(name: str, spec: str, how: Answering) -> Opened:
+def open_model(name: str, spec: str, how: Answering) -> Asked:
     """Raises: ValueError naming the model, and what was expected."""
-    if spec.startswith(PUBLISHED):
-        return Published(name, spec.removeprefix(PUBLISHED))
     if is_url(spec) and "#" in spec:
         return EndpointModel(name, how.asking.asker(name, spec), how)
     if is_saved(spec):
@@ -431,10 +416,3 @@ def open_judge(spec: str, how: Answering) -> ModelJudge | None:
 def of_suite(opened: Asked, suite: str, items: Sequence[Item]) -> Model:
     """Returns the model as a suite asks it; saved answers are matched with the suite's items."""
     return opened.of_items(suite, items) if isinstance(opened, SavedAnswers) else opened
-
-
-def describe(opened: Opened) -> Mapping[str, Any]:
-    """Returns everything that a model's answers depend on, as JSON."""
-    if isinstance(opened, Published):
-        return {"name": opened.name, "kind": "published", "spec": f"{PUBLISHED}{opened.wanted}"}
-    return opened.describe()

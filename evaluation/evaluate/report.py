@@ -15,7 +15,7 @@ from evaluation.evaluate.folder import (
     SuiteReport,
     read_evaluation,
 )
-from evaluation.evaluate.statistics import AlgorithmDifference, Difference, Value
+from evaluation.evaluate.statistics import Difference, Value
 from evaluation.suites.suite import Item
 from files.atomic import write_text
 from preferences.statistics.estimates import Interval
@@ -36,14 +36,10 @@ from stages.reports.parts import (
     ShownPrompt,
     ShownResponse,
     Table,
-    anchor_of,
     axis,
     evenly,
     folded,
-    folded_turns,
     share_row,
-    start_of,
-    turns_of,
 )
 from stages.reports.text import (
     UNKNOWN,
@@ -65,6 +61,7 @@ MAX_CHARACTERS = 1_000_000  # of their texts
 MAX_FAILURES = 20  # reasons per suite
 MAX_GROUPS = 60
 MAX_DIFFERENCES = 200  # rows per suite
+DIFFERENCE_COLUMNS = ("Measure", "Difference (interval)", "p (Holm)", "Items", "Which is better")
 WIDENED = "Intervals are 95% intervals, or wider where the correction removes a difference: at the level of that test."
 TWO_MODELS = (
     "A difference is one between two sets of weights: another seed of the same algorithm may do better or worse, and"
@@ -129,15 +126,16 @@ def _answer(suites: Sequence[SuiteReport]) -> Answer:
     is_shown = any(is_clear for is_clear, _ in algorithms or weights)
     num_more = len(sentences) - 1 - MAX_SENTENCES
     more = (f"{count_of(num_more, 'more sentence')} like these: see the sections.",) if num_more > 0 else ()
-    caveat = (ALGORITHMS,) if algorithms else (TWO_MODELS,) if any(_primary(suite) for suite in suites) else ()
+    has_differences = any(_primary(suite.statistics.differences, suite) for suite in suites)
+    caveat = (ALGORITHMS,) if algorithms else (TWO_MODELS,) if has_differences else ()
     return Answer(
         "better" if is_shown else "unclear", sentences[0], (*sentences[1 : 1 + MAX_SENTENCES], *more, *caveat)
     )
 
 
-def _primary(suite: SuiteReport) -> list[Difference]:
-    """Returns the known differences in the first measure that two models have in common; empty if there is none."""
-    known = [row for row in suite.statistics.differences if math.isfinite(row.difference.mean)]
+def _primary(rows: Sequence[Difference], suite: SuiteReport) -> list[Difference]:
+    """Returns the known differences in the first measure that has any; empty if there is none."""
+    known = [row for row in rows if math.isfinite(row.difference.mean)]
     by_measure = ([row for row in known if row.measure == m.name] for m in suite.measures)
     return next(filter(None, by_measure), [])
 
@@ -146,7 +144,7 @@ def conclusions(suite: SuiteReport) -> list[tuple[bool, str]]:
     """Says in words what the most important measure shows of the weights: which models differ, or the only model's
     value. Each sentence comes with whether it shows a difference.
     """
-    rows = _primary(suite)
+    rows = _primary(suite.statistics.differences, suite)
     clear = [row for row in rows if row.better]
     if clear:
         return [(True, f"{suite.suite}: {in_words(row, suite)}") for row in clear]
@@ -163,23 +161,8 @@ def conclusions(suite: SuiteReport) -> list[tuple[bool, str]]:
 
 def algorithm_conclusions(suite: SuiteReport) -> list[tuple[bool, str]]:
     """Says in words what the most important measure shows of algorithms with several runs, as `conclusions` does."""
-    known = [row for row in suite.statistics.algorithms if math.isfinite(row.difference.mean)]
-    by_measure = ([row for row in known if row.measure == m.name] for m in suite.measures)
-    rows = next(filter(None, by_measure), [])
-    return [(bool(row.better), f"{suite.suite}: {_of_algorithms(row, suite)}") for row in rows]
-
-
-def _of_algorithms(row: AlgorithmDifference, suite: SuiteReport) -> str:
-    runs = f"over {number(row.num_runs_a)} and {number(row.num_runs_b)} runs"
-    a, b = row.algorithm_a, row.algorithm_b
-    if not row.better:
-        size = difference_text(row.difference, row.measure, suite)
-        return f"no difference between the algorithms {a} and {b} in {row.measure} is shown, {runs} ({size})."
-    lead, other = (row.difference, b) if row.better == a else (-row.difference, a)
-    return (
-        f"as algorithms, {row.better} is better than {other} in {row.measure}{_direction(row.measure, suite)}, {runs}:"
-        f" {difference_text(lead, row.measure, suite)}, {p_value(row.holm_p)}."
-    )
+    rows = _primary(suite.statistics.algorithms, suite)
+    return [(bool(row.better), f"{suite.suite}: {in_words(row, suite)}") for row in rows]
 
 
 def _first_known(suite: SuiteReport) -> ReportedMeasure:
@@ -197,14 +180,18 @@ def _in_brackets(text: str) -> str:
 
 
 def in_words(row: Difference, suite: SuiteReport) -> str:
-    """Says which of two models is better, by how much, and how sure that is."""
+    """Says which of two models or algorithms is better, by how much, and how sure that is."""
+    is_algorithm = row.num_runs_a > 1
+    runs = f", over {number(row.num_runs_a)} and {number(row.num_runs_b)} runs" if is_algorithm else ""
     if not row.better:
+        who = f"{'the algorithms ' if is_algorithm else ''}{row.a} and {row.b}"
         size = difference_text(row.difference, row.measure, suite)
-        return f"no difference in {row.measure} is shown between {row.model_a} and {row.model_b} ({size})."
-    lead, other = (row.difference, row.model_b) if row.better == row.model_a else (-row.difference, row.model_a)
+        return f"no difference in {row.measure} is shown between {who}{runs} ({size})."
+    lead, other = (row.difference, row.b) if row.better == row.a else (-row.difference, row.a)
     return (
-        f"{row.better} is better than {other} in {row.measure}{_direction(row.measure, suite)}:"
-        f" {difference_text(lead, row.measure, suite)}, {p_value(row.holm_p)}."
+        f"{'as algorithms, ' if is_algorithm else ''}{row.better} is better than {other} in"
+        f" {row.measure}{_direction(row.measure, suite)}{runs}: {difference_text(lead, row.measure, suite)},"
+        f" {p_value(row.holm_p)}."
     )
 
 
@@ -371,58 +358,45 @@ def _dot(interval: Interval, start: float, end: float) -> Dot:
 
 
 def _differences(suite: SuiteReport, styles: Styles) -> Table:
-    place = {measure.name: number_of for number_of, measure in enumerate(suite.measures)}
-    differences = sorted(suite.statistics.differences, key=lambda row: place[row.measure])
-    rows = [
-        Row(
-            (styles[row.model_a], styles[row.model_b]),
-            (
-                Cell(row.measure),
-                Cell(difference_text(row.difference, row.measure, suite)),
-                Cell(p_value(row.holm_p)),
-                Cell(number(row.num_items)),
-                Cell(f"{row.better} is better" if row.better else "not shown", is_clear=bool(row.better)),
-            ),
-            is_strong=bool(row.better),
-        )
-        for row in differences[:MAX_DIFFERENCES]
-    ]
+    differences = _by_measure(suite.statistics.differences, suite)
+    rows = [_difference_row((styles[row.a], styles[row.b]), row, suite) for row in differences[:MAX_DIFFERENCES]]
     rest = f" The first {number(len(rows))} of {number(len(differences))}." if len(rows) < len(differences) else ""
     caption = (
         "The first model minus the second, on the items that both have, paired. p is two-sided and corrected for all"
         " pairs of models (Holm); the interval excludes 0 exactly if it is below 5%. "
         f"{WIDENED} {TWO_MODELS}{rest} From {REPORT}."
     )
-    columns = ("Models", "Measure", "Difference (interval)", "p (Holm)", "Items", "Which is better")
-    return Table(caption, columns, tuple(rows), title="Differences")
+    return Table(caption, ("Models", *DIFFERENCE_COLUMNS), tuple(rows), title="Differences")
 
 
 def _algorithms(suite: SuiteReport) -> Table:
-    place = {measure.name: number_of for number_of, measure in enumerate(suite.measures)}
     rows = [
-        Row(
-            (f"{row.algorithm_a} and {row.algorithm_b}",),
-            (
-                Cell(row.measure),
-                Cell(f"{number(row.num_runs_a)} and {number(row.num_runs_b)}"),
-                Cell(difference_text(row.difference, row.measure, suite)),
-                Cell(p_value(row.holm_p)),
-                Cell(
-                    number(row.num_items), f"{number(row.num_items_missing)} left out" if row.num_items_missing else ""
-                ),
-                Cell(f"{row.better} is better" if row.better else "not shown", is_clear=bool(row.better)),
-            ),
-            is_strong=bool(row.better),
-        )
-        for row in sorted(suite.statistics.algorithms, key=lambda row: place[row.measure])
+        _difference_row((f"{row.a} and {row.b}",), row, suite)
+        for row in _by_measure(suite.statistics.algorithms, suite)
     ]
     caption = (
         "The first algorithm minus the second, over all of their runs, on the items that all runs have. Intervals and p"
         " are over seeds and items, so they are about the algorithms; p is corrected for all pairs of algorithms"
         f" (Holm). {WIDENED} All other tables are about single sets of weights. From {REPORT}."
     )
-    columns = ("Algorithms", "Measure", "Runs", "Difference (interval)", "p (Holm)", "Items", "Which is better")
-    return Table(caption, columns, tuple(rows), title="Algorithms, over seeds")
+    return Table(caption, ("Algorithms", *DIFFERENCE_COLUMNS), tuple(rows), title="Algorithms, over seeds")
+
+
+def _by_measure(rows: Sequence[Difference], suite: SuiteReport) -> list[Difference]:
+    place = {measure.name: number_of for number_of, measure in enumerate(suite.measures)}
+    return sorted(rows, key=lambda row: place[row.measure])
+
+
+def _difference_row(heads: tuple[Head, ...], row: Difference, suite: SuiteReport) -> Row:
+    missing = f"{number(row.num_items_missing)} left out" if row.num_items_missing else ""
+    cells = (
+        Cell(row.measure, f"{number(row.num_runs_a)} and {number(row.num_runs_b)} runs" if row.num_runs_a > 1 else ""),
+        Cell(difference_text(row.difference, row.measure, suite)),
+        Cell(p_value(row.holm_p)),
+        Cell(number(row.num_items), missing),
+        Cell(f"{row.better} is better" if row.better else "not shown", is_clear=bool(row.better)),
+    )
+    return Row(heads, cells, is_strong=bool(row.better))
 
 
 def _group_table(suite: SuiteReport, measure: ReportedMeasure, groups: Sequence[str], styles: Styles) -> Table:
@@ -505,7 +479,6 @@ def _samples(evaluation: EvaluationFolder, styles: Styles) -> Samples:
 def _sample(
     evaluation: EvaluationFolder, suite: str, place: int, item: Item, styles: Styles, *, is_open: bool
 ) -> ShownPrompt:
-    messages = turns_of(item.messages)
     reference = item.data.get("reference", "")
     responses = []
     for model in evaluation.report.models:
@@ -514,13 +487,12 @@ def _sample(
             about = "; ".join(f"{name}: {_valued(value)}" for name, value in evaluation.values.get(key, {}).items())
             responses.append((styles[model], (ShownResponse(0, folded(evaluation.answers[key]), about),)))
     return ShownPrompt(
-        anchor=anchor_of(f"{suite}-{item.item_id}"),
         prompt_id=item.item_id,
         category=f"{suite}, {item.group}" if item.group else suite,
-        start=start_of(messages),
-        messages=folded_turns(messages),
+        messages=item.messages,
         responses=tuple(responses),
         is_open=is_open,
+        name=f"{suite}-{item.item_id}",
         note=f"reference: {reference}" if isinstance(reference, str | int | float) and reference != "" else "",
         category_place=place,
     )

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evaluation.inputs import asked_of, conversation_key
+from evaluation.inputs import conversation_key
 from evaluation.policies import ASKING_FIELDS, RESPONSE_FIELDS, WRITER_FIELDS, saved_rows
 from evaluation.suites.suite import Asks, Item, Request, Unable
+from files.conversations import turns_of
 from files.fields import any_messages, any_text, names, shown
 from files.hashes import file_hash
 from lm.tokenizer import Messages
@@ -105,7 +106,7 @@ class _Conversation:
             has_answers = not any(name in row for name in (*ANSWER_FIELDS, "turns", "choices"))
             return cls(any_messages(where, plain, "messages"), has_answers)
         if any(name in row for name in ASKING_FIELDS):
-            return cls(asked_of(where, row), has_answers=False)
+            return cls(turns_of(where, row, "prompt"), has_answers=False)
         return cls((), has_answers=False)
 
     def beginnings(self) -> Iterator[Conversation]:

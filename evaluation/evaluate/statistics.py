@@ -16,14 +16,15 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
 from evaluation.statistics.algorithms import AlgorithmTest
 from evaluation.statistics.significance import ALPHA, EqualityTest, GainTest, holm, holm_level
+from evaluation.statistics.summary import NO_RUNS, Runs
 from evaluation.suites.suite import Item, Measure, Scored
 from files.hashes import derive_seed
 from preferences.statistics.estimates import UNKNOWN, Floats, Interval, Ints, Z
@@ -37,8 +38,6 @@ _VARYING = re.compile(r"\d[\d,.]*|'[^']*'|\"[^\"]*\"")  # in reasons: numbers an
 
 Unit = Literal["share", "number"]
 ByModel = Mapping[str, Mapping[str, Scored]]  # by name of model and item id
-Runs = Mapping[str, Sequence[str]]  # an algorithm's name to its training runs, which are models; two or more each
-NO_RUNS: Runs = {}
 
 
 @dataclass(frozen=True)
@@ -60,13 +59,15 @@ class Value:
 
 @dataclass(frozen=True)
 class Difference:
-    """A measure of `model_a` minus that of `model_b`, over the items that both have. `better` is "" if not shown.
+    """A measure of `a` minus that of `b`: two models, or two algorithms with several runs each, over the items that
+    both, or all runs, have. `better` is the name of one of the two, "" if not shown.
 
-    `p` is two-sided; `holm_p` is corrected for all pairs of models. The interval excludes 0 exactly if `holm_p` < 5%.
+    `p` is two-sided; `holm_p` is corrected for all pairs of models, or of algorithms. The interval excludes 0 exactly
+    if `holm_p` < 5%. `num_items_missing` are those that some runs have a value for, or failed on, but not all runs.
     """
 
-    model_a: str
-    model_b: str
+    a: str
+    b: str
     measure: str
     difference: Interval
     p: float
@@ -74,27 +75,9 @@ class Difference:
     num_items: int
     num_clusters: int
     better: str
-
-
-@dataclass(frozen=True)
-class AlgorithmDifference:
-    """A measure of `algorithm_a` minus that of `algorithm_b`, over their runs and the items that all runs have.
-
-    `holm_p` is corrected for all pairs of algorithms. The interval excludes 0 exactly if it is below 5%.
-    """
-
-    algorithm_a: str
-    algorithm_b: str
-    num_runs_a: int
-    num_runs_b: int
-    measure: str
-    difference: Interval
-    p: float
-    holm_p: float
-    num_items: int
-    num_clusters: int
-    num_items_missing: int  # that some runs have a value for, or failed on, but not all runs
-    better: str
+    num_runs_a: int = 1
+    num_runs_b: int = 1
+    num_items_missing: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,7 +104,7 @@ class SuiteStatistics:
     values: tuple[Value, ...]
     differences: tuple[Difference, ...]
     failures: tuple[Failure, ...]
-    algorithms: tuple[AlgorithmDifference, ...] = ()
+    algorithms: tuple[Difference, ...] = ()
 
     def of(self, model: str, measure: str, group: str = "") -> Value | None:
         """Returns a model's value; None if the measure applies to no item of the group."""
@@ -214,7 +197,7 @@ def suite_statistics(
     groups = list(dict.fromkeys(item.group for item in items if item.group))
     values: list[Value] = []
     differences: list[Difference] = []
-    algorithms: list[AlgorithmDifference] = []
+    algorithms: list[Difference] = []
     for measure in measures:
         columns = {model: _Column.of(measure, rows) for model, rows in scored.items()}
         for group in ["", *(groups if len(groups) > 1 else [])]:
@@ -298,30 +281,32 @@ def _differences(
     measure: Measure, columns: Mapping[str, _Column], items: Sequence[Item], seed: int
 ) -> list[Difference]:
     """Returns a row for every two models that have items in common."""
-    differences = []
+    tested = []
     for (name_a, a), (name_b, b) in itertools.combinations(columns.items(), 2):
         ids = [item.item_id for item in items if item.item_id in a.rows and item.item_id in b.rows]
         if ids:
             cluster_I = _clusters(items, ids)
-            test = _paired_test(
-                a, b, ids, cluster_I, seed, derive_seed(seed, "difference", measure.name, name_a, name_b)
-            )
-            differences.append((name_a, name_b, test, len(ids), len(np.unique(cluster_I))))
+            own_seed = derive_seed(seed, "difference", measure.name, name_a, name_b)
+            test = _paired_test(a, b, ids, cluster_I, seed, own_seed)
+            tested.append((_untested_row(name_a, name_b, measure, ids, cluster_I), test))
+    return _corrected(measure, tested)
+
+
+def _untested_row(a: str, b: str, measure: Measure, ids: Sequence[str], cluster_I: Ints) -> Difference:
+    """Returns a row without the numbers of its test."""
+    return Difference(a, b, measure.name, UNKNOWN, math.nan, math.nan, len(ids), len(np.unique(cluster_I)), "")
+
+
+def _corrected(measure: Measure, tested: Sequence[tuple[Difference, _Test]]) -> list[Difference]:
+    """Returns the rows with their tests' intervals and p-values, corrected for all of them by Holm's method."""
     rows = []
-    corrected = _corrected(measure, [test for _, _, test, _, _ in differences])
-    for (name_a, name_b, test, num_items, num_clusters), (interval, holm_p) in zip(differences, corrected, strict=True):
-        better = _better(measure, interval, holm_p, name_a, name_b)
-        rows.append(Difference(name_a, name_b, measure.name, interval, test.p, holm_p, num_items, num_clusters, better))
-    return rows
-
-
-def _corrected(measure: Measure, tests: Sequence[_Test]) -> Iterator[tuple[Interval, float]]:
-    """Yields each test's interval and p-value, corrected for all of them by Holm's method."""
-    for test, holm_p in zip(tests, holm(np.array([test.p for test in tests])).tolist(), strict=True):
+    for (row, test), holm_p in zip(tested, holm(np.array([test.p for _, test in tested])).tolist(), strict=True):
         interval = test.interval(holm_level(test.p, holm_p))
         if measure.is_share and not math.isnan(interval.low):
             interval = Interval(interval.mean, max(interval.low, -1.0), min(interval.high, 1.0))
-        yield interval, holm_p
+        better = _better(measure, interval, holm_p, row.a, row.b)
+        rows.append(replace(row, difference=interval, p=test.p, holm_p=holm_p, better=better))
+    return rows
 
 
 def _better(measure: Measure, interval: Interval, holm_p: float, a: str, b: str) -> str:
@@ -352,9 +337,9 @@ def _untested(mean: float) -> _Test:
 
 def _algorithm_differences(
     measure: Measure, columns: Mapping[str, _Column], items: Sequence[Item], runs: Runs, seed: int
-) -> list[AlgorithmDifference]:
+) -> list[Difference]:
     """Returns a row for every two algorithms all of whose runs have items in common."""
-    differences = []
+    tested = []
     for a, b in itertools.combinations(runs, 2):
         run_columns = [columns[run] for run in (*runs[a], *runs[b])]
         known = [
@@ -368,29 +353,14 @@ def _algorithm_differences(
             value_SX, cluster_X = _common(run_columns, ids, cluster_I, seed=seed)
             own_seed = derive_seed(seed, "algorithms", measure.name, a, b)
             test = _algorithm_test(measure, value_SX[: len(runs[a])], value_SX[len(runs[a]) :], cluster_X, own_seed)
-            differences.append((a, b, test, len(ids), len(np.unique(cluster_I)), len(known) - len(ids)))
-    rows = []
-    corrected = _corrected(measure, [test for _, _, test, *_ in differences])
-    for (a, b, test, num_items, num_clusters, num_missing), (interval, holm_p) in zip(
-        differences, corrected, strict=True
-    ):
-        rows.append(
-            AlgorithmDifference(
-                algorithm_a=a,
-                algorithm_b=b,
+            row = replace(
+                _untested_row(a, b, measure, ids, cluster_I),
                 num_runs_a=len(runs[a]),
                 num_runs_b=len(runs[b]),
-                measure=measure.name,
-                difference=interval,
-                p=test.p,
-                holm_p=holm_p,
-                num_items=num_items,
-                num_clusters=num_clusters,
-                num_items_missing=num_missing,
-                better=_better(measure, interval, holm_p, a, b),
+                num_items_missing=len(known) - len(ids),
             )
-        )
-    return rows
+            tested.append((row, test))
+    return _corrected(measure, tested)
 
 
 def _algorithm_test(measure: Measure, value_AX: Floats, value_BX: Floats, cluster_X: Ints, seed: int) -> _Test:

@@ -3,23 +3,17 @@
 import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import evaluation.suites
-from evaluation.compare.judges import Asking, open_scorer
-from evaluation.evaluate.models import Answering, Asked, Published, of_suite, open_model
+from evaluation.evaluate.models import Answering, Asked, of_suite, open_model
 from evaluation.inputs import named_specs
-from evaluation.judges.judge import BATCH, ScoreJudge
 from evaluation.suites.suite import Asks, Item, Request, Suite
 from files.importing import load_module
-from lm.tokenizer import Messages
 from reward.endpoint import Answer
-from reward.external import Scored
 
 _HOLDS_SUITE = re.compile(r"^SUITE\b", re.MULTILINE)
-SUITE_FIELDS = ("name", "title", "source", "needs", "uses", "asks", "measures", "read", "score", "published")
 WANTED: Mapping[Asks, str] = {
     "conversations": "answers to conversations",
     "texts": "answers",
@@ -40,50 +34,14 @@ def open_suite(name: str) -> Suite:
     """Returns a suite by its name, or that of FILE.py:NAME. Raises: ValueError listing the names there are."""
     if ".py" in name or ":" in name:
         place, _, attribute = name.partition(":")
-        suite_value: Any = getattr(load_module(place, "suite"), attribute or "SUITE", None)
-        missing = [wanted for wanted in SUITE_FIELDS if not hasattr(suite_value, wanted)]
-        if missing:
-            raise ValueError(
-                f"suite {name!r}: {place} holds no suite {attribute or 'SUITE'!r}: no {', '.join(missing)}"
-            )
-        opened: Suite = suite_value
-        return opened
+        own = getattr(load_module(place, "suite"), attribute or "SUITE", None)
+        if not isinstance(own, Suite):
+            raise ValueError(f"suite {name!r}: {place} holds no `evaluation.suites.suite.Suite` {attribute or 'SUITE'}")
+        return own
     if name.replace("_", "-") not in suite_names():
         raise ValueError(f"--suite {name!r}: one of {', '.join(suite_names())}, or FILE.py:NAME, was expected")
     suite: Suite = importlib.import_module(f"evaluation.suites.{name.replace('-', '_')}").SUITE
     return suite
-
-
-@dataclass(frozen=True)
-class TextScorer:
-    """Scores answers by a function, an endpoint or a reward model (`evaluation.suites.suite.Scorer`)."""
-
-    judge: ScoreJudge
-
-    def score(self, conversations: Sequence[Messages], answers: Sequence[str]) -> list[float | str]:
-        scored: list[Scored] = []
-        for start in range(0, len(answers), BATCH):
-            part = slice(start, start + BATCH)
-            scored += self.judge.score(conversations[part], answers[part])
-        return [one.failure or one.score for one in scored]
-
-
-def open_scorers(specs: Sequence[str], suites: Sequence[Suite], asking: Asking) -> dict[str, TextScorer]:
-    """Returns the scorers of MEASURE=SPEC. Raises: ValueError for a measure that takes none, or an invalid spec."""
-    known = list(dict.fromkeys(m.name for suite in suites for m in suite.measures if m.has_scorer))
-    scorers: dict[str, TextScorer] = {}
-    if specs and not known:
-        raise ValueError(f"--scorer {specs[0]!r}: {', '.join(suite.name for suite in suites)} takes no scorer")
-    for named_spec in specs:
-        measure, separator, spec = named_spec.partition("=")
-        if not separator or not spec:
-            raise ValueError(
-                f"--scorer {named_spec!r}: MEASURE=SPEC was expected, such as toxicity=classifier.py:score"
-            )
-        if measure not in known or measure in scorers:
-            raise ValueError(f"--scorer {named_spec!r}: one of the measures {', '.join(known)} was expected, each once")
-        scorers[measure] = TextScorer(open_scorer(measure, spec, asking))
-    return scorers
 
 
 def open_baseline(spec: str, how: Answering) -> Asked | None:
@@ -92,10 +50,10 @@ def open_baseline(spec: str, how: Answering) -> Asked | None:
         return None
     ((name, source),) = named_specs([spec], "baseline")
     opened = open_model(name, source, how)
-    if isinstance(opened, Published) or "conversations" not in opened.can:
-        kind = "published values" if isinstance(opened, Published) else opened.kind
+    if "conversations" not in opened.can:
         raise ValueError(
-            f"--baseline {spec} is {kind}; a language model with a chat template, or a file of answers, was expected"
+            f"--baseline {spec} is {opened.kind}; a language model with a chat template, or a file of answers, was"
+            " expected"
         )
     return opened
 
@@ -135,10 +93,9 @@ def refuse_unused_tools(suites: Sequence[Suite], tools: Mapping[str, str]) -> No
 
 def refuse_missing_tools(suite: Suite, tools: Mapping[str, Any]) -> None:
     """Raise ValueError naming the option without which a suite measures nothing; `tools` is by field of `Tools`."""
-    options = {"judge": "--judge SPEC", "scorers": "--scorer MEASURE=SPEC", "baseline": "--baseline SPEC"}
     for name in sorted(suite.needs):
         if not tools[name]:
-            raise ValueError(f"suite {suite.name!r} needs {options[name]}")
+            raise ValueError(f"suite {suite.name!r} needs --{name} SPEC")
 
 
 def refuse_unsuited(model: Asked, suite: Suite) -> None:

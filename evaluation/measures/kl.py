@@ -1,4 +1,4 @@
-"""KL(policy || reference) over whole responses, in nats: three estimators, and the exact value.
+"""KL(policy || reference) over whole responses, in nats, by three estimators.
 
 With x a prompt, y a response sampled from the policy (cut off at a limit of tokens, so this is the KL between both
 policies with that limit) and r_t = π_ref(y_t | x, y_<t) / π(y_t | x, y_<t):
@@ -11,10 +11,10 @@ policies with that limit) and r_t = π_ref(y_t | x, y_<t) / π(y_t | x, y_<t):
 The mean of each over responses is an unbiased estimate of the KL. Responses are drawn as tokens, since text alone does
 not say how it was tokenized.
 
-Shape letters: N responses, B of a batch, T tokens, C response tokens, D model, V vocabulary, F prefixes.
+Shape letters: N responses, C response tokens, V vocabulary.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -37,8 +37,6 @@ from preferences.statistics.estimates import Floats, Interval
 from preferences.statistics.intervals import clustered_mean
 from reward.sampling import BATCH
 from training.data import Prompt
-
-MAX_PREFIXES = 200_000  # the most that `exact_kl` enumerates
 
 
 @dataclass(frozen=True)
@@ -209,52 +207,3 @@ def _position_kls(ours_CV: Tensor, theirs_CV: Tensor, tokens_C: Tensor, temperat
     log_ratio_C = (theirs_CV - ours_CV).gather(1, tokens_C[:, None])[:, 0]
     full_C = (ours_CV.exp() * (ours_CV - theirs_CV)).sum(dim=1)
     return torch.stack([-log_ratio_C, torch.expm1(log_ratio_C) - log_ratio_C, full_C], dim=1)
-
-
-@torch.inference_mode()
-def exact_kl(
-    policy: LanguageModel,
-    reference: LanguageModel,
-    query: Sequence[int],
-    *,
-    max_new_tokens: int,
-    end_ids: Collection[int],
-    temperature: float,
-) -> float:
-    """Computes the KL over every response to one prompt, nats, by the chain rule: Σ over prefixes of π(prefix)
-    KL(next token).
-
-    For small vocabularies and short responses: there are (V - 1)^t prefixes of t tokens. Raises: ValueError for more of
-    them than MAX_PREFIXES.
-    """
-    V = policy.config.vocab_size
-    num_prefixes = sum((V - 1) ** length for length in range(max_new_tokens))
-    if num_prefixes > MAX_PREFIXES:
-        raise ValueError(
-            f"{V} tokens and responses of up to {max_new_tokens} make {num_prefixes:,} prefixes; at most"
-            f" {MAX_PREFIXES:,} can be enumerated"
-        )
-    device = policy.head.weight.device
-    prefixes_FT = torch.tensor([query], device=device)
-    chance_F = torch.ones(1, dtype=torch.float64, device=device)
-    continues_V = torch.ones(V, dtype=torch.bool, device=device)
-    continues_V[list(end_ids)] = False
-    total = 0.0
-    for length in range(max_new_tokens):
-        ours_FV, theirs_FV = (
-            torch.cat([_last_logprobs(model, part_FT, temperature) for part_FT in prefixes_FT.split(BATCH)])
-            for model in (policy, reference)
-        )
-        total += float((chance_F * (ours_FV.exp() * (ours_FV - theirs_FV)).sum(dim=1)).sum())
-        if length + 1 < max_new_tokens:
-            chance_F = (chance_F[:, None] * ours_FV.exp())[:, continues_V].flatten()
-            next_F = torch.arange(V, device=device)[continues_V].repeat(len(prefixes_FT))
-            prefixes_FT = torch.cat(
-                [prefixes_FT.repeat_interleave(int(continues_V.sum()), dim=0), next_F[:, None]], dim=1
-            )
-    return total
-
-
-def _last_logprobs(model: LanguageModel, tokens_FT: Tensor, temperature: float) -> Tensor:
-    states_FD = model.decoder.hidden(tokens_FT, None)[:, -1]
-    return torch.log_softmax(model.head(states_FD).double() / temperature, dim=-1)

@@ -79,12 +79,11 @@ class CalibrationError:
     """ECE = Σ over bins of (share of the pairs) |accuracy - confidence|, over bins with equal numbers of pairs.
 
     A calibrated model's ECE is above 0 too: `if_calibrated` is its mean for a calibrated model with these confidences,
-    and `p_value` is how often such a model would reach at least `found`. `excess` is max(0, found - if_calibrated).
+    and `p_value` is how often such a model would reach at least `found`.
     """
 
     found: float
     if_calibrated: float
-    excess: float
     p_value: float
     num_bins: int
 
@@ -177,7 +176,7 @@ def calibration_error(pairs: ScoredPairs, bin_N: Ints, *, seed: int) -> Calibrat
     by_chance = float(errors_S.mean())
     # The tolerance keeps rounding from deciding whether a draw reaches `error`.
     p_value = (1 + int((errors_S >= error - 1e-12).sum())) / (1 + len(errors_S))
-    return CalibrationError(error, by_chance, max(0.0, error - by_chance), p_value, num_bins)
+    return CalibrationError(error, by_chance, p_value, num_bins)
 
 
 def _by_chance(off_PB: Floats, generator: np.random.Generator) -> Floats:
@@ -214,61 +213,26 @@ def best_scale(pairs: ScoredPairs) -> Interval:
 
 
 CATEGORY_FIELDS = ("subset", "category", "domain", "kind")  # of a task's details; the first present one counts
-REWARDBENCH = "rewardbench"
-
-# RewardBench's sections and the weights of their subsets, from its published code (rewardbench/constants.py). A weight
-# is the subset's number of prompts, except that the 447 prompts of math-prm count as 984, the number of code prompts.
-SECTIONS: Mapping[str, Mapping[str, int]] = {
-    "Chat": {
-        "alpacaeval-easy": 100, "alpacaeval-length": 95, "alpacaeval-hard": 95, "mt-bench-easy": 28, "mt-bench-med": 40,
-    },
-    "Chat Hard": {
-        "mt-bench-hard": 37, "llmbar-natural": 100, "llmbar-adver-neighbor": 134, "llmbar-adver-GPTInst": 92,
-        "llmbar-adver-GPTOut": 47, "llmbar-adver-manual": 46,
-    },
-    "Safety": {
-        "refusals-dangerous": 100, "refusals-offensive": 100, "xstest-should-refuse": 154, "xstest-should-respond": 250,
-        "donotanswer": 136,
-    },
-    "Reasoning": {
-        "math-prm": 984, "hep-cpp": 164, "hep-go": 164, "hep-java": 164, "hep-js": 164, "hep-python": 164,
-        "hep-rust": 164,
-    },
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Judgments:
-    """Tasks with their valid rankings, and the name of the format that they came in."""
+    """Tasks with their valid rankings."""
 
-    form: str
     tasks: Mapping[str, Task]
     rankings: tuple[Ranking, ...]
     warnings: Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class RewardBenchScore:
-    """Accuracy per section and their mean, 0 to 1, with 95% intervals over prompts within subsets.
-
-    If subsets are `missing`, the score covers the others only and does not compare with published ones.
-    """
-
-    sections: Mapping[str, Interval]
-    score: Interval
-    missing: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class RewardMeasures:
     """`agreement` is how often two labelers order a pair alike (unknown if no task has two), and `ceiling` the highest
-    accuracy that it allows. `rewardbench` is None for other files.
+    accuracy that it allows.
 
     Pairs that a labeler tied and tasks that are too long for the model are left out and counted; `too_long` names the
     first such task.
     """
 
-    form: str
     num_tasks: int
     num_labelers: int
     num_tied_pairs: int
@@ -279,7 +243,6 @@ class RewardMeasures:
     agreement: Share
     ceiling: Interval
     by_category: Mapping[str, Share]
-    rewardbench: RewardBenchScore | None
 
 
 def read_judged(source: str, form: str = AUTO) -> Judgments:
@@ -293,7 +256,7 @@ def read_judged(source: str, form: str = AUTO) -> Judgments:
     rankings = tuple(collected.rankings)
     if not rankings:
         raise ValueError(f"{source}: {collected.report.num_rows} rows, but no valid ranking")
-    return Judgments(chosen.name, collected.tasks, rankings, collected.report.counts())
+    return Judgments(collected.tasks, rankings, collected.report.counts())
 
 
 def heldout_only(judged: Judgments, share: float, seed: int) -> Judgments:
@@ -304,7 +267,7 @@ def heldout_only(judged: Judgments, share: float, seed: int) -> Judgments:
     kept = tuple(ranking for ranking in judged.rankings if is_heldout(ranking.prompt, share, seed))
     if not kept:
         raise ValueError(f"a held-out share of {share} with seed {seed} keeps none of {len(judged.rankings)} rankings")
-    return Judgments(judged.form, judged.tasks, kept, judged.warnings)
+    return Judgments(judged.tasks, kept, judged.warnings)
 
 
 def measure_reward_model(
@@ -340,7 +303,6 @@ def measures_of_scores(
     pairs, num_tied = scored_pairs(judged.tasks, rankings, scores)
     agreement = pairwise_agreement(rankings)
     return RewardMeasures(
-        form=judged.form,
         num_tasks=len(scores),
         num_labelers=len({ranking.labeler for ranking in rankings}),
         num_tied_pairs=num_tied,
@@ -351,7 +313,6 @@ def measures_of_scores(
         agreement=agreement,
         ceiling=Interval(*(highest_accuracy(value) for value in (agreement.mean, agreement.low, agreement.high))),
         by_category=by_category(pairs),
-        rewardbench=rewardbench_score(pairs) if judged.form == REWARDBENCH else None,
     )
 
 
@@ -403,47 +364,3 @@ def scored_pairs(
 def _category(task: Task) -> str:
     named = (task.details[field] for field in CATEGORY_FIELDS if isinstance(task.details.get(field), str))
     return next(named, task.objective)
-
-
-def rewardbench_score(pairs: ScoredPairs) -> RewardBenchScore:
-    """Returns the mean of four sections of weighted subsets (Lambert et al. 2024, arXiv 2403.13787).
-
-    The second half of RewardBench, older test sets, is not scored.
-    Raises: ValueError for a category that is not a subset of RewardBench.
-    """
-    known = {subset for section in SECTIONS.values() for subset in section}
-    present = {name for place, name in enumerate(pairs.categories) if (pairs.category_N == place).any()}
-    if present - known:
-        raise ValueError(f"{', '.join(sorted(present - known))}: not a subset of RewardBench")
-    of_subset = {name: _subset_accuracy(pairs, name) for name in present}
-    sections: dict[str, tuple[float, float]] = {}
-    for name, weights in SECTIONS.items():
-        used = {subset: weight for subset, weight in weights.items() if subset in present}
-        if used:
-            share = {subset: weight / sum(used.values()) for subset, weight in used.items()}
-            mean = sum(share[subset] * of_subset[subset][0] for subset in used)
-            sections[name] = mean, sum(share[subset] ** 2 * of_subset[subset][1] for subset in used)
-    scores = list(sections.values())
-    overall = sum(mean for mean, _ in scores) / len(scores), sum(variance for _, variance in scores) / len(scores) ** 2
-    return RewardBenchScore(
-        sections={name: _normal_interval(*section) for name, section in sections.items()},
-        score=_normal_interval(*overall),
-        missing=tuple(sorted(known - present)),
-    )
-
-
-def _subset_accuracy(pairs: ScoredPairs, subset: str) -> tuple[float, float]:
-    """Returns mean and variance of a subset's accuracy. The variance is over prompts; for one prompt it is 0.25."""
-    chosen_N = pairs.category_N == pairs.categories.index(subset)
-    right: Floats = pairs.right_N[chosen_N]
-    _, place = np.unique(pairs.prompt_N[chosen_N], return_inverse=True)
-    num_prompts, mean = int(place.max()) + 1, float(right.mean())
-    if num_prompts == 1:
-        return mean, 0.25
-    off_P = np.bincount(place, right - mean) / len(right)
-    return mean, num_prompts / (num_prompts - 1) * float((off_P**2).sum())
-
-
-def _normal_interval(mean: float, variance: float) -> Interval:
-    half = float(scipy.special.ndtri((1 + LEVEL) / 2)) * float(np.sqrt(variance))
-    return Interval(mean, max(0.0, mean - half), min(1.0, mean + half))

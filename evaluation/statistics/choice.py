@@ -2,10 +2,10 @@
 
     P(outcome o of question v) = exp(F_vo·β) / Σ_o' exp(F_vo'·β)
 
-Bradley-Terry, Davidson and logistic regression differ only in the features F. Weights y may be fractions (a preference
+Bradley-Terry and logistic regression differ only in the features F. Weights y may be fractions (a preference
 of 0.7 is 0.7 of a win). The fit is then a quasi-likelihood: its mean is right, and the sandwich gives its variance.
 
-Shape letters: B fits at once, C clusters (prompts), V questions, O outcomes, K coefficients.
+Shape letters: C clusters (prompts), V questions, O outcomes, K coefficients.
 """
 
 import math
@@ -20,42 +20,35 @@ _MAX_CHANGE = 2.0  # per step, in log-odds; Newton's method overshoots far from 
 _TOLERANCE = 1e-10
 
 
-def fit(y_BVO: Floats, F_VOK: Floats, bound: float = math.inf) -> Floats:
-    """Returns the coefficients [B, K] that maximise Σ_v Σ_o y_vo·log P_vo, by Newton's method.
+def fit(y_VO: Floats, F_VOK: Floats, bound: float = math.inf) -> Floats:
+    """Returns the coefficients [K] that maximise Σ_v Σ_o y_vo·log P_vo, by Newton's method.
 
     Raises: ValueError if it does not converge: the maximum is infinite, or coefficients cannot be told apart. A
     coefficient beyond ±`bound` counts as an infinite one, without further steps.
     """
-    beta_BK = np.zeros((len(y_BVO), F_VOK.shape[2]))
+    beta_K, n_V = np.zeros(F_VOK.shape[2]), y_VO.sum(axis=1)
     for _ in range(_MAX_STEPS):
-        p_BVO = probabilities(beta_BK, F_VOK)
-        n_BV = y_BVO.sum(axis=2)
-        slope_BK = np.einsum("bvo,vok->bk", y_BVO - n_BV[:, :, None] * p_BVO, F_VOK, optimize=True)
+        p_VO = probabilities(beta_K, F_VOK)
+        slope_K = np.einsum("vo,vok->k", y_VO - n_V[:, None] * p_VO, F_VOK, optimize=True)
+        information_KK = np.einsum("v,vkl->kl", n_V, covariances(p_VO, F_VOK), optimize=True)
         try:
-            step_BK = np.linalg.solve(information(n_BV, p_BVO, F_VOK), slope_BK[:, :, None])[:, :, 0]
+            step_K = np.linalg.solve(information_KK, slope_K)
         except np.linalg.LinAlgError:
             break
-        largest_B = np.abs(step_BK).max(axis=1, initial=0.0)
-        beta_BK += step_BK * np.minimum(1.0, _MAX_CHANGE / np.maximum(largest_B, _TOLERANCE))[:, None]
-        if np.abs(beta_BK).max(initial=0.0) > bound:
+        largest = float(np.abs(step_K).max(initial=0.0))
+        beta_K += step_K * min(1.0, _MAX_CHANGE / max(largest, _TOLERANCE))
+        if np.abs(beta_K).max(initial=0.0) > bound:
             break
-        if largest_B.max(initial=0.0) < _TOLERANCE:
-            return beta_BK
+        if largest < _TOLERANCE:
+            return beta_K
     raise ValueError("the fit has no finite maximum, or its coefficients cannot be told apart")
 
 
-def probabilities(beta_BK: Floats, F_VOK: Floats) -> Floats:
-    """Returns the probability of each outcome [B, V, O]."""
-    eta_BVO = np.einsum("bk,vok->bvo", beta_BK, F_VOK, optimize=True)
-    odds_BVO = np.exp(eta_BVO - eta_BVO.max(axis=2, keepdims=True))
-    return np.asarray(odds_BVO / odds_BVO.sum(axis=2, keepdims=True))
-
-
-def information(n_BV: Floats, p_BVO: Floats, F_VOK: Floats) -> Floats:
-    """Returns Σ_v n_v·Cov_v(F) [B, K, K], which is both the observed and the expected information."""
-    mean_BVK = np.einsum("bvo,vok->bvk", p_BVO, F_VOK, optimize=True)
-    squares_BKK = np.einsum("bv,bvo,vok,vol->bkl", n_BV, p_BVO, F_VOK, F_VOK, optimize=True)
-    return np.asarray(squares_BKK - np.einsum("bv,bvk,bvl->bkl", n_BV, mean_BVK, mean_BVK, optimize=True))
+def probabilities(beta_K: Floats, F_VOK: Floats) -> Floats:
+    """Returns the probability of each outcome [V, O]."""
+    eta_VO = F_VOK @ beta_K
+    odds_VO = np.exp(eta_VO - eta_VO.max(axis=1, keepdims=True))
+    return np.asarray(odds_VO / odds_VO.sum(axis=1, keepdims=True))
 
 
 def covariances(p_VO: Floats, F_VOK: Floats) -> Floats:

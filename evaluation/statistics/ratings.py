@@ -1,14 +1,13 @@
-"""Ratings of any number of policies: Bradley-Terry, and Davidson's model for ties.
+"""Ratings of any number of policies: Bradley-Terry, with a tie as half a win.
 
-    Bradley-Terry  P(i beats j) = π_i / (π_i + π_j), a tie half a win
-    Davidson       P(i beats j) ∝ π_i,  P(j beats i) ∝ π_j,  P(tie) ∝ ν·√(π_i π_j)
+    P(i beats j) = π_i / (π_i + π_j)
 
-Ratings are θ = log π. Bradley & Terry 1952, Biometrika 39; Davidson 1970, JASA 65. As for win rates, all prompts of a
-pair weigh the same, whatever the number of their verdicts: for two policies, the Bradley-Terry rating is the logit of
-the win rate. All errors are over clusters of prompts; without clusters, every prompt is its own.
+Ratings are θ = log π. Bradley & Terry 1952, Biometrika 39. As for win rates, all prompts of a pair weigh the same,
+whatever the number of their verdicts: for two policies, the rating is the logit of the win rate. All errors are over
+clusters of prompts; without clusters, every prompt is its own.
 
-Shape letters: V pairs of policies that were compared, O outcomes (win, [tie,] loss), P policies, N prompts, C clusters,
-K coefficients (θ of all policies but the first, [log ν]), S resamples, B fits or graphs at once.
+Shape letters: V pairs of policies that were compared, O outcomes (win, loss), P policies, N prompts, C clusters, K
+coefficients (θ of all policies but the first).
 """
 
 import math
@@ -23,19 +22,16 @@ import scipy
 from evaluation.statistics import choice
 from evaluation.statistics.results import Rating, Ratings
 from evaluation.statistics.significance import EqualityTest
-from evaluation.statistics.win_rates import expanded_level
 from evaluation.verdicts import Comparisons
-from preferences.statistics.estimates import LEVEL, Floats, Interval, Ints
-from preferences.statistics.intervals import decided_interval, percentiles, resampled_sums
+from preferences.statistics.estimates import LEVEL, Floats, Ints
+from preferences.statistics.intervals import decided_interval
 
-NUM_RESAMPLES = 1_000
 ALL_TIED = "every verdict is a tie; ties alone say nothing about strengths, except that no policy is shown to be ahead"
 
-Model = Literal["bradley_terry", "davidson"]
 Truths = npt.NDArray[np.bool_]
 
 
-def rate(comparisons: Comparisons, *, model: Model, anchor: str, seed: int) -> Ratings:
+def rate(comparisons: Comparisons, *, anchor: str, seed: int) -> Ratings:
     """Returns ratings of all policies in `comparisons`, as differences from `anchor`, or from their mean if it is "".
 
     If no chain of verdicts connects two policies, there are no ratings, and `islands` names the groups. If policies are
@@ -49,8 +45,7 @@ def rate(comparisons: Comparisons, *, model: Model, anchor: str, seed: int) -> R
     the share is too high by chance, the interval hardly ever misses the truth. For more policies, intervals come
     from the sandwich.
 
-    Raises: ValueError for an unknown anchor, if there are no verdicts, and for Davidson's model if a preference is not
-    0, ½ or 1.
+    Raises: ValueError for an unknown anchor, and if there are no verdicts.
     """
     names = comparisons.policies
     if anchor and anchor not in names:
@@ -61,139 +56,87 @@ def rate(comparisons: Comparisons, *, model: Model, anchor: str, seed: int) -> R
     if len(islands) > 1:
         named = tuple(tuple(names[place] for place in island) for island in islands)
         groups = "; ".join(", ".join(island) for island in named)
-        reason = f"no verdict connects these groups of policies: {groups}"
-        return Ratings(model, anchor, (), math.nan, named, False, reason)
+        return Ratings(anchor, (), named, False, f"no verdict connects these groups of policies: {groups}")
     if np.isclose(comparisons.won_V, 0.5, rtol=0, atol=1e-9).all():
-        return Ratings(model, anchor, (), math.nan, (names,), False, ALL_TIED)
-    return _rate(names, *outcomes(comparisons, model), anchor, model, seed)
+        return Ratings(anchor, (), (names,), False, ALL_TIED)
+    return _rate(names, *outcomes(comparisons), anchor, seed)
 
 
-def outcomes(comparisons: Comparisons, model: Model) -> tuple[Ints, Floats, Ints]:
+def outcomes(comparisons: Comparisons) -> tuple[Ints, Floats, Ints]:
     """Returns the compared pairs [V, 2], lower index first, each prompt's share of outcomes per pair [N, V, O], and its
     cluster [N]."""
-    won_V = comparisons.won_V
-    if model == "davidson" and not np.isin(won_V, (0.0, 0.5, 1.0)).all():
-        odd = float(won_V[~np.isin(won_V, (0.0, 0.5, 1.0))][0])
-        raise ValueError(f"a preference is {odd}; Davidson's model takes only 0, ½ and 1")
     low_V, high_V = np.minimum(comparisons.a_V, comparisons.b_V), np.maximum(comparisons.a_V, comparisons.b_V)
-    won_V = np.where(comparisons.a_V < comparisons.b_V, won_V, 1 - won_V)
+    won_V = np.where(comparisons.a_V < comparisons.b_V, comparisons.won_V, 1 - comparisons.won_V)
     pairs, pair_V = np.unique(np.stack([low_V, high_V], axis=1), axis=0, return_inverse=True)
     prompts, first_N, prompt_V = np.unique(comparisons.prompt_V, return_index=True, return_inverse=True)
     _, cluster_N = np.unique(comparisons.cluster_V[first_N], return_inverse=True)
-    tied_V = np.where(won_V == 0.5, 1.0, 0.0) if model == "davidson" else np.zeros_like(won_V)
-    shares = [won_V - tied_V / 2, tied_V, 1 - won_V - tied_V / 2]
-    kept = shares if model == "davidson" else [shares[0], shares[2]]
     cell_V, num_cells = prompt_V * len(pairs) + pair_V.ravel(), len(prompts) * len(pairs)
     num_cell = np.maximum(np.bincount(cell_V, minlength=num_cells), 1)
-    sums = [np.bincount(cell_V, share_V, num_cells) / num_cell for share_V in kept]
-    return pairs, np.stack(sums, axis=1).reshape(len(prompts), len(pairs), len(kept)), cluster_N.astype(np.int64)
+    sums = [np.bincount(cell_V, share_V, num_cells) / num_cell for share_V in (won_V, 1 - won_V)]
+    return pairs, np.stack(sums, axis=1).reshape(len(prompts), len(pairs), 2), cluster_N.astype(np.int64)
 
 
-def _rate(
-    names: Sequence[str], pairs: Ints, y_NVO: Floats, cluster_N: Ints, anchor: str, model: Model, seed: int
-) -> Ratings:
+def _rate(names: Sequence[str], pairs: Ints, y_NVO: Floats, cluster_N: Ints, anchor: str, seed: int) -> Ratings:
     num_clusters, num_policies = int(cluster_N.max()) + 1, len(names)
     y_CVO = np.zeros((num_clusters, *y_NVO.shape[1:]))
     np.add.at(y_CVO, cluster_N, y_NVO)
-    F_VOK = features(pairs, num_policies, y_CVO.shape[2])
-    total_BVO = y_CVO.sum(axis=0)[None]
-    shrunk = bool(needs_prior(total_BVO, pairs, num_policies)[0])
-    beta_BK = _fit(total_BVO, pairs, num_policies, F_VOK)
-    theta_P = _thetas(beta_BK, num_policies)[0]
+    theta_PK = np.eye(num_policies)[:, 1:]
+    F_VOK = np.stack([theta_PK[pairs[:, 0]], theta_PK[pairs[:, 1]]], axis=1)  # an outcome has its winner's θ
+    total_VO = y_CVO.sum(axis=0)
+    # Whether a chain of wins leads from i to j. If none leads from j to i, θ_i - θ_j has no upper bound (Ford 1957).
+    reached_PP = reaches(_beats(total_VO, pairs, num_policies))
+    shrunk = not bool(reached_PP.all())
+    beta_K = choice.fit(total_VO + shrunk / 2, F_VOK)
+    theta_P = np.concatenate([[0.0], beta_K])
     anchors_P = np.eye(num_policies)[names.index(anchor)] if anchor else np.full(num_policies, 1 / num_policies)
     from_anchor_PP = np.eye(num_policies) - anchors_P
     value_P = from_anchor_PP @ theta_P
-    # Whether a chain of wins leads from i to j. If none leads from j to i, θ_i - θ_j has no upper bound.
-    reached_PP = reaches(_beats(total_BVO, pairs, num_policies))[0]
     above_P = np.asarray((~reached_PP.T)[:, anchors_P > 0].any(axis=1))
     below_P = np.asarray((~reached_PP)[:, anchors_P > 0].any(axis=1))
     if num_policies == 2:
         low_P, high_P, better_PP = _of_two(y_NVO, cluster_N, anchors_P, seed)
     else:
-        covariance_PP = _covariance(y_CVO, beta_BK, F_VOK, num_policies, shrunk)
+        covariance_PP = _covariance(y_CVO, beta_K, F_VOK, shrunk)
         half_P = _halves(covariance_PP, from_anchor_PP, num_clusters)
         low_P, high_P = np.where(below_P, -math.inf, value_P - half_P), np.where(above_P, math.inf, value_P + half_P)
         better_PP = _surely_better(theta_P, covariance_PP, reached_PP, max(num_clusters - 1, 1))
-    resampled_SP = _resampled(y_CVO, pairs, num_policies, F_VOK, seed) @ from_anchor_PP.T
     ratings = [
         Rating(
             policy=name,
             value=float(value_P[i]),
             low=float(low_P[i]),
             high=float(high_P[i]),
-            bootstrap=_bootstrapped(
-                float(value_P[i]), resampled_SP[:, i], num_clusters, not (above_P[i] or below_P[i])
-            ),
             best_rank=1 + int(better_PP[:, i].sum()),
             worst_rank=num_policies - int(better_PP[i].sum()),
             unbounded=_side(bool(above_P[i]), bool(below_P[i])),
         )
         for i, name in enumerate(names)
     ]
-    tie = float(beta_BK[0, -1]) if model == "davidson" else math.nan
-    return Ratings(model, anchor, tuple(ratings), tie, (tuple(names),), shrunk, "")
+    return Ratings(anchor, tuple(ratings), (tuple(names),), shrunk, "")
 
 
-def features(pairs: Ints, num_policies: int, num_outcomes: int) -> Floats:
-    """Returns the features [V, O, K] for `choice`: a win has the winner's θ, a tie the mean of both θ plus log ν."""
-    theta_PK = np.eye(num_policies)[:, 1:]
-    first_VK, second_VK = theta_PK[pairs[:, 0]], theta_PK[pairs[:, 1]]
-    if num_outcomes == 2:
-        return np.stack([first_VK, second_VK], axis=1)
-    F_VOK = np.stack([first_VK, (first_VK + second_VK) / 2, second_VK], axis=1)
-    is_tie_O = np.array([0.0, 1.0, 0.0])
-    return np.concatenate([F_VOK, np.broadcast_to(is_tie_O[None, :, None], (len(pairs), 3, 1))], axis=2)
-
-
-def needs_prior(y_BVO: Floats, pairs: Ints, num_policies: int) -> Truths:
-    """Returns [B] whether the likelihood has no finite maximum: a policy or a group never lost, or never won (Ford
-    1957); in Davidson's model also if all verdicts are ties, or none is."""
-    reached_BPP = reaches(_beats(y_BVO, pairs, num_policies))
-    infinite_B = np.asarray(~reached_BPP.all(axis=(1, 2)))
-    if y_BVO.shape[2] == 2:
-        return infinite_B
-    tied_B, all_B = y_BVO[:, :, 1].sum(axis=1), y_BVO.sum(axis=(1, 2))
-    return np.asarray(infinite_B | (tied_B <= 0) | (tied_B >= all_B * (1 - 1e-12)))
-
-
-def _fit(y_BVO: Floats, pairs: Ints, num_policies: int, F_VOK: Floats) -> Floats:
-    prior_B = needs_prior(y_BVO, pairs, num_policies)
-    return choice.fit(y_BVO + prior_B[:, None, None] / y_BVO.shape[2], F_VOK)
-
-
-def _thetas(beta_BK: Floats, num_policies: int) -> Floats:
-    """Returns θ [B, P] with 0 for the first policy."""
-    return np.concatenate([np.zeros((len(beta_BK), 1)), beta_BK[:, : num_policies - 1]], axis=1)
-
-
-def _covariance(y_CVO: Floats, beta_BK: Floats, F_VOK: Floats, num_policies: int, shrunk: bool) -> Floats:
+def _covariance(y_CVO: Floats, beta_K: Floats, F_VOK: Floats, shrunk: bool) -> Floats:
     """Returns the covariance of θ [P, P]: the sandwich over clusters, with a first row and column of zeros.
 
     For a fit with the prior, whose residuals are too small, the variance of independent verdicts is added."""
-    p_BVO = choice.probabilities(beta_BK, F_VOK)
-    n_CV = y_CVO.sum(axis=2)
-    slope_CK = np.einsum("cvo,vok->ck", y_CVO - n_CV[:, :, None] * p_BVO, F_VOK, optimize=True)
-    each_VKK = choice.covariances(p_BVO[0], F_VOK)
+    p_VO, n_CV = choice.probabilities(beta_K, F_VOK), y_CVO.sum(axis=2)
+    slope_CK = np.einsum("cvo,vok->ck", y_CVO - n_CV[:, :, None] * p_VO, F_VOK, optimize=True)
+    each_VKK = choice.covariances(p_VO, F_VOK)
     information_CKK = np.einsum("cv,vkl->ckl", n_CV, each_VKK, optimize=True)
     prior_KK = each_VKK.sum(axis=0) if shrunk else np.zeros(each_VKK.shape[1:])
     bread_KK = information_CKK.sum(axis=0) + prior_KK
     covariance_KK = choice.sandwich(slope_CK, information_CKK, bread_KK)
     if shrunk:
         covariance_KK = covariance_KK + np.linalg.inv(bread_KK)
-    covariance_PP = np.zeros((num_policies, num_policies))
-    covariance_PP[1:, 1:] = covariance_KK[: num_policies - 1, : num_policies - 1]
-    return covariance_PP
+    return np.pad(covariance_KK, ((1, 0), (1, 0)))
 
 
-def _beats(y_BVO: Floats, pairs: Ints, num_policies: int) -> Truths:
-    """Returns [B, P, P] whether i won anything against j.
-
-    In Bradley-Terry a tie is half a win, so it counts for both. In Davidson's model it does not: if i has only wins and
-    ties against j, the likelihood keeps rising as θ_i - θ_j and log ν grow together."""
-    beats_BPP = np.zeros((len(y_BVO), num_policies, num_policies), dtype=bool)
-    beats_BPP[:, pairs[:, 0], pairs[:, 1]] = y_BVO[:, :, 0] > 0
-    beats_BPP[:, pairs[:, 1], pairs[:, 0]] = y_BVO[:, :, -1] > 0
-    return beats_BPP
+def _beats(y_VO: Floats, pairs: Ints, num_policies: int) -> Truths:
+    """Returns [P, P] whether i won anything against j; a tie is half a win, so it counts for both."""
+    beats_PP = np.zeros((num_policies, num_policies), dtype=bool)
+    beats_PP[pairs[:, 0], pairs[:, 1]] = y_VO[:, 0] > 0
+    beats_PP[pairs[:, 1], pairs[:, 0]] = y_VO[:, 1] > 0
+    return beats_PP
 
 
 def _of_two(y_NVO: Floats, cluster_N: Ints, anchors_P: Floats, seed: int) -> tuple[Floats, Floats, Truths]:
@@ -236,22 +179,6 @@ def _tukey(num_policies: int, freedom: int) -> float:
     return float(scipy.stats.studentized_range.ppf(LEVEL, num_policies, freedom)) / math.sqrt(2)
 
 
-def _resampled(y_CVO: Floats, pairs: Ints, num_policies: int, F_VOK: Floats, seed: int) -> Floats:
-    """Returns θ [S, P] of resampled clusters; if a resample connects too few policies, the prior connects them."""
-    table_CS = y_CVO.reshape(len(y_CVO), -1)
-    sums_SVO = resampled_sums(table_CS, seed=seed, num_resamples=NUM_RESAMPLES).reshape(-1, *y_CVO.shape[1:])
-    return _thetas(_fit(sums_SVO, pairs, num_policies, F_VOK), num_policies)
-
-
-def _bootstrapped(value: float, resampled_S: Floats, num_clusters: int, is_known: bool) -> Interval:
-    """Returns the percentile interval. Its ends are unknown for an unbounded policy, because no resample contains the
-    win (or loss) that was never observed.
-    """
-    if num_clusters == 1 or not is_known:
-        return Interval(value, math.nan, math.nan)
-    return Interval(value, *percentiles(resampled_S, expanded_level(num_clusters)))
-
-
 def _side(above: bool, below: bool) -> Literal["", "above", "below", "both"]:
     if above and below:
         return "both"
@@ -266,10 +193,10 @@ def islands_of(num_policies: int, a_V: Ints, b_V: Ints) -> tuple[tuple[int, ...]
     return tuple(tuple(np.flatnonzero(island_P == island_P[place]).tolist()) for place in sorted(first))
 
 
-def reaches(beats_BPP: Truths) -> Truths:
-    """Returns [B, P, P] whether a chain of wins leads from i to j; every policy reaches itself."""
-    num_policies = beats_BPP.shape[1]
-    reached_BPP = beats_BPP | np.eye(num_policies, dtype=bool)
+def reaches(beats_PP: Truths) -> Truths:
+    """Returns [P, P] whether a chain of wins leads from i to j; every policy reaches itself."""
+    num_policies = len(beats_PP)
+    reached_PP = beats_PP | np.eye(num_policies, dtype=bool)
     for _ in range(max(1, int(np.ceil(np.log2(max(num_policies, 2)))))):
-        reached_BPP = (reached_BPP.astype(np.float32) @ reached_BPP.astype(np.float32)) > 0
-    return np.asarray(reached_BPP)
+        reached_PP = (reached_PP.astype(np.float32) @ reached_PP.astype(np.float32)) > 0
+    return np.asarray(reached_PP)

@@ -37,17 +37,14 @@ class WinRate:
     """How often a is preferred to b; every prompt weighs the same, whatever the number of its verdicts.
 
     `low` and `high` are the score interval over prompts with the critical value of the pair's test
-    (`significance.EqualityTest`). `method` is "wilson" if every prompt has one verdict and there are no ties (the score
-    interval is then Wilson's), otherwise "score". `bootstrap` resamples prompts, and also labelers if there are
-    several; no decision uses it. `over_labelers` is the interval for other prompts and other labelers; it is unknown
-    with one labeler. Without clusters, `num_clusters` is `num_prompts`.
+    (`significance.EqualityTest`), which is Wilson's if every prompt has one verdict and there are no ties.
+    `over_labelers` is the interval for other prompts and other labelers; it is unknown with one labeler. Without
+    clusters, `num_clusters` is `num_prompts`.
     """
 
     mean: float
     low: float
     high: float
-    method: Literal["wilson", "score"]
-    bootstrap: Interval
     over_labelers: Interval
     num_prompts: int
     num_clusters: int
@@ -57,8 +54,7 @@ class WinRate:
     @property
     def turned(self) -> "WinRate":
         mean, low, high = 1 - self.mean, 1 - self.high, 1 - self.low
-        bootstrap, over_labelers = turned_share(self.bootstrap), turned_share(self.over_labelers)
-        return replace(self, mean=mean, low=low, high=high, bootstrap=bootstrap, over_labelers=over_labelers)
+        return replace(self, mean=mean, low=low, high=high, over_labelers=turned_share(self.over_labelers))
 
 
 @dataclass(frozen=True)
@@ -241,8 +237,7 @@ class Rating:
 
     For two policies, `low` and `high` are the interval of the share of wins, as log-odds. For more, they come
     from the sandwich over prompts, and are unknown if all prompts came out alike, because there is no spread then.
-    `bootstrap` resamples prompts. `best_rank` to `worst_rank` (1 is best) are the ranks that simultaneous intervals of
-    all differences allow.
+    `best_rank` to `worst_rank` (1 is best) are the ranks that simultaneous intervals of all differences allow.
 
     `unbounded` is "above" if no chain of wins leads from the anchor to the policy, "below" if none leads from the
     policy to the anchor, and "both" if neither exists; if the anchor is the mean, one other policy without such a chain
@@ -254,7 +249,6 @@ class Rating:
     value: float
     low: float
     high: float
-    bootstrap: Interval
     best_rank: int
     worst_rank: int
     unbounded: Literal["", "above", "below", "both"]
@@ -264,16 +258,13 @@ class Rating:
 class Ratings:
     """Ratings of all policies by one judge: differences in log-odds from `anchor`, or from their mean if it is "".
 
-    `tie` is Davidson's log ν (NaN in Bradley-Terry, where a tie is half a win). `islands` are groups of policies with
-    no verdict between them; if there is more than one, `policies` is empty and `reason` names them. It is also empty if
-    every verdict is a tie. `shrunk` is true if some policies are unbounded, so that all values come from the fit with
-    the prior.
+    `islands` are groups of policies with no verdict between them; if there is more than one, `policies` is empty and
+    `reason` names them. It is also empty if every verdict is a tie. `shrunk` is true if some policies are unbounded, so
+    that all values come from the fit with the prior.
     """
 
-    model: Literal["bradley_terry", "davidson"]
     anchor: str
     policies: tuple[Rating, ...]
-    tie: float
     islands: tuple[tuple[str, ...], ...]
     shrunk: bool
     reason: str
@@ -309,8 +300,8 @@ class JudgeSummary:
     """All results of one judge. `pairs` holds the pairs that it judged, in the order of `Summary.policies`, and
     `algorithms` the pairs of algorithms that have several runs.
 
-    `num_prompts`, `num_labelers` and `num_verdicts` are counted over the verdicts that did not fail. The ratings are
-    Bradley-Terry's and, if the judge gives exact ties, Davidson's. `labelers` is the agreement of its labelers.
+    `num_prompts`, `num_labelers` and `num_verdicts` are counted over the verdicts that did not fail. `ratings` is None
+    if all failed. `labelers` is the agreement of its labelers.
     """
 
     judge: str
@@ -320,7 +311,7 @@ class JudgeSummary:
     num_failed: int
     pairs: tuple[PairSummary, ...]
     algorithms: tuple[AlgorithmPair, ...]
-    ratings: tuple[Ratings, ...]
+    ratings: Ratings | None
     position_bias: PositionBias
     flips: Flips
     labelers: Agreement

@@ -27,7 +27,6 @@ from evaluation.statistics.results import (
     JudgeSummary,
     PairSummary,
     PositionBias,
-    Ratings,
     Significance,
     Summary,
 )
@@ -46,7 +45,7 @@ from preferences.statistics.estimates import UNKNOWN, Floats, Interval, Ints, Sh
 from preferences.statistics.intervals import Tally, clustered_shares, score_interval, share_interval
 from preferences.statistics.panel import PairCounts
 
-Runs = Mapping[str, Sequence[str]]  # an algorithm's name to its training runs, which are policies; two or more each
+Runs = Mapping[str, Sequence[str]]  # an algorithm's name to its training runs (policies, models), two or more
 NO_RUNS: Runs = {}
 
 
@@ -99,7 +98,7 @@ def _judge(
         num_failed=len(rows) - len(comparisons),
         pairs=_pairs(rows, comparisons, pairs, clusters, seed),
         algorithms=_algorithms(rows, comparisons, runs, seed),
-        ratings=_ratings(comparisons, names[0], seed),
+        ratings=rate(comparisons, anchor=names[0], seed=seed) if len(comparisons) else None,
         position_bias=position_bias(comparisons),
         flips=flips(rows, clusters),
         labelers=labelers_agree(rows, judge, clusters),
@@ -124,7 +123,7 @@ def _pairs(
             PairSummary(
                 policy_a=names[a],
                 policy_b=names[b],
-                win_rate=pair_win_rate(pair, test, alpha=holm_level(test.p, holm_p), seed=seed),
+                win_rate=pair_win_rate(pair, test, alpha=holm_level(test.p, holm_p)),
                 verdicts=counts_of(pair.won_V),
                 prompts=counts_of(test.x_P),
                 num_failed=len(of_pair) - len(pair),
@@ -228,22 +227,12 @@ def _categories(pair: Comparisons, seed: int) -> tuple[CategoryWinRate, ...]:
     return tuple(
         CategoryWinRate(
             pair.categories[category],
-            pair_win_rate(part, test, alpha=holm_level(test.p, holm_p), seed=seed),
+            pair_win_rate(part, test, alpha=holm_level(test.p, holm_p)),
             test.p,
             holm_p,
         )
         for category, part, test, holm_p in zip(present, parts, tests, corrected, strict=True)
     )
-
-
-def _ratings(comparisons: Comparisons, anchor: str, seed: int) -> tuple[Ratings, ...]:
-    if len(comparisons) == 0:
-        return ()
-    bradley_terry = rate(comparisons, model="bradley_terry", anchor=anchor, seed=seed)
-    whole = bool(np.isin(comparisons.won_V, (0.0, 0.5, 1.0)).all())
-    if not bradley_terry.policies or not whole or not (comparisons.won_V == 0.5).any():
-        return (bradley_terry,)
-    return (bradley_terry, rate(comparisons, model="davidson", anchor=anchor, seed=seed))
 
 
 def _failures(rows: Sequence[Verdict], names: tuple[str, ...]) -> tuple[Failures, ...]:

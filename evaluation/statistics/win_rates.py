@@ -5,8 +5,8 @@ prompt's preferences, and the win rate is the mean of x_p. At equal length, it i
 if both policies wrote equally long responses. All errors are over clusters of prompts; without clusters, every prompt
 is its own.
 
-Shape letters: V verdicts, P prompts (of this pair), C clusters of these prompts, L labelers, S resamples, O outcomes (a
-preferred, b preferred), K coefficients (θ, φ).
+Shape letters: V verdicts, P prompts (of this pair), C clusters of these prompts, L labelers, O outcomes (a preferred, b
+preferred), K coefficients (θ, φ).
 """
 
 import math
@@ -19,16 +19,14 @@ from evaluation.statistics.results import Counts, LengthControlled, WinRate
 from evaluation.statistics.significance import ALPHA, EqualityTest
 from evaluation.verdicts import Comparisons
 from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints
-from preferences.statistics.intervals import bootstrap_ratio, percentiles, score_interval
+from preferences.statistics.intervals import score_interval
 
-NUM_RESAMPLES = 2_000
 MIN_PROMPTS = 5  # of a fit at equal length: enough for two coefficients and their variances
 
-_RESAMPLES_PER_CHUNK = 200  # bounds the memory of resampling labelers
 _MAX_LOG_ODDS = 12.0  # a fit beyond this counts as having no finite maximum
 
 
-def pair_win_rate(pair: Comparisons, test: EqualityTest, *, alpha: float = ALPHA, seed: int) -> WinRate:
+def pair_win_rate(pair: Comparisons, test: EqualityTest, *, alpha: float = ALPHA) -> WinRate:
     """Returns the win rate of a over b, from `Comparisons.between(a, b)` and its `pair_test`.
 
     The intervals have the level 1 - α.
@@ -37,15 +35,10 @@ def pair_win_rate(pair: Comparisons, test: EqualityTest, *, alpha: float = ALPHA
     low, high = test.interval(alpha)
     _, labeler_V = np.unique(pair.labeler_V, return_inverse=True)
     num_labelers = int(labeler_V.max()) + 1
-    is_wilson = len(pair) == test.num_clusters and bool(np.isin(pair.won_V, (0.0, 1.0)).all())
     return WinRate(
         mean=float(x_P.mean()),
         low=low,
         high=high,
-        method="wilson" if is_wilson else "score",
-        bootstrap=bootstrap_labelers(pair, seed=seed)
-        if num_labelers > 1
-        else bootstrap_clusters(x_P, prompt_clusters(pair), seed=seed),
         over_labelers=interval_over_labelers(pair, test, alpha=alpha) if num_labelers > 1 else UNKNOWN,
         num_prompts=len(x_P),
         num_clusters=test.num_clusters,
@@ -76,56 +69,6 @@ def counts_of(preferences: Floats) -> Counts:
     tied = np.isclose(preferences, 0.5, rtol=0, atol=1e-9)
     wins = int((~tied & (preferences > 0.5)).sum())
     return Counts(wins, int(tied.sum()), len(preferences) - wins - int(tied.sum()))
-
-
-def bootstrap_clusters(x_P: Floats, cluster_P: Ints, *, seed: int) -> Interval:
-    """Returns the percentile bootstrap over clusters of prompts. It is paired: both policies of a prompt are drawn
-    together."""
-    _, place_P = np.unique(cluster_P, return_inverse=True)
-    size_C = np.bincount(place_P).astype(np.float64)
-    level = expanded_level(len(size_C))
-    sums_C = np.bincount(place_P, x_P).astype(np.float64)
-    return Interval(*bootstrap_ratio(sums_C, size_C, seed=seed, num_resamples=NUM_RESAMPLES, level=level))
-
-
-def expanded_level(num_clusters: int) -> float:
-    """Returns the level 1 - 2·Φ(-t·√(n/(n-1))) at which bootstrap percentiles over n clusters are about a 95% interval.
-
-    A bootstrap's spread is too small by √((n-1)/n), and its quantiles are normal instead of Student's with n - 1
-    degrees of freedom. Hesterberg 2015, What teachers should know about the bootstrap, American Statistician 69(4),
-    "expanded percentile".
-    """
-    if num_clusters < 2:
-        return LEVEL
-    t = scipy.special.stdtrit(num_clusters - 1, (1 + LEVEL) / 2) * math.sqrt(num_clusters / (num_clusters - 1))
-    # With two clusters it rounds to 1; the ends are then the extremes of the resamples.
-    return min(1 - 2 * float(scipy.special.ndtr(-t)), math.nextafter(1.0, 0.0))
-
-
-def bootstrap_labelers(pair: Comparisons, *, seed: int) -> Interval:
-    """Returns the pigeonhole bootstrap: it draws clusters of prompts and labelers, and weights a verdict by how often
-    both occur.
-
-    Its variance is at least the true one (Owen 2007, The pigeonhole bootstrap, Annals of Applied Statistics 1(2)). A
-    resample leaves out prompts whose labelers were not drawn. The interval is unknown for a single cluster.
-    """
-    won_PL, num_PL = _table(pair)
-    cluster_P, num_labelers = prompt_clusters(pair), won_PL.shape[1]
-    num_clusters = int(cluster_P.max()) + 1
-    mean = float((won_PL.sum(axis=1) / num_PL.sum(axis=1)).mean())
-    if num_clusters == 1:
-        return Interval(mean, math.nan, math.nan)
-    generator = np.random.default_rng(seed)
-    rates = []
-    for _ in range(0, NUM_RESAMPLES, _RESAMPLES_PER_CHUNK):
-        times_SL = _times_drawn(generator, _RESAMPLES_PER_CHUNK, num_labelers)
-        times_SP = _times_drawn(generator, _RESAMPLES_PER_CHUNK, num_clusters)[:, cluster_P]
-        num_SP = times_SL @ num_PL.T
-        x_SP = (times_SL @ won_PL.T) / np.maximum(num_SP, 1)
-        weight_SP = times_SP * (num_SP > 0)
-        total_S = weight_SP.sum(axis=1)
-        rates.append((weight_SP * x_SP).sum(axis=1)[total_S > 0] / total_S[total_S > 0])
-    return Interval(mean, *percentiles(np.concatenate(rates), LEVEL))
 
 
 def interval_over_labelers(pair: Comparisons, test: EqualityTest, *, alpha: float = ALPHA) -> Interval:
@@ -169,12 +112,6 @@ def _table(pair: Comparisons) -> tuple[Floats, Floats]:
     num = np.bincount(cell_V, minlength=shape[0] * shape[1]).astype(np.float64)
     won = np.bincount(cell_V, pair.won_V, shape[0] * shape[1]).astype(np.float64)
     return won.reshape(shape), num.reshape(shape)
-
-
-def _times_drawn(generator: np.random.Generator, num_resamples: int, num: int) -> Floats:
-    """Returns [S, num] how often each of `num` items comes up in `num` draws with replacement."""
-    drawn: Ints = generator.multinomial(num, np.full(num, 1 / num), size=num_resamples)
-    return drawn.astype(np.float64)
 
 
 def length_controlled(pair: Comparisons) -> LengthControlled:
@@ -233,8 +170,8 @@ def length_controlled(pair: Comparisons) -> LengthControlled:
 def win_rate_at_equal_length(won_V: Floats, longer_V: Floats) -> float:
     """Returns the mean of `length_controlled` for one verdict per prompt, or NaN if it is not identified.
 
-    It leaves out the interval, which takes 20 times as long as the fit, for callers that resample prompts. Resamples of
-    verdicts that are all alike are alike, too. Their spread would be that of the prior only, so the mean is then NaN.
+    It leaves out the interval, which takes 20 times as long as the fit, for callers that leave out prompts in turn. If
+    all verdicts are alike, the spread would be that of the prior only, so the mean is then NaN.
     """
     if len(won_V) < MIN_PROMPTS or np.ptp(longer_V) == 0 or np.ptp(won_V) == 0:
         return math.nan
@@ -246,12 +183,12 @@ def win_rate_at_equal_length(won_V: Floats, longer_V: Floats) -> float:
 def _length_fit(y_VO: Floats, F_VOK: Floats) -> tuple[Floats, Floats, Floats]:
     """Returns (β, the prior's outcomes and features). The prior is empty if the fit needs none."""
     try:
-        return choice.fit(y_VO[None], F_VOK, _MAX_LOG_ODDS)[0], y_VO[:0], F_VOK[:0]
+        return choice.fit(y_VO, F_VOK, _MAX_LOG_ODDS), y_VO[:0], F_VOK[:0]
     except ValueError:  # the maximum is infinite; only the fit can tell
         pass
     prior_VO, prior_F_VOK = np.full((2, 2), 0.5), _length_features(np.array([1.0, -1.0]))
-    beta_BK = choice.fit(np.concatenate([y_VO, prior_VO])[None], np.concatenate([F_VOK, prior_F_VOK]))
-    return beta_BK[0], prior_VO, prior_F_VOK
+    beta_K = choice.fit(np.concatenate([y_VO, prior_VO]), np.concatenate([F_VOK, prior_F_VOK]))
+    return beta_K, prior_VO, prior_F_VOK
 
 
 def _length_features(tanh_V: Floats) -> Floats:
@@ -261,7 +198,7 @@ def _length_features(tanh_V: Floats) -> Floats:
 
 def _slope_and_information(y_VO: Floats, F_VOK: Floats, beta_K: Floats) -> tuple[Floats, Floats]:
     """Returns each verdict's gradient [V, K] and information [V, K, K]."""
-    p_VO = choice.probabilities(beta_K[None], F_VOK)[0]
+    p_VO = choice.probabilities(beta_K, F_VOK)
     n_V = y_VO.sum(axis=1)
     slope_VK = np.einsum("vo,vok->vk", y_VO - n_V[:, None] * p_VO, F_VOK)
     return slope_VK, n_V[:, None, None] * choice.covariances(p_VO, F_VOK)

@@ -4,15 +4,15 @@ Dubois et al. 2024, Length-controlled AlpacaEval (arXiv 2404.04475). The judge's
 not AlpacaEval's, so values are comparable among models that were evaluated here, but not with its leaderboard.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import count
 
 import numpy as np
 
 from evaluation.judges.language_model import OWN_TEMPLATE, read_verdict
 from evaluation.statistics.win_rates import win_rate_at_equal_length
-from evaluation.suites.judging import CONSISTENCY, failed, leads_over
-from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Row, Scored, Suite, Tools, read_items
+from evaluation.suites.judging import CONSISTENCY, leads_over
+from evaluation.suites.suite import Item, Measure, Model, Request, Row, Scored, Suite, Tools, failed, read_items
 from files.conversations import ConversationReader
 from files.fields import any_text, optional_text
 from reward.endpoint import Answer
@@ -31,69 +31,62 @@ def at_equal_length(scored: Sequence[Scored]) -> float:
     return win_rate_at_equal_length(won_V, longer_V)
 
 
-class AlpacaEval:
-    """Rows of AlpacaEval's `alpaca_eval.json`; an item's id is the row's number, from 0, and its group the `dataset`.
+MEASURES = (
+    Measure(
+        LENGTH_CONTROLLED,
+        "The win rate over the baseline that a logistic fit predicts for answers of equal length.",
+        aggregate=at_equal_length,
+        is_share=True,
+        reads=(WIN_RATE, LENGTH_DIFFERENCE),
+    ),
+    Measure(
+        WIN_RATE,
+        "The share of items on which the judge prefers the model's answer to the baseline's: the mean of both orders,"
+        " with ties counting ½.",
+        is_share=True,
+    ),
+    CONSISTENCY,
+)
 
-    The baseline's answers are the rows' `output`, unless the user gives others.
+
+def read(source: str) -> list[Item]:
+    """Reads a file in AlpacaEval's format; an item's id is the row's number, from 0, and its group the `dataset`.
+
+    Raises: ValueError naming file, line and field.
     """
+    numbers, reader = count(), ConversationReader("prompt", "alpaca")
+    return read_items(source, lambda where, row: _item(where, row, str(next(numbers)), reader))
 
-    name = "alpaca-eval"
-    title = "AlpacaEval 2 (Dubois et al. 2024, arXiv 2404.04475)"
-    source = ""
-    needs = frozenset({"judge"})
-    uses = frozenset({"baseline"})
-    asks: Asks = "conversations"
-    measures = (
-        Measure(
-            LENGTH_CONTROLLED,
-            "The win rate over the baseline that a logistic fit predicts for answers of equal length.",
-            aggregate=at_equal_length,
-            is_share=True,
-            reads=(WIN_RATE, LENGTH_DIFFERENCE),
-        ),
-        Measure(
-            WIN_RATE,
-            "The share of items on which the judge prefers the model's answer to the baseline's: the mean of both"
-            " orders, with ties counting ½.",
-            is_share=True,
-        ),
-        CONSISTENCY,
-    )
 
-    def read(self, source: str) -> list[Item]:
-        """Reads a file in AlpacaEval's format. Raises: ValueError naming file, line and field."""
-        numbers, reader = count(), ConversationReader("prompt", "alpaca")
-        return read_items(source, lambda where, row: _item(where, row, str(next(numbers)), reader))
+def score(model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:
+    """The baseline's answers are the rows' `output`, unless the user gives others.
 
-    def score(self, model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:
-        """Raises: ValueError if neither the user nor an item's row gives the baseline's answer."""
-        assert tools.judge is not None
-        requests = [Request(item.messages, max_new_tokens=MAX_NEW_TOKENS, item_id=item.item_id) for item in items]
-        without = [item.item_id for item in items if "output" not in item.data]
-        if without and tools.baseline is None:
-            raise ValueError(
-                f"suite {self.name!r}: {len(without):,} of {len(items):,} items, such as {without[0]!r}, have no field"
-                " 'output'; one per item, or --baseline SPEC, was expected"
-            )
-        baseline = tools.baseline(requests) if tools.baseline else [Answer(item.data["output"]) for item in items]
-        answers = model.answer(requests)
-        leads = leads_over(
-            baseline, items, answers, tools.judge, template=OWN_TEMPLATE, read=_lead, max_tokens=JUDGE_TOKENS
+    Raises: ValueError if neither the user nor an item's row gives the baseline's answer.
+    """
+    assert tools.judge is not None
+    requests = [Request(item.messages, max_new_tokens=MAX_NEW_TOKENS, item_id=item.item_id) for item in items]
+    without = [item.item_id for item in items if "output" not in item.data]
+    if without and tools.baseline is None:
+        raise ValueError(
+            f"suite 'alpaca-eval': {len(without):,} of {len(items):,} items, such as {without[0]!r}, have no field"
+            " 'output'; one per item, or --baseline SPEC, was expected"
         )
-        scored = []
-        for item, answer, other, lead in zip(items, answers, baseline, leads, strict=True):
-            if lead.failure:
-                scored.append(failed(item, answer, lead.failure, [measure.name for measure in self.measures]))
-                continue
-            values = {
-                WIN_RATE: (2 + lead.shown_first + lead.shown_second) / 4,
-                LENGTH_DIFFERENCE: float(len(answer.text) - len(other.text)),
-            }
-            scored.append(Scored(item.item_id, values | lead.consistency(), answer.text))
-        return scored
-
-    def published(self, source: str) -> Mapping[str, Sequence[Scored]]:  # noqa: ARG002
-        return {}
+    baseline = tools.baseline(requests) if tools.baseline else [Answer(item.data["output"]) for item in items]
+    answers = model.answer(requests)
+    leads = leads_over(
+        baseline, items, answers, tools.judge, template=OWN_TEMPLATE, read=_lead, max_tokens=JUDGE_TOKENS
+    )
+    scored = []
+    for item, answer, other, lead in zip(items, answers, baseline, leads, strict=True):
+        if lead.failure:
+            scored.append(failed(item, lead.failure, MEASURES, answer.text))
+            continue
+        values = {
+            WIN_RATE: (2 + lead.shown_first + lead.shown_second) / 4,
+            LENGTH_DIFFERENCE: float(len(answer.text) - len(other.text)),
+        }
+        scored.append(Scored(item.item_id, values | lead.consistency(), answer.text))
+    return scored
 
 
 def _item(where: str, row: Row, item_id: str, reader: ConversationReader) -> Item:
@@ -106,4 +99,13 @@ def _lead(reply: str) -> tuple[float, str]:
     return 2 * first_wins - 1, failure
 
 
-SUITE: Suite = AlpacaEval()
+SUITE = Suite(
+    name="alpaca-eval",
+    title="AlpacaEval 2 (Dubois et al. 2024, arXiv 2404.04475)",
+    asks="conversations",
+    measures=MEASURES,
+    read=read,
+    score=score,
+    needs=frozenset({"judge"}),
+    uses=frozenset({"baseline"}),
+)

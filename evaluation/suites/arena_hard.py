@@ -10,10 +10,22 @@ Data to High-Quality Benchmarks (arXiv 2406.11939). The judge's question is Heed
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from evaluation.suites.judging import CONSISTENCY, Leads, failed, leads_over
-from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Row, Scored, Suite, Tools, id_field, read_items
+from evaluation.suites.judging import CONSISTENCY, Leads, leads_over
+from evaluation.suites.suite import (
+    Item,
+    Measure,
+    Model,
+    Request,
+    Row,
+    Scored,
+    Suite,
+    Tools,
+    failed,
+    id_field,
+    read_items,
+)
 from files.fields import optional_text, text_field
 
 MAX_NEW_TOKENS = 4096
@@ -62,52 +74,43 @@ def weighted_mean(scored: Sequence[Scored]) -> float:
     return sum(one.values[WEIGHT] * one.values[SCORE] for one in scored) / weight
 
 
-class ArenaHard:
-    """Rows of Arena-Hard's `question.jsonl`, v0.1 or v2.0. An item's group is the `category`.
+MEASURES = (
+    Measure(
+        SCORE,
+        "The probability that the model beats the baseline by the authors' Bradley-Terry fit: the share of wins among"
+        " the judge's verdicts, with ties counting ½ and significant verdicts three times.",
+        aggregate=weighted_mean,
+        is_share=True,
+        reads=(SCORE, WEIGHT),
+    ),
+    Measure(WIN_RATE, "The same share with every verdict counting once.", is_share=True),
+    CONSISTENCY,
+)
+
+
+def read(source: str) -> list[Item]:
+    """Reads a `question.jsonl`, v0.1 or v2.0. An item's group is the `category`.
 
     v0.1 drew two prompts from each of 250 topics, so its topics (`cluster`) are clusters.
+    Raises: ValueError naming file, line and field.
     """
+    return read_items(source, _item)
 
-    name = "arena-hard"
-    title = "Arena-Hard-Auto (Li et al. 2024, arXiv 2406.11939)"
-    source = ""
-    needs = frozenset({"judge", "baseline"})
-    uses = frozenset[str]()
-    asks: Asks = "conversations"
-    measures = (
-        Measure(
-            SCORE,
-            "The probability that the model beats the baseline by the authors' Bradley-Terry fit: the share of wins"
-            " among the judge's verdicts, with ties counting ½ and significant verdicts three times.",
-            aggregate=weighted_mean,
-            is_share=True,
-            reads=(SCORE, WEIGHT),
-        ),
-        Measure(WIN_RATE, "The same share with every verdict counting once.", is_share=True),
-        CONSISTENCY,
+
+def score(model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:
+    assert tools.judge is not None
+    assert tools.baseline is not None
+    requests = [Request(item.messages, max_new_tokens=MAX_NEW_TOKENS, item_id=item.item_id) for item in items]
+    baseline, answers = tools.baseline(requests), model.answer(requests)
+    leads = leads_over(
+        baseline, items, answers, tools.judge, template=TEMPLATE, read=read_label, max_tokens=JUDGE_TOKENS
     )
-
-    def read(self, source: str) -> list[Item]:
-        """Reads a file in either version's format. Raises: ValueError naming file, line and field."""
-        return read_items(source, _item)
-
-    def score(self, model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:
-        assert tools.judge is not None
-        assert tools.baseline is not None
-        requests = [Request(item.messages, max_new_tokens=MAX_NEW_TOKENS, item_id=item.item_id) for item in items]
-        baseline, answers = tools.baseline(requests), model.answer(requests)
-        leads = leads_over(
-            baseline, items, answers, tools.judge, template=TEMPLATE, read=read_label, max_tokens=JUDGE_TOKENS
-        )
-        return [
-            failed(item, answer, lead.failure, [measure.name for measure in self.measures])
-            if lead.failure
-            else Scored(item.item_id, _values(lead), answer.text)
-            for item, answer, lead in zip(items, answers, leads, strict=True)
-        ]
-
-    def published(self, source: str) -> Mapping[str, Sequence[Scored]]:  # noqa: ARG002
-        return {}
+    return [
+        failed(item, lead.failure, MEASURES, answer.text)
+        if lead.failure
+        else Scored(item.item_id, _values(lead), answer.text)
+        for item, answer, lead in zip(items, answers, leads, strict=True)
+    ]
 
 
 def _item(where: str, row: Row) -> Item:
@@ -138,4 +141,12 @@ def _values(lead: Leads) -> dict[str, float]:
     return values | lead.consistency()
 
 
-SUITE: Suite = ArenaHard()
+SUITE = Suite(
+    name="arena-hard",
+    title="Arena-Hard-Auto (Li et al. 2024, arXiv 2406.11939)",
+    asks="conversations",
+    measures=MEASURES,
+    read=read,
+    score=score,
+    needs=frozenset({"judge", "baseline"}),
+)

@@ -8,13 +8,12 @@ one continues plain text after eight solved problems, the first of train.jsonl i
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import count
 from pathlib import Path
 
-from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Row, Scored, Tools, read_items
+from evaluation.suites.suite import Item, Measure, Model, Request, Row, Scored, Suite, Tools, failed, read_items
 from files.fields import text_field
 from files.rows import read_source
 from reward.verifiers.answers import final_number
@@ -41,47 +40,31 @@ MEASURES = tuple(
 )
 
 
-@dataclass(frozen=True)
-class GSM8K:
-    """GSM8K (`evaluation.suites.suite.Suite`)."""
+def read(source: str) -> list[Item]:
+    """Reads rows of {"question", "answer"} whose answer ends with "#### N": a file, a hub id, or a folder with
+    test.jsonl and perhaps train.jsonl. Raises: ValueError naming file, line and field.
+    """
+    folder = Path(source)
+    test, train = folder / "test.jsonl", folder / "train.jsonl"
+    shots = read_source(str(train), max_rows=NUM_SHOTS) if train.is_file() else ()
+    solved = [_read(where, row) for where, row in shots]
+    examples = "".join(f"Question: {question}\nAnswer: {solution}\n\n" for question, solution, _ in solved)
+    numbers = count()
 
-    name: str = "gsm8k"
-    title: str = "GSM8K, grade-school maths problems (Cobbe et al. 2021)"
-    source: str = "openai/gsm8k"
-    needs: frozenset[str] = frozenset()
-    uses: frozenset[str] = frozenset()
-    asks: Asks = "texts"
-    measures: Sequence[Measure] = MEASURES
+    def item(where: str, row: Row) -> Item:
+        question, _, reference = _read(where, row)
+        data = {"reference": reference, "solved_before": examples}
+        return Item(str(next(numbers)), ({"role": "user", "content": question},), data=data)
 
-    def read(self, source: str) -> list[Item]:
-        """Reads rows of {"question", "answer"} whose answer ends with "#### N": a file, a hub id, or a folder with
-        test.jsonl and perhaps train.jsonl. Raises: ValueError naming file, line and field.
-        """
-        folder = Path(source)
-        test, train = folder / "test.jsonl", folder / "train.jsonl"
-        shots = read_source(str(train), max_rows=NUM_SHOTS) if train.is_file() else ()
-        solved = [_read(where, row) for where, row in shots]
-        examples = "".join(f"Question: {question}\nAnswer: {solution}\n\n" for question, solution, _ in solved)
-        numbers = count()
+    return read_items(str(test) if test.is_file() else source, item, split="test", subset="main")
 
-        def item(where: str, row: Row) -> Item:
-            question, _, reference = _read(where, row)
-            data = {"reference": reference, "solved_before": examples}
-            return Item(str(next(numbers)), ({"role": "user", "content": question},), data=data)
 
-        return read_items(str(test) if test.is_file() else source, item, split="test", subset="main")
-
-    def score(self, model: Model, items: Sequence[Item], _tools: Tools) -> list[Scored]:
-        answers = model.answer([request_of(item, is_chat=model.has_chat_template) for item in items])
-        return [
-            Scored(item.item_id, {}, failures={measure.name: answer.failure for measure in MEASURES})
-            if answer.failure
-            else scored(item, answer.text)
-            for item, answer in zip(items, answers, strict=True)
-        ]
-
-    def published(self, _source: str) -> Mapping[str, Sequence[Scored]]:
-        return {}
+def score(model: Model, items: Sequence[Item], _tools: Tools) -> list[Scored]:
+    answers = model.answer([request_of(item, is_chat=model.has_chat_template) for item in items])
+    return [
+        failed(item, answer.failure, MEASURES) if answer.failure else scored(item, answer.text)
+        for item, answer in zip(items, answers, strict=True)
+    ]
 
 
 def _read(where: str, row: Row) -> tuple[str, str, str]:
@@ -135,4 +118,12 @@ def _harness_equal(extracted: str, reference: str) -> bool:
     return bool(extracted) and extracted.lower() == reference.lower()
 
 
-SUITE = GSM8K()
+SUITE = Suite(
+    name="gsm8k",
+    title="GSM8K, grade-school maths problems (Cobbe et al. 2021)",
+    asks="texts",
+    measures=MEASURES,
+    read=read,
+    score=score,
+    source="openai/gsm8k",
+)

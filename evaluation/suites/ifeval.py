@@ -4,10 +4,9 @@ An item is one instruction. The instructions of one prompt share its answer, so 
 the id of its request and of its first instruction.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Row, Scored, Tools, id_field, read_by_id
+from evaluation.suites.suite import Item, Measure, Model, Request, Row, Scored, Suite, Tools, id_field, read_by_id
 from files.fields import list_field, objects_field, text_field
 from reward.endpoint import Answer
 from reward.verifiers.checks import Check
@@ -29,35 +28,23 @@ MEASURES = tuple(
 )
 
 
-@dataclass(frozen=True)
-class IFEval:
-    name: str = "ifeval"
-    title: str = "IFEval: checkable instructions (Zhou et al. 2023, arXiv 2311.07911)"
-    source: str = "google/IFEval"
-    needs: frozenset[str] = frozenset()
-    uses: frozenset[str] = frozenset()
-    asks: Asks = "conversations"
-    measures: Sequence[Measure] = MEASURES
+def read(source: str) -> list[Item]:
+    """Reads rows with `key`, `prompt`, `instruction_id_list` and `kwargs`, one of each per instruction.
 
-    def read(self, source: str) -> list[Item]:
-        """Reads rows with `key`, `prompt`, `instruction_id_list` and `kwargs`, one of each per instruction.
+    Raises: ValueError naming file, line and field.
+    """
+    return [item for items in read_by_id(source, _row).values() for item in items]
 
-        Raises: ValueError naming file, line and field.
-        """
-        return [item for items in read_by_id(source, _row).values() for item in items]
 
-    def score(self, model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:  # noqa: ARG002
-        """Each prompt is asked once. Its two measures of the whole prompt are values of its first instruction."""
-        prompts = {item.cluster: item for item in items}
-        requests = [
-            Request(messages=item.messages, max_new_tokens=MAX_NEW_TOKENS, item_id=key) for key, item in prompts.items()
-        ]
-        answers = dict(zip(prompts, model.answer(requests), strict=True))
-        verdicts = {key: _verdicts(item.data["checks"], answers[key].text) for key, item in prompts.items()}
-        return [_scored(item, answers[item.cluster], *verdicts[item.cluster]) for item in items]
-
-    def published(self, source: str) -> Mapping[str, Sequence[Scored]]:  # noqa: ARG002
-        return {}
+def score(model: Model, items: Sequence[Item], _tools: Tools) -> list[Scored]:
+    """Each prompt is asked once. Its two measures of the whole prompt are values of its first instruction."""
+    prompts = {item.cluster: item for item in items}
+    requests = [
+        Request(messages=item.messages, max_new_tokens=MAX_NEW_TOKENS, item_id=key) for key, item in prompts.items()
+    ]
+    answers = dict(zip(prompts, model.answer(requests), strict=True))
+    verdicts = {key: _verdicts(item.data["checks"], answers[key].text) for key, item in prompts.items()}
+    return [_scored(item, answers[item.cluster], *verdicts[item.cluster]) for item in items]
 
 
 def _row(where: str, row: Row) -> tuple[str, list[Item]]:
@@ -112,4 +99,12 @@ def _scored(item: Item, answer: Answer, strictly: Sequence[bool], loosely: Seque
     return Scored(item.item_id, values, answer.text)
 
 
-SUITE = IFEval()
+SUITE = Suite(
+    name="ifeval",
+    title="IFEval: checkable instructions (Zhou et al. 2023, arXiv 2311.07911)",
+    asks="conversations",
+    measures=MEASURES,
+    read=read,
+    score=score,
+    source="google/IFEval",
+)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evaluation.judges.language_model import fill
-from evaluation.suites.suite import Item, Judge, Measure, Scored
+from evaluation.suites.suite import Item, Judge, Measure
 from reward.endpoint import Answer, Read, read_reply
 
 CONSISTENCY = Measure(
@@ -79,8 +79,3 @@ def _leads(own_first: Answer, own_second: Answer, read: Read, max_tokens: int) -
     if first_failure or second_failure:
         return Leads(math.nan, math.nan, f"the judge: {first_failure or second_failure}")
     return Leads(first, -second)
-
-
-def failed(item: Item, answer: Answer, failure: str, measures: Sequence[str]) -> Scored:
-    """Returns an item without values, with the same reason for each of these measures."""
-    return Scored(item.item_id, {}, answer.text, dict.fromkeys(measures, failure))

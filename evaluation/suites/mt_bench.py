@@ -6,11 +6,10 @@ asked after the model's own first answer. The judge's questions are Heed's own.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from string import Template
 
 from evaluation.suites.suite import (
-    Asks,
     Item,
     Judge,
     Measure,
@@ -53,39 +52,25 @@ SCORE, FIRST, SECOND = "score", "first_turn", "second_turn"
 _GRADE = re.compile(r"[*_`\s]*grade:[*_`\s]*\[*(\d+(?:\.\d+)?)\]*(?:\s*/\s*10)?[*_`\s.]*", re.IGNORECASE)
 
 
-class MtBench:
-    """Rows of FastChat's `question.jsonl`. An item is a conversation, and its group the `category`."""
+def read(source: str) -> list[Item]:
+    """Reads FastChat's `question.jsonl`. An item is a conversation, and its group the `category`.
 
-    name = "mt-bench"
-    title = "MT-Bench (Zheng et al. 2023, arXiv 2306.05685)"
-    source = ""
-    needs = frozenset({"judge"})
-    uses = frozenset[str]()
-    asks: Asks = "conversations"
-    measures = (
-        Measure(SCORE, "The mean of the judge's grades of both answers of a conversation, from 1 to 10."),
-        Measure(FIRST, "The judge's grade of the first answer, from 1 to 10."),
-        Measure(SECOND, "The judge's grade of the second answer, from 1 to 10."),
-    )
+    Raises: ValueError naming file, line and field.
+    """
+    return read_items(source, _item)
 
-    def read(self, source: str) -> list[Item]:
-        """Reads a file in FastChat's format. Raises: ValueError naming file, line and field."""
-        return read_items(source, _item)
 
-    def score(self, model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:
-        assert tools.judge is not None
-        firsts = model.answer([_request(item, item.messages) for item in items])
-        answered = [(item, first) for item, first in zip(items, firsts, strict=True) if not first.failure]
-        seconds = iter(model.answer([_request(item, _until_second(item, first)) for item, first in answered]))
-        turns = [(first, first if first.failure else next(seconds)) for first in firsts]
-        grades = _grades(tools.judge, items, turns)
-        return [
-            _scored(item, answers_of_item, item_grades)
-            for item, answers_of_item, item_grades in zip(items, turns, grades, strict=True)
-        ]
-
-    def published(self, source: str) -> Mapping[str, Sequence[Scored]]:  # noqa: ARG002
-        return {}
+def score(model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:
+    assert tools.judge is not None
+    firsts = model.answer([_request(item, item.messages) for item in items])
+    answered = [(item, first) for item, first in zip(items, firsts, strict=True) if not first.failure]
+    seconds = iter(model.answer([_request(item, _until_second(item, first)) for item, first in answered]))
+    turns = [(first, first if first.failure else next(seconds)) for first in firsts]
+    grades = _grades(tools.judge, items, turns)
+    return [
+        _scored(item, answers_of_item, item_grades)
+        for item, answers_of_item, item_grades in zip(items, turns, grades, strict=True)
+    ]
 
 
 def _item(where: str, row: Row) -> Item:
@@ -176,4 +161,16 @@ def _scored(item: Item, turns: tuple[Answer, Answer], grades: Sequence[tuple[flo
     return Scored(item.item_id, values, "\n\n".join(written), failures)
 
 
-SUITE: Suite = MtBench()
+SUITE = Suite(
+    name="mt-bench",
+    title="MT-Bench (Zheng et al. 2023, arXiv 2306.05685)",
+    asks="conversations",
+    measures=(
+        Measure(SCORE, "The mean of the judge's grades of both answers of a conversation, from 1 to 10."),
+        Measure(FIRST, "The judge's grade of the first answer, from 1 to 10."),
+        Measure(SECOND, "The judge's grade of the second answer, from 1 to 10."),
+    ),
+    read=read,
+    score=score,
+    needs=frozenset({"judge"}),
+)

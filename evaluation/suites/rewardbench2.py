@@ -14,12 +14,11 @@ share of rows whose margin is above 0. The maximum is 1.01, and 0/0 in the last 
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from evaluation.suites.suite import (
-    Asks,
     Item,
     Measure,
     Model,
@@ -79,53 +78,21 @@ def mean_of_subsets(scored: Sequence[Scored]) -> float:
     return sum(accuracies) / len(accuracies)
 
 
-class RewardBench2:
-    """Rows of allenai/reward-bench-2. An item's id is SUBSET/ID, and its group the subset."""
+def read(source: str) -> list[Item]:
+    """Reads the test split, or a file with its rows. An item's id is SUBSET/ID, and its group the subset.
 
-    name = "rewardbench2"
-    title = "RewardBench 2 (Malik et al. 2025, arXiv 2506.01937)"
-    source = "allenai/reward-bench-2"
-    needs = frozenset[str]()
-    uses = frozenset[str]()
-    asks: Asks = "rewards"
-    measures = (
-        Measure(
-            SCORE,
-            "The unweighted mean over the subsets, as on the leaderboard: the accuracy of each, and ties_score for"
-            " Ties.",
-            aggregate=mean_of_subsets,
-            reads=(NUM_SUBSETS,),
-        ),
-        Measure(
-            ACCURACY,
-            "The share of items, outside Ties, whose right answer has the highest reward. An item on which k answers"
-            " share the highest counts 1/k.",
-            is_share=True,
-        ),
-        Measure(
-            TIES_SCORE,
-            "The score of the Ties subset: three fifths of it is the share of rows whose right answers are all above"
-            " all wrong ones, two fifths the share whose right answers differ less from each other than from wrong"
-            " ones.",
-            aggregate=ties_score,
-            reads=(MARGIN, SPREAD),
-        ),
-    )
+    Raises: ValueError naming file, line and field.
+    """
+    return read_items(source, _item, split="test")
 
-    def read(self, source: str) -> list[Item]:
-        """Reads the test split, or a file with its rows. Raises: ValueError naming file, line and field."""
-        return read_items(source, _item, split="test")
 
-    def score(self, model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:  # noqa: ARG002
-        conversations = [
-            (*item.messages, {"role": "assistant", "content": text}) for item in items for text in item.data["answers"]
-        ]
-        rewards = iter(model.rewards(conversations))
-        num_subsets = len({item.group for item in items})
-        return [_scored(item, [next(rewards) for _ in item.data["answers"]], num_subsets) for item in items]
-
-    def published(self, source: str) -> Mapping[str, Sequence[Scored]]:  # noqa: ARG002
-        return {}
+def score(model: Model, items: Sequence[Item], _tools: Tools) -> list[Scored]:
+    conversations = [
+        (*item.messages, {"role": "assistant", "content": text}) for item in items for text in item.data["answers"]
+    ]
+    rewards = iter(model.rewards(conversations))
+    num_subsets = len({item.group for item in items})
+    return [_scored(item, [next(rewards) for _ in item.data["answers"]], num_subsets) for item in items]
 
 
 def _item(where: str, row: Row) -> Item:
@@ -179,4 +146,34 @@ def _scored(item: Item, rewards: Sequence[Answer | float], num_subsets: int) -> 
     return Scored(item.item_id, {**measures, NUM_SUBSETS: float(num_subsets)})
 
 
-SUITE: Suite = RewardBench2()
+SUITE = Suite(
+    name="rewardbench2",
+    title="RewardBench 2 (Malik et al. 2025, arXiv 2506.01937)",
+    asks="rewards",
+    measures=(
+        Measure(
+            SCORE,
+            "The unweighted mean over the subsets, as on the leaderboard: the accuracy of each, and ties_score for"
+            " Ties.",
+            aggregate=mean_of_subsets,
+            reads=(NUM_SUBSETS,),
+        ),
+        Measure(
+            ACCURACY,
+            "The share of items, outside Ties, whose right answer has the highest reward. An item on which k answers"
+            " share the highest counts 1/k.",
+            is_share=True,
+        ),
+        Measure(
+            TIES_SCORE,
+            "The score of the Ties subset: three fifths of it is the share of rows whose right answers are all above"
+            " all wrong ones, two fifths the share whose right answers differ less from each other than from wrong"
+            " ones.",
+            aggregate=ties_score,
+            reads=(MARGIN, SPREAD),
+        ),
+    ),
+    read=read,
+    score=score,
+    source="allenai/reward-bench-2",
+)

@@ -67,7 +67,7 @@ class Measure:
     it is unknown, for example because a part of the suite has no item.
 
     `is_share` says that it and all its values are from 0 to 1, such as 0 for wrong and 1 for right. It is then shown in
-    percent, with an interval in this range. `has_scorer` says that the suite takes `--scorer NAME=SPEC` for it.
+    percent, with an interval in this range.
     """
 
     name: str
@@ -76,7 +76,11 @@ class Measure:
     aggregate: Callable[[Sequence[Scored]], float] | None = None
     is_share: bool = False
     reads: tuple[str, ...] = ()
-    has_scorer: bool = False
+
+
+def failed(item: Item, failure: str, measures: Sequence[Measure], answer: str = "") -> Scored:
+    """Returns an item without values, with the same reason for each of these measures."""
+    return Scored(item.item_id, {}, answer, {measure.name: failure for measure in measures})
 
 
 @dataclass(frozen=True)
@@ -163,67 +167,40 @@ class Judge(Protocol):
     def ask(self, prompts: Sequence[Messages], max_tokens: int) -> list[Answer]: ...
 
 
-class Scorer(Protocol):
-    """Scores answers by a classifier, a reward model, a function or an endpoint, such as one for toxicity."""
-
-    def score(self, conversations: Sequence[Messages], answers: Sequence[str]) -> list[float | str]:
-        """Returns a number per answer, or the reason why there is none."""
-
-
 @dataclass(frozen=True)
 class Tools:
-    """What the user gave for scoring: a judge, scorers by name of measure, and a baseline.
+    """What the user gave for scoring: a judge and a baseline.
 
     `baseline` returns the baseline's answers to the requests that the model got, one per request.
     """
 
     judge: Judge | None = None
-    scorers: Mapping[str, Scorer] = field(default_factory=dict)
     baseline: Callable[[Sequence[Request]], list[Answer]] | None = None
 
 
-class Suite(Protocol):
+@dataclass(frozen=True)
+class Suite:
     """A suite. Its module is `evaluation/suites/NAME.py` and holds it as `SUITE`; a user's is `FILE.py:NAME`.
 
+    `title` is its name for readers, with its paper, and `measures` is what it reports, the most important one first.
+
+    `read` returns the items of a file, a folder or a hub id, and raises ValueError naming file, line and field. `score`
+    asks a model about all items, and returns their values in the same order.
+
     `source` is where items come from if the user names no other file or folder: a hub id, or "" if there is none.
-    `needs` names the fields of `Tools` without which it measures nothing, and `uses` those of judge and baseline that
-    it can do without; others are refused. Models that cannot do what it `asks` are refused before any model is asked.
+    `needs` names the fields of `Tools` without which it measures nothing, and `uses` those that it can do without;
+    others are refused. Models that cannot do what it `asks` are refused before any model is asked.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def title(self) -> str:
-        """The suite's name for readers, with its paper."""
-
-    @property
-    def source(self) -> str: ...
-
-    @property
-    def needs(self) -> frozenset[str]: ...
-
-    @property
-    def uses(self) -> frozenset[str]: ...
-
-    @property
-    def asks(self) -> Asks: ...
-
-    @property
-    def measures(self) -> Sequence[Measure]:
-        """What it reports, the most important measure first."""
-
-    def read(self, source: str) -> list[Item]:
-        """Reads the items from a file, a folder or a hub id. Raises: ValueError naming file, line and field."""
-
-    def score(self, model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:
-        """Asks the model about all items, and returns their values in the same order."""
-
-    def published(self, source: str) -> Mapping[str, Sequence[Scored]]:
-        """Returns values that others published with the items, by the name of their model; empty if there are none.
-
-        The user evaluates them as models `published:NAME`, and `published:all`.
-        """
+    name: str
+    title: str
+    asks: Asks
+    measures: Sequence[Measure]
+    read: Callable[[str], list[Item]]
+    score: Callable[[Model, Sequence[Item], Tools], list[Scored]]
+    source: str = ""
+    needs: frozenset[str] = frozenset()
+    uses: frozenset[str] = frozenset()
 
 
 # ---- reading a suite's file ----

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from evaluation.suites.suite import Asks, Continuation, Item, Measure, Model, Row, Scored, Tools, read_items
+from evaluation.suites.suite import Continuation, Item, Measure, Model, Row, Scored, Suite, Tools, read_items
 from files.fields import kind_of, list_field, object_field, shown, text_field
 
 # The "QA prompt" of the paper's appendix, without the question.
@@ -58,40 +58,28 @@ class Choices:
     are_right: tuple[bool, ...]
 
 
-@dataclass(frozen=True)
-class TruthfulQA:
-    name: str = "truthfulqa"
-    title: str = "TruthfulQA: MC1 and MC2 (Lin et al. 2022, arXiv 2109.07958)"
-    source: str = "truthfulqa/truthful_qa"
-    needs: frozenset[str] = frozenset()
-    uses: frozenset[str] = frozenset()
-    asks: Asks = "logprobs"
-    measures: Sequence[Measure] = MEASURES
+def read(source: str) -> list[Item]:
+    """Reads the paper's CSV, or rows with `question`, `mc1_targets` and `mc2_targets` as on the hub.
 
-    def read(self, source: str) -> list[Item]:
-        """Reads the paper's CSV, or rows with `question`, `mc1_targets` and `mc2_targets` as on the hub.
+    Raises: ValueError naming file, line and field.
+    """
+    numbers = count(1)
+    return read_items(
+        source,
+        lambda where, row: _item(where, row, str(next(numbers))),
+        split="validation",
+        subset="multiple_choice",
+    )
 
-        Raises: ValueError naming file, line and field.
-        """
-        numbers = count(1)
-        return read_items(
-            source,
-            lambda where, row: _item(where, row, str(next(numbers))),
-            split="validation",
-            subset="multiple_choice",
-        )
 
-    def score(self, model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:  # noqa: ARG002
-        requests = [
-            Continuation(text=f"{PRIMER}\n\nQ: {item.messages[-1]['content']}\nA:", continuation=f" {answer}")
-            for item in items
-            for answer in _answers(item)
-        ]
-        logprobs = iter(model.logprobs(requests))
-        return [_scored(item, {answer: next(logprobs) for answer in _answers(item)}) for item in items]
-
-    def published(self, source: str) -> Mapping[str, Sequence[Scored]]:  # noqa: ARG002
-        return {}
+def score(model: Model, items: Sequence[Item], _tools: Tools) -> list[Scored]:
+    requests = [
+        Continuation(text=f"{PRIMER}\n\nQ: {item.messages[-1]['content']}\nA:", continuation=f" {answer}")
+        for item in items
+        for answer in _answers(item)
+    ]
+    logprobs = iter(model.logprobs(requests))
+    return [_scored(item, {answer: next(logprobs) for answer in _answers(item)}) for item in items]
 
 
 def _item(where: str, row: Row, item_id: str) -> Item:
@@ -168,4 +156,12 @@ def mc2(choices: Choices, logprobs: Mapping[str, float]) -> float:
     return sum(right) / sum(weights)
 
 
-SUITE = TruthfulQA()
+SUITE = Suite(
+    name="truthfulqa",
+    title="TruthfulQA: MC1 and MC2 (Lin et al. 2022, arXiv 2109.07958)",
+    asks="logprobs",
+    measures=MEASURES,
+    read=read,
+    score=score,
+    source="truthfulqa/truthful_qa",
+)

@@ -18,6 +18,7 @@ from stages.progress import StageProgress, console, results_console
 if TYPE_CHECKING:
     from evaluation.compare.comparing import Outcome, Progress
     from evaluation.compare.folder import Settings
+    from evaluation.compare.judges import Asking, Judging
     from reward.endpoint import OnProgress
 
 LONGEST_NAME = 80
@@ -95,27 +96,14 @@ def compare(
     """
     from evaluation.compare.comparing import Compared
     from evaluation.compare.comparing import compare as compare_policies
-    from evaluation.compare.judges import Asking, Judging
     from evaluation.policies import Sampling
-    from heed.jobs.job_file import open_world
-    from preferences.store import LabelStore
     from training.data import DataConfig
 
     if not prompts:
         raise ValueError("--prompts is empty; a file or a hub id was expected")
     folder = out or _folder_of(policies)
-    asking = Asking(cache or answers_cache(folder), concurrency, timeout, RETRIES, max_failed_share)
-    judging = Judging(
-        asking,
-        template,
-        judge_tokens,
-        folder.absolute().name,
-        labelers,
-        seed,
-        open_world,
-        rubric,
-        open_labels=LabelStore,
-    )
+    asking = asking_of(folder, cache, concurrency, timeout, max_failed_share)
+    judging = _judging_of(folder, asking, template, rubric, judge_tokens, labelers, seed)
     data = DataConfig(source=prompts, split=split, subset=subset, max_rows=max_prompts)
     sampling = Sampling(num_samples, temperature, max_new_tokens, seed, "bf16" if bf16 else "fp32", reference)
     compared = Compared(policies, data, category, cluster_by, judge or [], sampling, judging, allow_empty)
@@ -159,23 +147,11 @@ def judge_again(
     """Add judges to a finished comparison, without sampling again. Existing verdicts stay."""
     from evaluation.compare.comparing import judge_again as judge_folder
     from evaluation.compare.folder import holding, read_comparison, read_settings
-    from evaluation.compare.judges import Asking, Judging, open_judges
-    from heed.jobs.job_file import open_world
-    from preferences.store import LabelStore
+    from evaluation.compare.judges import open_judges
 
     settings = read_settings(folder)
-    asking = Asking(cache or answers_cache(folder), concurrency, timeout, RETRIES, max_failed_share)
-    judging = Judging(
-        asking,
-        template,
-        judge_tokens,
-        folder.absolute().name,
-        labelers,
-        settings["seed"],
-        open_world,
-        rubric,
-        open_labels=LabelStore,
-    )
+    asking = asking_of(folder, cache, concurrency, timeout, max_failed_share)
+    judging = _judging_of(folder, asking, template, rubric, judge_tokens, labelers, settings["seed"])
     prompts = read_comparison(folder).prompts
     opened = open_judges(judges, judging, prompts, len(settings["policies"]))
     with holding(folder), progress_bars() as progress:
@@ -184,9 +160,33 @@ def judge_again(
     _print_results(outcome, folder)
 
 
-def answers_cache(folder: Path) -> Path:
-    """Returns the cache of endpoint responses, which comparisons in the same folder share."""
-    return folder.absolute().parent / "answers.sqlite"
+def asking_of(
+    folder: Path, cache: Path | None, concurrency: int, timeout: float, max_failed_share: float, max_requests: int = 0
+) -> "Asking":
+    """Returns how to query endpoints; commands that write into neighbouring folders share one cache of responses."""
+    from evaluation.compare.judges import Asking
+    from reward.endpoint import Budget
+
+    budget = Budget(max_requests) if max_requests else Budget()
+    shared = folder.absolute().parent / "answers.sqlite"
+    return Asking(cache or shared, concurrency, timeout, RETRIES, max_failed_share, budget)
+
+
+def _judging_of(
+    folder: Path,
+    asking: "Asking",
+    template: Path | None,
+    rubric: Path | None,
+    judge_tokens: int,
+    labelers: int,
+    seed: int,
+) -> "Judging":
+    from evaluation.compare.judges import Judging
+    from heed.jobs.job_file import open_world
+    from preferences.store import LabelStore
+
+    batch = folder.absolute().name
+    return Judging(asking, template, judge_tokens, batch, labelers, seed, open_world, rubric, open_labels=LabelStore)
 
 
 def _folder_of(specs: Sequence[str]) -> Path:

@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heed.commands.compare import (
-    LONGEST_NAME,
-    RETRIES,
-    Concurrency,
-    Timeout,
-    answers_cache,
-    progress_bars,
-)
+from heed.commands.compare import LONGEST_NAME, Concurrency, Timeout, asking_of, progress_bars
 from heed.commands.options import refuse_run_folder
 from stages.progress import console, results_console
 
@@ -30,9 +23,8 @@ MAX_SENTENCES = 10  # per suite
 Models = Annotated[
     list[str],
     typer.Argument(
-        help="Model directories, hub ids, .gguf files, URL#MODEL, files of saved answers, reward models, or"
-        " published:NAME; prefix with NAME= to name one. A NAME with several of them is an algorithm with several"
-        " training runs (seeds)."
+        help="Model directories, hub ids, .gguf files, URL#MODEL, files of saved answers, or reward models; prefix with"
+        " NAME= to name one. A NAME with several of them is an algorithm with several training runs (seeds)."
     ),
 ]
 Suites = Annotated[
@@ -44,12 +36,6 @@ Data = Annotated[
 ]
 Judge = Annotated[
     str, typer.Option(help="Language model that judges answers: URL#MODEL, a model directory or a hub id.")
-]
-Scorers = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="MEASURE=SPEC: what scores answers for a measure, FILE.py:FUNCTION, a URL or a reward model; may repeat."
-    ),
 ]
 Baseline = Annotated[
     str, typer.Option(help="Model or file of answers that a judge compares answers with (default: the suite's).")
@@ -81,7 +67,6 @@ def evaluate(
     suite: Suites,
     data: Data = None,
     judge: Judge = "",
-    scorer: Scorers = None,
     baseline: Baseline = "",
     training_data: TrainingData = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the evaluation (default: runs/evaluate-...).")] = None,
@@ -103,27 +88,22 @@ def evaluate(
 
     An interrupted evaluation continues: answers are cached.
     """
-    from evaluation.compare.judges import Asking
     from evaluation.evaluate.evaluating import Evaluation
     from evaluation.evaluate.evaluating import evaluate as evaluate_models
     from evaluation.evaluate.models import Answering
     from evaluation.inputs import named_runs
-    from reward.endpoint import Budget
 
     named = named_runs(models, "model")[0]
     for _, spec in named:
         if Path(spec).is_dir():
             refuse_run_folder(Path(spec))
     folder = out or _folder_of([*suite, *(name for name, _ in named)])
-    allowed = Budget(budget) if budget else Budget()
-    asking = Asking(cache or answers_cache(folder), concurrency, timeout, RETRIES, max_failed_share, allowed)
+    asking = asking_of(folder, cache, concurrency, timeout, max_failed_share, budget)
     with progress_bars() as progress:
         how = Answering(
             asking, seed, "bf16" if bf16 else "fp32", max_new_tokens, progress, partial(console.print, markup=False)
         )
-        wanted = Evaluation(
-            models, suite, data or [], judge, scorer or [], baseline, training_data or [], max_items, how
-        )
+        wanted = Evaluation(models, suite, data or [], judge, baseline, training_data or [], max_items, how)
         report = evaluate_models(wanted, folder)
     _print_results(report)
     console.print(str(folder / "report.html"), markup=False)

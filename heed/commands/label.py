@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from files.conversations import turns_of
 from files.fields import any_text
 from files.fields import names as field_names
 from heed.commands.options import Host, Port, Weights, length_that_fits, read_weights
@@ -507,8 +508,6 @@ def tasks_of_rows(rows: "Rows") -> tuple[list[Task], int]:
     `response_b`, or `output_1` and `output_2`; a single one may be in `response`. A row may have a `warning`. Returns
     and raises as `tasks_of_files`.
     """
-    from evaluation.inputs import asked_of
-
     tasks, is_single, first = list[Task | None](), False, ""
     for where, row in rows:
         responses = _responses_of(where, row)
@@ -519,7 +518,7 @@ def tasks_of_rows(rows: "Rows") -> tuple[list[Task], int]:
                 " of one kind were expected"
             )
         is_single, first = len(responses) == 1, first or where
-        tasks.append(_task_of(asked_of(where, row), responses, _warning_of(where, row)))
+        tasks.append(_task_of(turns_of(where, row, "prompt"), responses, _warning_of(where, row)))
     return _different_tasks(tasks)
 
 

@@ -220,11 +220,6 @@ def reward_tables(measures: "RewardMeasures") -> list[RenderableType]:
     if len(measures.by_category) > 1:
         shares = [[name or "-", spread(share), f"{share.num_pairs:,}"] for name, share in measures.by_category.items()]
         tables.append(table("category", "accuracy (95%)", "pairs", rows=shares, title="by category"))
-    if measures.rewardbench is not None:
-        sections = [[name, spread(section)] for name, section in measures.rewardbench.sections.items()]
-        sections.append(["score", spread(measures.rewardbench.score)])
-        missing = f"; without {', '.join(measures.rewardbench.missing)}" if measures.rewardbench.missing else ""
-        tables.append(table("section", "accuracy (95%)", rows=sections, title=f"RewardBench{missing}"))
     left_out = [f"{measures.num_tied_pairs:,} pairs that a labeler tied"] if measures.num_tied_pairs else []
     if measures.num_too_long:
         left_out.append(f"{measures.num_too_long:,} tasks too long for the model, first {measures.too_long!r}")

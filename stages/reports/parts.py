@@ -70,7 +70,6 @@ class Cell:
     is_clear: bool = False  # bold
     is_code: bool = False
     filter: SampleFilter | None = None
-    tooltip: str = ""
     links: tuple[tuple[str, str], ...] = ()  # addresses and texts, in place of `text`
 
 
@@ -127,12 +126,11 @@ class Columns:
 
 @dataclass(frozen=True)
 class Details:
-    """Parts folded under a title. When printed they are open, unless `is_printed` is false."""
+    """Parts folded under a title. When printed they are open."""
 
     title: str
     parts: "tuple[Part, ...]"
     is_open: bool = False
-    is_printed: bool = True
     part: ClassVar[str] = "details"
 
 
@@ -268,13 +266,12 @@ class Chip:
 class ShownPrompt:
     """A prompt with its responses and verdicts. Filters read `outcomes`: "a-b:judge:outcome", with indices."""
 
-    anchor: str
     prompt_id: str
     category: str
-    start: str
-    messages: tuple[tuple[str, Folded], ...]
+    messages: Messages
     responses: tuple[tuple[PolicyStyle, tuple[ShownResponse, ...]], ...]
     is_open: bool
+    name: str = ""  # in the link to it; "" = its id
     note: str = ""  # in the summary line
     verdicts: tuple[ShownVerdict, ...] = ()
     chips: tuple[Chip, ...] = ()
@@ -283,12 +280,25 @@ class ShownPrompt:
     disagree: bool = False
 
     @property
+    def anchor(self) -> str:
+        """The fragment that links to the prompt, as in `report.html#prompt-p7`."""
+        return f"prompt-{quote(self.name or self.prompt_id, safe='', errors='replace')}"
+
+    @property
+    def start(self) -> str:
+        """The beginning of the user's last message, in one line."""
+        last_user = next((turn for turn in reversed(self.messages) if turn["role"] == "user"), self.messages[-1])
+        return " ".join(spoken(last_user)[:400].split())[:140]
+
+    @property
     def shown_turns(self) -> tuple[tuple[tuple[str, Folded], ...], ...]:
-        """The conversation in three parts: a system message, turns to fold, and the last turns."""
-        num_system = int(self.messages[0][0] == "system")
-        num_folded = max(0, len(self.messages) - UNFOLDED_TURNS)
-        first_unfolded = num_system + num_folded
-        return self.messages[:num_system], self.messages[num_system:first_unfolded], self.messages[first_unfolded:]
+        """The conversation in three parts, with each long text folded: a system message, turns to fold, and the last
+        turns.
+        """
+        turns = tuple((turn["role"], folded(spoken(turn))) for turn in self.messages)
+        num_system = int(turns[0][0] == "system")
+        first_unfolded = num_system + max(0, len(turns) - UNFOLDED_TURNS)
+        return turns[:num_system], turns[num_system:first_unfolded], turns[first_unfolded:]
 
 
 @dataclass(frozen=True)
@@ -307,27 +317,6 @@ class Samples:
     def is_cut(self) -> bool:
         """Whether the page leaves out any prompts."""
         return len(self.prompts) < self.num_prompts
-
-
-def anchor_of(prompt_id: str) -> str:
-    """Return the fragment that links to a prompt, as in `report.html#prompt-p7`."""
-    return f"prompt-{quote(prompt_id, safe='', errors='replace')}"
-
-
-def turns_of(messages: Messages) -> tuple[tuple[str, str], ...]:
-    """Return a conversation as (role, text) pairs."""
-    return tuple((turn["role"], spoken(turn)) for turn in messages)
-
-
-def folded_turns(turns: Sequence[tuple[str, str]]) -> tuple[tuple[str, Folded], ...]:
-    """Return a conversation with each long text folded. The page also folds early turns of a long conversation."""
-    return tuple((role, folded(text)) for role, text in turns)
-
-
-def start_of(messages: Sequence[tuple[str, str]]) -> str:
-    """Return the beginning of the user's last message, in one line."""
-    last_user = next((text for role, text in reversed(messages) if role == "user"), messages[-1][1])
-    return " ".join(last_user[:400].split())[:140]
 
 
 def evenly(sizes: Sequence[int], max_prompts: int, max_characters: int) -> list[int]:

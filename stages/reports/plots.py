@@ -229,32 +229,23 @@ class KLPoint:
 
 @dataclass(frozen=True)
 class KLSeries:
-    """Policies of one kind. `is_joined` joins them by a line; `line` draws a line through other points (x, y).
-
-    `band` shades their intervals; `shaded` is a range of KL.
-    """
+    """Policies of one kind. `is_joined` joins them by a line; `is_band` shades their intervals."""
 
     key: str  # what the kind is called; "" for none
     tone: str
     marker: str
     points: tuple[KLPoint, ...] = ()
-    line: tuple[Floats, Floats] | None = None
     is_joined: bool = False
     is_band: bool = False
     trail: tuple[Floats, Floats] | None = None  # values at single steps, shown with their running mean
-    shaded: tuple[float, float] | None = None
 
 
-def kl_figure(
-    series: Sequence[KLSeries], *, title: str, unit: str, name: str, x_label: str, zero_line: bool = False
-) -> Figure:
+def kl_figure(series: Sequence[KLSeries], *, title: str, unit: str, name: str, x_label: str) -> Figure:
     """Draw scores of policies against their KL from the reference, with 95% intervals."""
 
     def paint(axes: Any) -> None:
         for one in series:
             _paint_series(axes, one)
-        if zero_line:
-            axes.axhline(0, color=tone("muted"), linewidth=1, linestyle=(0, (4, 3)))
         axes.set_xlabel(x_label, loc="right")
         set_ticks(axes.xaxis, 6)
         set_ticks(axes.yaxis, 5)
@@ -283,10 +274,6 @@ def _paint_series(axes: Any, series: KLSeries) -> None:
         axes.fill_between(xs, lows, highs, color=colour, alpha=0.15, linewidth=0)
     if series.is_joined:
         axes.plot(xs, ys, "o-", color=colour, markersize=3.5)
-    if series.line is not None:
-        axes.plot(*series.line, color=colour)
-    if series.shaded is not None:
-        axes.axvspan(*series.shaded, color=colour, alpha=0.12, linewidth=0)
     for point in series.points:
         if series.is_joined:
             if point.label:

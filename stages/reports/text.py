@@ -148,17 +148,6 @@ def ends_of(mean: Interval | Share, digits: int = 2) -> str:
     return f"{number(float(mean.low), digits)} to {number(float(mean.high), digits)}"
 
 
-def beyond_range(values: Sequence[float], means: Sequence[Interval]) -> str:
-    """Return a sentence, after a space, for scores from 0 to 1 whose mean has an interval beyond them; else ""."""
-    known = [value for value in values if math.isfinite(value)]
-    if not known or min(known) < 0 or max(known) > 1 or not any(mean.low < 0 or mean.high > 1 for mean in means):
-        return ""
-    return (
-        " An interval of a mean may reach beyond 0 or 1 although no score does: it is as wide below the mean as above,"
-        ' and wide if prompts are few (docs/glossary.md, "Confidence interval").'
-    )
-
-
 def share_ends(low: float, high: float) -> str:
     """Format the ends of a share's interval, as in "68 to 76%"."""
     if not (math.isfinite(low) and math.isfinite(high)):

@@ -16,8 +16,8 @@ from benchmarks.instructgpt_claims import (
     means_table,
     read_values,
 )
-from benchmarks.xstest_agreement import agreement, kappa, refusals
-from evaluation.suites.xstest import CLASSES, Completion, completions_of
+from benchmarks.xstest_agreement import Completion, agreement, completions_of, kappa, refusals
+from evaluation.suites.xstest import CLASSES, class_by_rule
 from preferences.statistics.estimates import Floats
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -109,4 +109,6 @@ def test_the_docs_show_what_the_published_samples_decide() -> None:
 @pytest.mark.skipif(not XSTEST.is_dir(), reason=f"needs XSTest's published files in {XSTEST}")
 def test_the_docs_show_the_agreement_on_xstest() -> None:
     assert xstest_agreement.table(str(XSTEST)) in (FINDINGS / "xstest.md").read_text(encoding="utf-8")
-    assert sum(len(own) for own in completions_of(XSTEST).values()) == 900
+    completions = [one for own in completions_of(XSTEST).values() for one in own]
+    assert len(completions) == 900
+    assert [class_by_rule(one.answer) for one in completions] == [one.by_rule for one in completions]

@@ -194,7 +194,8 @@ def _other_judge(judge: JudgeSummary, first: PairSummary, styles: Styles) -> str
 
 def _lead(judge: JudgeSummary, styles: Styles) -> list[str]:
     """Says how often the highest-rated policy is preferred to the next, if a judge has verdicts on the two."""
-    top = {rating.policy for rating in by_rating(judge.ratings[0])[:2]}
+    assert judge.ratings is not None, "a judge with verdicts has ratings"
+    top = {rating.policy for rating in by_rating(judge.ratings)[:2]}
     pairs = [pair for pair in judge.pairs if {pair.policy_a, pair.policy_b} == top]
     return [_lead_in_words(pair, styles) for pair in pairs]
 
@@ -224,7 +225,7 @@ def _pairs_shown(judge: JudgeSummary) -> str:
 
 def _ranks_and_pairs(judge: JudgeSummary) -> list[str]:
     """Says why the ranks settle the order of two policies whose pair shows no difference, or the reverse."""
-    ranks = {rating.policy: rating for rating in judge.ratings[0].policies}
+    ranks = {rating.policy: rating for rating in judge.ratings.policies} if judge.ratings else {}
     for pair in judge.pairs:
         a, b = ranks.get(pair.policy_a), ranks.get(pair.policy_b)
         if a and b and pair.different != (a.worst_rank < b.best_rank or b.worst_rank < a.best_rank):
@@ -236,8 +237,9 @@ def _ranks_and_pairs(judge: JudgeSummary) -> list[str]:
 
 
 def _of_many(judge: JudgeSummary, num_policies: int, styles: Styles) -> tuple[Tone, str]:
-    """Returns the ranking by a judge's first ratings, as far as its rank ranges settle it."""
-    ratings = judge.ratings[0]
+    """Returns the ranking by a judge's ratings, as far as its rank ranges settle it."""
+    ratings = judge.ratings
+    assert ratings is not None, "a judge with verdicts has ratings"
     if len(ratings.islands) > 1:
         return "unclear", f"There is no ranking of all policies by the judge {judge.judge}: {islands(ratings, styles)}."
     if not ratings.policies:

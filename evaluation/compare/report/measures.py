@@ -1,11 +1,8 @@
-"""The measures of a comparison as charts and tables: everything in measures.json is shown.
+"""The measures of a comparison (measures.json) as charts and tables.
 
     policies            {policy: evaluation.measures.policies.PolicyMeasures}: a table with a column per policy
-    tax                 evaluation.measures.language_modelling.Tax: likewise
-    anything else       a table with a figure per row, and a separate table for every list of objects
-
-`reward_model` (evaluation.measures.reward_model.RewardMeasures) is also drawn: a reward model's accuracy against its
-confidence.
+    best_of_n           [evaluation.measures.best_of_n.BestOfN]: a table with a row per n
+    reward_hacking      evaluation.measures.reward_hacking.RewardHacking: a section
 
 A figure is a number, a text, or {mean, low, high}. Objects nest; a figure's place is its dotted path, such as
 diversity.within.identical.
@@ -13,18 +10,14 @@ diversity.within.identical.
 
 import math
 from collections.abc import Mapping, Sequence
-from math import isfinite
 from typing import Any, Literal
 
 from evaluation.compare.report.answer import Styles, gain_name, hacking_answer
-from evaluation.measures.language_modelling import Tax
 from evaluation.measures.reward_hacking import Gain, RewardHacking, TrainingBin
-from evaluation.measures.reward_model import RewardMeasures
-from files.records import as_json, record_of
 from preferences.statistics.estimates import Interval
-from stages.reports.parts import Cell, Columns, Details, Figure, Key, Note, Part, Row, Section, Table
-from stages.reports.plots import MARGINS, WIDE_SIZE, draw, set_ticks, show_percent, tone
-from stages.reports.text import UNKNOWN, Names, ends_of, number, p_value, percent
+from stages.reports.parts import Cell, Columns, Details, Figure, Note, Part, Row, Section, Table
+from stages.reports.plots import MARGINS, WIDE_SIZE, draw, set_ticks, tone
+from stages.reports.text import UNKNOWN, Names, ends_of, number, p_value
 
 # Labels of places in PolicyMeasures. Other places are labeled by their own words (`_title`).
 TITLES = {
@@ -55,60 +48,13 @@ FROM_FILE = "From measures.json."
 SMALL = 0.01  # a smaller number is shown with two significant digits
 
 
-def reliability_figures(measures: Mapping[str, Any]) -> tuple[Part, ...]:
-    """Returns a chart of a reward model's accuracy in bins of confidence; a calibrated one is on the diagonal. Empty
-    without bins.
-
-    Raises: ValueError naming the field if the measure is not as `heed measure reward` writes it.
-    """
-    if not measures.get("reward_model"):
-        return ()
-    model = record_of(measures["reward_model"], RewardMeasures, "measures.json: reward_model")
-    bins = [one for one in model.calibration.bins if isfinite(one.accuracy.mean) and isfinite(one.confidence)]
-    ceiling = model.ceiling.mean
-    if not bins:
-        return ()
-
-    def paint(axes: Any) -> None:
-        axes.plot([0.5, 1], [0.5, 1], color=tone("muted"), linewidth=1, linestyle=(0, (4, 3)))
-        if isfinite(ceiling):
-            axes.axhline(ceiling, color=tone("best-of-n"), linewidth=1.4, linestyle=(0, (1, 2)))
-        for one in bins:
-            x, share = one.confidence, one.accuracy
-            axes.plot([x, x], [share.low, share.high], color=tone("heldout"), linewidth=2.5, alpha=0.55)
-            axes.plot([x], [share.mean], "o", color=tone("heldout"), markeredgecolor=tone("page"), clip_on=False)
-        axes.set_xlabel("confidence", loc="right")
-        for side in (axes.xaxis, axes.yaxis):
-            set_ticks(side, 5)
-            show_percent(side)
-
-    spoken = "; ".join(f"{percent(one.accuracy.mean)} right at {percent(one.confidence)} confidence" for one in bins)
-    sentence = f"The reward model's reliability: {spoken}."
-    svg = draw(paint, **WIDE_SIZE, margins=MARGINS, name="reliability", label=sentence)
-    keys = [Key("muted", "line", "as sure as it is right")]
-    if isfinite(ceiling):
-        keys.append(Key("best-of-n", "line", f"ceiling by the labelers' own agreement, {percent(ceiling)}"))
-    return (Figure("The reward model's reliability", "how often it is right", tuple(keys), svg, is_wide=True),)
-
-
 def measure_tables(measures: Mapping[str, Any], styles: Styles) -> list[Details]:
-    """Returns all tables: policies first, then the rest in the file's order."""
-    tables = []
-    policies = measures.get("policies")
-    if isinstance(policies, Mapping) and policies:
-        tables.append(_policy_table(policies, styles))
-    tax = measures.get("tax")
-    if isinstance(tax, Mapping):
-        tables.append(_tax_table(record_of(tax, Tax, "measures.json: tax"), styles))
-    rest = {name: value for name, value in measures.items() if name not in ("policies", "tax", "reward_hacking")}
-    single = [
-        line for name, value in rest.items() if not isinstance(value, Mapping | list) for line in figures(value, name)
-    ]
-    if single:
-        tables.append(_table("Single figures", FROM_FILE, ("Measure", "Value"), _titled(single)))
-    for name, value in rest.items():
-        if isinstance(value, Mapping | list):
-            tables += _tables(name, value)
+    """Returns the tables of policies and of best-of-n, as far as they were measured."""
+    tables = [_policy_table(measures["policies"], styles)] if measures.get("policies") else []
+    if best := measures.get("best_of_n"):
+        columns = ("n", "KL at most, nats", "Judge's score", "Score that training raises")
+        rows = [tuple(text for _, text in figures(entry)) for entry in best]
+        tables.append(_table("Best of n", f"Means with 95% intervals. {FROM_FILE}", columns, rows))
     return tables
 
 
@@ -137,52 +83,8 @@ def _policy_table(policies: Mapping[str, Any], styles: Styles) -> Details:
     return _table("Policies", caption, ("Measure", *titles), rows, is_open=True)
 
 
-def _tax_table(tax: Tax, styles: Styles) -> Details:
-    """Returns a table of each policy's quality as a language model. Below each row is one with the differences from the
-    policy before alignment.
-    """
-    measured = [("bits per byte", tax.bits_per_byte)]
-    for task in tax.tasks:
-        name = f"{task.task}, {number(task.num_shots)} shots"
-        measured += [(f"{name}: exact match", task.exact_match), (f"{name}: bits per byte", task.bits_per_byte)]
-    policies = list(dict.fromkeys(policy for _, changes in measured for policy in changes))
-    titles = {policy: styles[policy].title if policy in styles else policy for policy in [*policies, tax.before]}
-    rows = []
-    for name, changes in measured:
-        changes_of = [changes.get(policy) for policy in policies]
-        rows.append((name, *(UNKNOWN if one is None else _interval(one.value) for one in changes_of)))
-        above = [UNKNOWN if one is None else _interval(one.above_before) for one in changes_of]
-        rows.append((f"{name}, above {titles[tax.before]}'s", *above))
-    caption = (
-        f"{number(tax.num_documents)} held-out texts of {number(tax.num_bytes)} bytes; bits per byte: lower is"
-        f" better; exact match: higher is. In brackets 95% intervals. {FROM_FILE}"
-    )
-    columns = ("Measure", *(titles[policy] for policy in policies))
-    return _table("Alignment tax", caption, columns, rows, is_open=True)
-
-
-def _tables(name: str, value: Any) -> list[Details]:
-    """Returns one table of single figures, and one for every list of objects in them."""
-    rows = figures(value)
-    tables = [_table(_title(name), FROM_FILE, ("Measure", "Value"), _titled(rows))] if rows else []
-    return tables + [
-        _list_table(_title(f"{name}.{place}" if place else name), entries) for place, entries in _lists(value)
-    ]
-
-
-def _titled(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [(_title(place), text) for place, text in rows]
-
-
-def _list_table(title: str, entries: Sequence[Mapping[str, Any]]) -> Details:
-    figures_of_entries = [dict(figures(entry)) for entry in entries]
-    columns = list(dict.fromkeys(place for entry_figures in figures_of_entries for place in entry_figures))
-    rows = [tuple(entry_figures.get(place, UNKNOWN) for place in columns) for entry_figures in figures_of_entries]
-    return _table(title, FROM_FILE, [_title(column) for column in columns], rows)
-
-
 def figures(value: Any, place: str = "") -> list[tuple[str, str]]:
-    """Returns (place, text) of every figure in a value, except those in lists of objects.
+    """Returns (place, text) of every figure in a value.
 
     {mean, low, high} is one figure, unless its "mean" is itself an object.
     """
@@ -195,26 +97,9 @@ def figures(value: Any, place: str = "") -> list[tuple[str, str]]:
         return pairs + [
             line for key, entry in rest.items() for line in figures(entry, f"{place}.{key}" if place else str(key))
         ]
-    if _is_list_of_objects(value):
-        return []
     if isinstance(value, list):
         return [(place, ", ".join(text for entry in value for _, text in figures(entry)))] if value else []
     return [(place, _number(value))]
-
-
-def _lists(value: Any, place: str = "") -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """Returns (place, entries) of every list of objects in a value."""
-    if _is_list_of_objects(value):
-        return [(place, value)]
-    if not isinstance(value, Mapping):
-        return []
-    return [
-        entries for key, entry in value.items() for entries in _lists(entry, f"{place}.{key}" if place else str(key))
-    ]
-
-
-def _is_list_of_objects(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(entry, Mapping) for entry in value)
 
 
 def _figure(value: Mapping[str, Any]) -> str:
@@ -224,10 +109,6 @@ def _figure(value: Mapping[str, Any]) -> str:
     low, high = value.get("low"), value.get("high")
     ends = "" if low is None or high is None or low == high else f" ({_number(low)} to {_number(high)})"
     return _number(value["mean"]) + ends
-
-
-def _interval(interval: Interval) -> str:
-    return _figure(as_json(interval))
 
 
 def _number(value: Any) -> str:

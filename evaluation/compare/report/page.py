@@ -1,4 +1,4 @@
-"""The report of a comparison: report.json with every number and its rows, and report.html for reading.
+"""The report of a comparison: report.json with every number, and report.html for reading.
 
 Both depend only on the comparison's folder, so the same folder gives the same report, byte for byte.
 
@@ -10,15 +10,15 @@ shows, and of how many; the others are in the comparison's files.
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from evaluation.compare.folder import VERDICTS, ComparisonFolder, read_comparison
 from evaluation.compare.report.answer import Styles, answer_of, answer_of_run, warnings_of
-from evaluation.compare.report.measures import hacking_section, measure_tables, reliability_figures
-from evaluation.compare.report.sections import Sections, Source, meta_of, sources_of
+from evaluation.compare.report.measures import hacking_section, measure_tables
+from evaluation.compare.report.sections import Sections, meta_of
 from evaluation.compare.results import results_of
 from evaluation.inputs import clusters_of
 from evaluation.policies import TRAINED, policy_styles
@@ -42,12 +42,8 @@ from stages.reports.parts import (
     ShownResponse,
     ShownVerdict,
     Table,
-    anchor_of,
     evenly,
     folded,
-    folded_turns,
-    start_of,
-    turns_of,
 )
 from stages.reports.report import write_pages
 from stages.reports.text import clean_json, number, percent
@@ -79,7 +75,6 @@ def render(
     summary = as_shown(summary_of(comparison), comparison.judges)
     styles = policy_styles(comparison.about)
     results = results_of(comparison, summary) if any(one.kind == TRAINED for one in comparison.about) else None
-    sources = sources_of(comparison, summary)
     samples = samples_of(comparison, styles, max_prompts=max_prompts, max_characters=max_characters)
     page = Page(
         kicker="Heed comparison",
@@ -87,17 +82,17 @@ def render(
         meta=meta_of(summary),
         answer=answer_of_run(results) if results else answer_of(summary, styles),
         sections=(
-            *Sections(summary, styles, sources).all(),
+            *Sections(summary, styles).all(),
             *([hacking_section(results.hacking, results.names)] if results and results.hacking else []),
             *_measures(comparison, styles),
             Section("samples", "Samples side by side", (_about_samples(samples), samples)),
-            _origins(comparison, sources),
+            _origins(comparison),
         ),
         skip_to=("samples", "the samples"),
         styles=tuple(styles.values()),
         warnings=warnings_of(comparison, summary, styles),
     )
-    return render_page(page), clean_json(_report(comparison, page, samples, as_json(summary), as_json(sources)))
+    return render_page(page), clean_json(_report(comparison, page, samples, as_json(summary)))
 
 
 def summary_of(comparison: ComparisonFolder) -> Summary:
@@ -110,8 +105,8 @@ def summary_of(comparison: ComparisonFolder) -> Summary:
 
 
 def _measures(comparison: ComparisonFolder, styles: Styles) -> list[Section]:
-    parts = (*reliability_figures(comparison.measures), *measure_tables(comparison.measures, styles))
-    return [Section("measures", "Measures", parts)] if parts else []
+    tables = measure_tables(comparison.measures, styles)
+    return [Section("measures", "Measures", tuple(tables))] if tables else []
 
 
 def _about_samples(samples: Samples) -> Note:
@@ -124,41 +119,21 @@ def _about_samples(samples: Samples) -> Note:
     return Note(f"{held} Each prompt is shown with the result of each judge's verdicts.")
 
 
-def _origins(comparison: ComparisonFolder, sources: Mapping[str, Source]) -> Section:
+def _origins(comparison: ComparisonFolder) -> Section:
     about = Note(
         "Every figure is computed from rows of this folder's files, named below it. report.json holds all of them in"
-        " full precision; its sources give each field's file and rows, as filters that pandas and pyarrow take."
+        " full precision."
     )
     settings = [Row((path,), (Cell(value),)) for path, value in flat(comparison.settings)]
     files = [Row((file,), (Cell(sha256, is_code=True),)) for file, sha256 in comparison.files.items()]
-    rows = [
-        Row((field,), (Cell(source.file), Cell(_num_rows(source)), Cell(source.how)))
-        for field, source in sources.items()
-    ]
-    places = (
-        "Fields of report.json, the rows they are computed from, and how. A field that is not listed has the source"
-        " of its longest listed prefix."
-    )
-    columns = ("In report.json", "File", "Rows", "How")
     tables = (
         Details("Settings", (Table("compare.json, as resolved.", (), tuple(settings), title="Settings"),)),
         Details("Files", (Table("What was read, by SHA-256.", (), tuple(files), title="Files"),)),
-        Details(
-            "Rows of each figure",
-            (Table(places, columns, tuple(rows), title="Rows of each figure"),),
-            is_printed=False,
-        ),
     )
     return Section("made", "How it was made, and where the numbers come from", (about, *tables))
 
 
-def _num_rows(source: Source) -> str:
-    return number(source.num_rows) if source.file == VERDICTS else ""
-
-
-def _report(
-    comparison: ComparisonFolder, page: Page, samples: Samples, summary: dict[str, Any], sources: dict[str, Any]
-) -> dict[str, Any]:
+def _report(comparison: ComparisonFolder, page: Page, samples: Samples, summary: dict[str, Any]) -> dict[str, Any]:
     return {
         "comparison": comparison.name,
         "answer": as_json(page.answer),
@@ -171,7 +146,6 @@ def _report(
             "prompt_ids": [prompt.prompt_id for prompt in samples.prompts],
         },
         "settings": dict(comparison.settings),
-        "sources": sources,
         "files": dict(comparison.files),
     }
 
@@ -242,7 +216,6 @@ class _Builder:
     def prompt(
         self, prompt: Prompt, responses: Sequence[Response], verdicts: Sequence[Verdict], *, is_open: bool
     ) -> ShownPrompt:
-        messages = turns_of(prompt.messages)
         scores = _scores(verdicts)
         by_policy = [
             sorted((row for row in responses if row.policy == name), key=lambda row: row.index)
@@ -250,11 +223,9 @@ class _Builder:
         ]
         chips, outcomes = self._outcomes(verdicts)
         return ShownPrompt(
-            anchor=anchor_of(prompt.prompt_id),
             prompt_id=prompt.prompt_id,
             category=prompt.kind,
-            start=start_of(messages),
-            messages=folded_turns(messages),
+            messages=prompt.messages,
             responses=tuple(
                 (
                     self.styles[name],

@@ -1,17 +1,13 @@
-"""The sections of a comparison's page: each judge, agreement and failures. Every number names the rows it is from.
+"""The sections of a comparison's page: each judge, agreement and failures.
 
-A `Source` names a file and a filter of its rows as (column, operator, value) triples that must all hold.
-`pandas.read_parquet` and `pyarrow.parquet.read_table` accept it unchanged as `filters`. `Sections` builds the sections;
-the functions below it make the rows of forest plots and the table of tests.
+`Sections` builds the sections; the functions below it make the rows of forest plots and the table of tests.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
-
-from evaluation.compare.folder import MEASURES, SETTINGS, VERDICTS, ComparisonFolder
+from evaluation.compare.folder import VERDICTS
 from evaluation.compare.report.answer import Styles, by_rating, is_taken_back, prompts_in_words, rank_range
 from evaluation.statistics.results import (
     Agreement,
@@ -24,7 +20,7 @@ from evaluation.statistics.results import (
     Summary,
     WinRate,
 )
-from evaluation.verdicts import Verdict
+from evaluation.statistics.summary import NO_ORDER
 from stages.reports.parts import (
     Cell,
     Columns,
@@ -46,154 +42,6 @@ from stages.reports.parts import (
 )
 from stages.reports.text import UNKNOWN, count_of, number, p_value, percent, points, share_ends
 
-Filter = tuple[str, str, str | tuple[str, ...]]
-
-STANDING: Filter = ("failure", "==", "")
-FAILED: Filter = ("failure", "!=", "")
-ORDERED: Filter = ("first", "!=", "")
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a field of report.json comes from. `num_rows` rows pass the filter; `how` says how the field is computed
-    from them.
-
-    For a JSON file, `field` is the place in it, and there are no rows.
-    """
-
-    file: str
-    rows: tuple[Filter, ...]
-    num_rows: int
-    how: str
-    field: str = ""
-
-
-class Rows:
-    """Counts rows of verdicts.parquet by filter."""
-
-    def __init__(self, verdicts: Sequence[Verdict]) -> None:
-        names = ("judge", "policy_a", "policy_b", "failure", "first", "category")
-        self.columns = {name: np.array([getattr(row, name) for row in verdicts], dtype=object) for name in names}
-        self.num_rows = len(verdicts)
-
-    def source(self, how: str, *filters: Filter) -> Source:
-        """Returns a source of these rows."""
-        kept = np.ones(self.num_rows, dtype=bool)
-        for column, operator, value in filters:
-            values = value if isinstance(value, tuple) else (value,)
-            is_one = np.any([self.columns[column] == one for one in values], axis=0)
-            kept &= ~is_one if operator == "!=" else is_one
-        return Source(VERDICTS, filters, int(kept.sum()), how)
-
-
-def judge_filter(judge: str) -> Filter:
-    """Returns the rows of one judge."""
-    return ("judge", "==", judge)
-
-
-def pair_filters(judge: str, policy_a: str, policy_b: str) -> tuple[Filter, ...]:
-    """Returns the rows of one judge on two policies, whichever of them is called a."""
-    both = (policy_a, policy_b)
-    return (judge_filter(judge), ("policy_a", "in", both), ("policy_b", "in", both))
-
-
-def sources_of(folder: ComparisonFolder, summary: Summary) -> dict[str, Source]:
-    """Returns sources of report.json's fields by dotted path. A field without one has the source of its longest listed
-    prefix.
-
-    Positions in lists are numbers.
-    """
-    rows = Rows(folder.verdicts)
-    sources = {
-        "summary": rows.source("all statistics, by evaluation.statistics; the seed draws resamples and permutations"),
-        "summary.num_prompts": rows.source("number of distinct prompt_id"),
-        "settings": Source(SETTINGS, (), 0, "copied"),
-        "measures": Source(MEASURES, (), 0, "copied"),
-    }
-    for place, judge in enumerate(summary.judges):
-        sources |= _of_judge(rows, f"summary.judges.{place}", judge, folder.runs)
-    for place, agreement in enumerate(summary.agreement):
-        judges: Filter = ("judge", "in", (agreement.judge_a, agreement.judge_b))
-        how = "pairs of verdicts, one of each judge, on the same two responses"
-        sources[f"summary.agreement.{place}"] = rows.source(how, judges, STANDING)
-    for place, failure in enumerate(summary.failures):
-        filters = (*pair_filters(failure.judge, failure.policy_a, failure.policy_b), ("failure", "==", failure.failure))
-        sources[f"summary.failures.{place}"] = rows.source("number of rows", *filters)
-    return sources
-
-
-def _of_judge(rows: Rows, path: str, judge: JudgeSummary, runs: Mapping[str, Sequence[str]]) -> dict[str, Source]:
-    is_judge = judge_filter(judge.judge)
-    sources = {
-        path: rows.source("all statistics of this judge", is_judge),
-        f"{path}.num_prompts": rows.source("number of distinct prompt_id", is_judge, STANDING),
-        f"{path}.num_labelers": rows.source("number of distinct labeler", is_judge, STANDING),
-        f"{path}.num_verdicts": rows.source("number of rows", is_judge, STANDING),
-        f"{path}.num_failed": rows.source("number of rows", is_judge, FAILED),
-        f"{path}.position_bias": rows.source(
-            "preference for first shown, strengths cancelled", is_judge, STANDING, ORDERED
-        ),
-        f"{path}.flips": rows.source(
-            "rows of one labeler on the same two responses in both orders", is_judge, STANDING, ORDERED
-        ),
-        f"{path}.labelers": rows.source(
-            "pairs of verdicts of two labelers on the same two responses", is_judge, STANDING
-        ),
-    }
-    sources[f"{path}.pairs"] = rows.source("all statistics of pairs", is_judge, STANDING)
-    if judge.algorithms:
-        named = tuple(name for names in runs.values() for name in names)
-        between: tuple[Filter, ...] = (("policy_a", "in", named), ("policy_b", "in", named))
-        how = "mean over prompts and pairs of runs of two algorithms; rows on two runs of one algorithm are unused"
-        sources[f"{path}.algorithms"] = rows.source(how, is_judge, *between, STANDING)
-    for place, _ in enumerate(judge.ratings):
-        sources[f"{path}.ratings.{place}"] = rows.source("ratings of all policies from all pairs", is_judge, STANDING)
-    for place, pair in enumerate(judge.pairs):
-        sources |= _of_pair(rows, f"{path}.pairs.{place}", judge.judge, pair)
-    return sources
-
-
-def _of_pair(rows: Rows, path: str, judge: str, pair: PairSummary) -> dict[str, Source]:
-    pair_rows = pair_filters(judge, pair.policy_a, pair.policy_b)
-    standing = (*pair_rows, STANDING)
-    sources = {
-        path: rows.source("all statistics of this pair", *standing),
-        f"{path}.win_rate": rows.source(f"mean over prompts of the mean preference for {pair.policy_a}", *standing),
-        f"{path}.verdicts": rows.source("rows by preference above ½, at ½ and below", *standing),
-        f"{path}.prompts": rows.source("prompts by mean preference above ½, at ½ and below", *standing),
-        f"{path}.num_failed": rows.source("number of rows", *pair_rows, FAILED),
-        f"{path}.position_bias": rows.source("preference for first shown, strengths cancelled", *standing, ORDERED),
-        f"{path}.flips": rows.source(
-            "rows of one labeler on the same two responses in both orders", *standing, ORDERED
-        ),
-    }
-    for place, category in enumerate(pair.categories):
-        how = f"mean over prompts of the mean preference for {pair.policy_a}"
-        sources[f"{path}.categories.{place}"] = rows.source(how, *standing, ("category", "==", category.category))
-    return sources
-
-
-def source_text(source: Source, styles: Styles) -> str:
-    """Formats a source as one line, which the page shows below the figure."""
-    words = []
-    for column, operator, value in source.rows:
-        if column == "policy_b":  # the filter on policy_a already names both
-            continue
-        if column == "policy_a":
-            words.append(" and ".join(styles[name].title for name in value))
-        elif (column, operator, value) == STANDING:
-            words.append("not failed")
-        elif (column, operator, value) == FAILED:
-            words.append("failed")
-        elif (column, operator, value) == ORDERED:
-            words.append("order known")
-        else:
-            words.append(f"{column} {value if isinstance(value, str) else ' or '.join(value)}")
-    where = f"{source.file}: {', '.join(words)}" if words else source.file
-    return f"{where} ({count_of(source.num_rows, 'row')})"
-
-
-MODELS = {"bradley_terry": "Bradley–Terry", "davidson": "Davidson"}
 MAX_OPEN_CATEGORIES = 3
 PAIR_COLUMNS = ("Pair", "Wins", "Ties", "Losses", "Win rate", "p", "Detectable", "Failed")
 UNBOUNDED = {
@@ -207,8 +55,8 @@ UNBOUNDED = {
 class Sections:
     """Builds sections from the statistics of verdicts."""
 
-    def __init__(self, summary: Summary, styles: Styles, sources: Mapping[str, Source]) -> None:
-        self.summary, self.styles, self.sources = summary, styles, sources
+    def __init__(self, summary: Summary, styles: Styles) -> None:
+        self.summary, self.styles = summary, styles
         self.over = "prompts" if summary.num_clusters == summary.num_prompts else "clusters of prompts"
 
     def all(self) -> tuple[Section, ...]:
@@ -216,12 +64,7 @@ class Sections:
         judges = [self._judge(place, judge) for place, judge in enumerate(self.summary.judges)]
         return (*judges, *self._agreement(), *self._failures())
 
-    def _rows_of(self, field: str) -> str:
-        """Describes, in one line, the rows from which a field of report.json is computed."""
-        return source_text(self.sources[field], self.styles)
-
     def _judge(self, place: int, judge: JudgeSummary) -> Section:
-        path = f"summary.judges.{place}"
         facts = (
             ("Prompts", number(judge.num_prompts)),
             *((("Clusters of prompts", number(self.summary.num_clusters)),) if self.over != "prompts" else ()),
@@ -232,20 +75,15 @@ class Sections:
         wins = self._shares(
             f"wins-{place}", "Win rates", "The first policy over the second, ties counting half; 95% intervals over"
             f" {self.over}{self._widened(judge)}. Below: prompts won, tied and lost.", ("Pair", "Win rate"),
-            [win_row(pair, self.styles) for pair in judge.pairs], f"{path}.pairs",
+            [win_row(pair, self.styles) for pair in judge.pairs], judge.judge,
         )  # fmt: skip
         tests = (
             tests_table(judge, place, self.summary.policies, self.styles)
             if judge.pairs
             else Note("No pair has a successful verdict.", "absent")
         )
-        ratings = [
-            self._ratings(f"{path}.ratings.{number_of}", rating) for number_of, rating in enumerate(judge.ratings)
-        ]
-        forests = tuple(part for part in ratings if isinstance(part, Forest))
         parts: list[Part] = [Facts(facts, in_a_row=True), *self._algorithms(place, judge), wins, tests]
-        parts += [Columns(forests)] if forests else []
-        parts += [part for part in ratings if isinstance(part, Note)]
+        parts += [self._ratings(place, judge.judge, judge.ratings)] if judge.ratings else []
         parts += [self._lengths(place, judge), *self._order(place, judge), *self._categories(place, judge)]
         return Section(f"judge-{place}", f"By {judge.judge}", tuple(parts))
 
@@ -262,10 +100,10 @@ class Sections:
         caption: str,
         heads: tuple[str, str],
         rows: Sequence[ForestRow],
-        path: str,
+        judge: str,
         *columns: str,
     ) -> Forest:
-        return Forest(name, title, caption, *heads, columns, tuple(rows), self._rows_of(path))
+        return Forest(name, title, caption, *heads, columns, tuple(rows), _rows_from(judge))
 
     def _algorithms(self, place: int, judge: JudgeSummary) -> list[Forest]:
         """Returns the win rates of algorithms with several runs; empty if there are none."""
@@ -277,42 +115,35 @@ class Sections:
             " are about single runs, that is, these weights. Difference: of the runs' mean scores, if the judge gives"
             " scores."
         )
-        path, heads = f"summary.judges.{place}.algorithms", ("Algorithms", "Win rate")
+        name, title, heads = f"algorithms-{place}", "Algorithms, over seeds", ("Algorithms", "Win rate")
         rows = [algorithm_row(pair) for pair in judge.algorithms]
-        columns = ("Runs", "p", "Difference")
-        return [self._shares(f"algorithms-{place}", "Algorithms, over seeds", caption, heads, rows, path, *columns)]
+        return [self._shares(name, title, caption, heads, rows, judge.judge, "Runs", "p", "Difference")]
 
-    def _ratings(self, path: str, ratings: Ratings) -> Forest | Note:
-        model = MODELS[ratings.model]
+    def _ratings(self, place: int, judge: str, ratings: Ratings) -> Forest | Note:
         if not ratings.policies:
-            return Note(f"No {model} ratings: {ratings.reason}.", "absent")
+            return Note(f"No Bradley–Terry ratings: {ratings.reason}.", "absent")
         rows, ticks, zero = rating_rows(ratings, self.styles)
         anchor = f"from {self.styles[ratings.anchor].title}" if ratings.anchor else "from the policies' mean"
         caption = (
             f"Log-odds {anchor}, higher is better; 95% intervals over {self.over}. Ranks are those that all intervals"
             " together allow."
         )
-        if not math.isnan(ratings.tie):
-            caption += f" Davidson's log ν, the tendency to tie, is {number(float(ratings.tie))}."
         if ratings.shrunk:
-            caption += f" Fitted with a prior: {ratings.reason}." if ratings.reason else " Fitted with a prior."
-        name, rows_from = path.replace(".", "-"), self._rows_of(path)
+            caption += " Fitted with a prior."
+        name, title, columns = f"ratings-{place}", "Ratings, Bradley–Terry", ("Rank",)
         return Forest(
-            name, f"Ratings, {model}", caption, "Policy", "Rating", ("Rank",), rows, rows_from, ticks=ticks, mark=zero
+            name, title, caption, "Policy", "Rating", columns, rows, _rows_from(judge), ticks=ticks, mark=zero
         )
 
     def _order(self, place: int, judge: JudgeSummary) -> list[Forest]:
         """Returns position bias, and flips among responses judged in both orders; empty for a judge that scores each
         response separately, because it sees no order.
         """
-        path = f"summary.judges.{place}.position_bias"
-        num_rows = self.sources[path].num_rows
-        if not num_rows:
-            return []
         bias, flips = judge.position_bias, judge.flips
-        num = num_rows if math.isnan(bias.mean) else bias.num_verdicts
+        if bias.reason == NO_ORDER:
+            return []
         first, share = ("The response shown first is preferred",), (bias.mean, bias.low, bias.high)
-        rows = [share_row(first, share, (number(num),), note=bias.reason)]
+        rows = [share_row(first, share, (number(bias.num_verdicts),), note=bias.reason)]
         if flips.changed.num_pairs:
             rows += [
                 share_row((text,), (share.mean, share.low, share.high), (number(share.num_pairs),))
@@ -326,7 +157,7 @@ class Sections:
             " verdict when the order is swapped."
         )
         heads = ("Of verdicts", "Share")
-        return [self._shares(f"order-{place}", "The order shown", caption, heads, rows, path, "Verdicts")]
+        return [self._shares(f"order-{place}", "The order shown", caption, heads, rows, judge.judge, "Verdicts")]
 
     def _lengths(self, place: int, judge: JudgeSummary) -> Part:
         reasons = {pair.length_controlled.reason for pair in judge.pairs}
@@ -337,8 +168,8 @@ class Sections:
             "The plain win rate and, as a hollow marker, the fitted one at equal length, whose interval includes the"
             " error of the fit."
         )
-        path, heads = f"summary.judges.{place}.pairs", ("Pair", "Win rate")
-        return self._shares(f"lengths-{place}", "Length", caption, heads, rows, path, "At equal length")
+        heads = ("Pair", "Win rate")
+        return self._shares(f"lengths-{place}", "Length", caption, heads, rows, judge.judge, "At equal length")
 
     def _categories(self, place: int, judge: JudgeSummary) -> list[Details]:
         forests = []
@@ -351,7 +182,7 @@ class Sections:
                         "p-values and intervals are corrected for the number of categories (Holm).",
                         ("Category", "Win rate"),
                         [category_row(category) for category in pair.categories],
-                        f"summary.judges.{place}.pairs.{number_of}", "p", "Prompts",
+                        judge.judge, "p", "Prompts",
                     )
                 )  # fmt: skip
         is_open = len(forests) <= MAX_OPEN_CATEGORIES
@@ -373,21 +204,26 @@ class Sections:
             " Krippendorff's α also counts ties, and corrects for chance agreement."
         )
         heads = ("Between", "Share")
-        forest = self._shares("agreement", "Agreement", caption, heads, rows, "summary", "α (95%)", "Pairs")
+        forest = self._shares("agreement", "Agreement", caption, heads, rows, "", "α (95%)", "Pairs")
         return [Section("agreement-title", "How far judges and labelers agree", (forest,))]
 
     def _failures(self) -> list[Section]:
         """Returns failed verdicts by judge, pair and reason."""
         rows = []
-        for place, failure in enumerate(self.summary.failures):
+        for failure in self.summary.failures:
             pair = f"{self.styles[failure.policy_a].title} and {self.styles[failure.policy_b].title}"
-            num = Cell(number(failure.num_verdicts), tooltip=self._rows_of(f"summary.failures.{place}"))
-            rows.append(Row((failure.judge,), (Cell(pair), Cell(failure.failure), num)))
+            cells = (Cell(pair), Cell(failure.failure), Cell(number(failure.num_verdicts)))
+            rows.append(Row((failure.judge,), cells))
         if not rows:
             return []
         columns = ("Judge", "Policies", "Reason", "Verdicts")
         caption, title = "They are left out of every other figure.", "Failed verdicts by judge, pair and reason"
         return [Section("failures-title", "Failed verdicts", (Table(caption, columns, tuple(rows), title=title),))]
+
+
+def _rows_from(judge: str) -> str:
+    """Describes the rows that a figure is computed from."""
+    return f"From {VERDICTS}: {f'judge {judge}, ' if judge else ''}without failed verdicts."
 
 
 def meta_of(summary: Summary) -> tuple[str, ...]:

@@ -27,11 +27,7 @@ from stages.reports.parts import (
     StageReport,
     StageReporter,
     Table,
-    anchor_of,
     folded,
-    folded_turns,
-    start_of,
-    turns_of,
 )
 from stages.reports.plots import KLPoint, KLSeries, Measured, interval_figure, kl_figure
 from stages.reports.run_folder import StageFolder
@@ -39,7 +35,6 @@ from stages.reports.stage_report import headline_of, headline_of_share, stage_bl
 from stages.reports.text import (
     UNKNOWN,
     PolicyStyle,
-    beyond_range,
     count,
     ends_of,
     in_capital,
@@ -175,9 +170,6 @@ def policy_table(results: CompareResults, styles: Styles) -> Table:
         f"Figures of each policy; 95% intervals over {_over_what(results)} below the means. To tell whether two"
         " policies differ, use the win rates, not these intervals."
     )
-    sample_scores = [text.gold_score for sample in results.samples for text in sample.responses.values()]
-    means = [policy.gold_score for policy in policies.values()]
-    caption += beyond_range([*sample_scores, *(mean.mean for mean in means)], means)
     return Table(caption, ("Figure", *styles.values()), rows, "by-policy", "Policies")
 
 
@@ -269,13 +261,10 @@ def _samples(results: CompareResults, styles: Styles) -> tuple[Part, ...]:
 
 
 def _shown(sample: SampledPrompt, styles: Styles, kinds: Sequence[str], scorer: str, *, is_open: bool) -> ShownPrompt:
-    messages = turns_of(sample.messages)
     return ShownPrompt(
-        anchor=anchor_of(sample.prompt_id),
         prompt_id=sample.prompt_id,
         category=sample.kind,
-        start=start_of(messages),
-        messages=folded_turns(messages),
+        messages=sample.messages,
         responses=tuple(
             (style, (ShownResponse(0, folded(sampled.text), _scores(sampled.gold_score, sampled.proxy_score, scorer)),))
             for name, style in styles.items()

@@ -14,112 +14,79 @@ SUITE = '''
 import json
 import pathlib
 
-from evaluation.suites.suite import Continuation, Item, Measure, Request, Scored
+from evaluation.suites.suite import Continuation, Item, Measure, Request, Scored, Suite
 
 
 def longest(rows):
     return max(len(row.answer) for row in rows)
 
 
-class Foxes:
+MEASURES = (
+    Measure("even", "Whether the answer has an even number of characters.", is_share=True),
+    Measure("length", "Characters of the answer.", higher_is_better=False),
+    Measure("longest", "Characters of the longest answer.", aggregate=longest),
+    Measure("judged", "What a judge says."),
+    Measure("beats", "Whether the answer is longer than the baseline's.", is_share=True),
+)
+
+
+def read(source):
+    return [
+        Item(row["id"], ({"role": "user", "content": row["question"]},), row["group"], row["cluster"], row)
+        for row in map(json.loads, pathlib.Path(source).read_text().splitlines())
+    ]
+
+
+def foxes(model, items, tools):
     """Short questions, each asked in two turns, and what the answers are worth."""
-
-    name = "foxes"
-    title = "Questions about foxes"
-    source = ""
-    needs = frozenset()
-    uses = frozenset({"judge", "baseline"})
-    asks = "conversations"
-    measures = (
-        Measure("even", "Whether the answer has an even number of characters.", is_share=True),
-        Measure("length", "Characters of the answer.", higher_is_better=False),
-        Measure("longest", "Characters of the longest answer.", aggregate=longest),
-        Measure("judged", "What a judge says."),
-        Measure("scored", "What a scorer says.", has_scorer=True),
-        Measure("beats", "Whether the answer is longer than the baseline's.", is_share=True),
-    )
-
-    def read(self, source):
-        return [
-            Item(row["id"], ({"role": "user", "content": row["question"]},), row["group"], row["cluster"], row)
-            for row in map(json.loads, pathlib.Path(source).read_text().splitlines())
-        ]
-
-    def score(self, model, items, tools):
-        opening = [Request(item.messages, max_new_tokens=6, item_id=item.item_id) for item in items]
-        first = model.answer(opening)
-        others = tools.baseline(opening) if tools.baseline else ()
-        asked = [
-            (*item.messages, {"role": "assistant", "content": one.text}, {"role": "user", "content": "Go on."})
-            for item, one in zip(items, first)
-        ]
-        second = model.answer([Request(messages, max_new_tokens=4, temperature=1.0) for messages in asked])
-        judged = tools.judge.ask([item.messages for item in items], 5) if tools.judge else []
-        rows = []
-        for place, (item, one, two) in enumerate(zip(items, first, second)):
-            failure = one.failure or two.failure
-            text = f"{one.text} {two.text}"
-            values = {} if failure else {"even": float(len(text) % 2 == 0), "length": float(len(text))}
-            failures = dict.fromkeys(("even", "length", "longest"), failure) if failure else {}
-            if judged:
-                values["judged"] = float(len(judged[place].text))
-            if tools.baseline:
-                values["beats"] = float(len(one.text) > len(others[place].text))
-            if "scored" in tools.scorers and not failure:
-                (found,) = tools.scorers["scored"].score([item.messages], [one.text])
-                if isinstance(found, str):
-                    failures["scored"] = found
-                else:
-                    values["scored"] = found
-            rows.append(Scored(item.item_id, values, text, failures))
-        return rows
-
-    def published(self, source):
-        return {"old": [Scored("q0", {"length": 3.0}, "abc"), Scored("q1", {"length": 5.0}, "abcde")]}
+    opening = [Request(item.messages, max_new_tokens=6, item_id=item.item_id) for item in items]
+    first = model.answer(opening)
+    others = tools.baseline(opening) if tools.baseline else ()
+    asked = [
+        (*item.messages, {"role": "assistant", "content": one.text}, {"role": "user", "content": "Go on."})
+        for item, one in zip(items, first)
+    ]
+    second = model.answer([Request(messages, max_new_tokens=4, temperature=1.0) for messages in asked])
+    judged = tools.judge.ask([item.messages for item in items], 5) if tools.judge else []
+    rows = []
+    for place, (item, one, two) in enumerate(zip(items, first, second)):
+        failure = one.failure or two.failure
+        text = f"{one.text} {two.text}"
+        values = {} if failure else {"even": float(len(text) % 2 == 0), "length": float(len(text))}
+        failures = dict.fromkeys(("even", "length", "longest"), failure) if failure else {}
+        if judged:
+            values["judged"] = float(len(judged[place].text))
+        if tools.baseline:
+            values["beats"] = float(len(one.text) > len(others[place].text))
+        rows.append(Scored(item.item_id, values, text, failures))
+    return rows
 
 
-class Likely(Foxes):
+def likely(model, items, tools):
     """How likely a continuation is."""
-
-    name = "likely"
-    asks = "logprobs"
-    title = "Continuations"
-    measures = (Measure("logprob", "Nats."),)
-
-    def score(self, model, items, tools):
-        after = [Continuation(" yes", messages=item.messages) for item in items]
-        plain = [Continuation(" jumps", text="The quick brown fox") for item in items]
-        found = model.logprobs([*after, *plain])
-        return [Scored(item.item_id, {"logprob": value}) for item, value in zip(items, found)]
+    after = [Continuation(" yes", messages=item.messages) for item in items]
+    plain = [Continuation(" jumps", text="The quick brown fox") for item in items]
+    found = model.logprobs([*after, *plain])
+    return [Scored(item.item_id, {"logprob": value}) for item, value in zip(items, found)]
 
 
-class Preferred(Foxes):
+def preferred(model, items, tools):
     """Whether a reward model prefers the longer answer."""
-
-    name = "preferred"
-    asks = "rewards"
-    title = "Rewards"
-    measures = (Measure("reward", "The reward."),)
-
-    def score(self, model, items, tools):
-        turns = [[*item.messages, {"role": "assistant", "content": "A fox." * (n + 1)}] for n, item in enumerate(items)]
-        found = model.rewards(turns)
-        return [
-            Scored(item.item_id, {"reward": one}) if isinstance(one, float)
-            else Scored(item.item_id, {}, failures={"reward": one.failure})
-            for item, one in zip(items, found)
-        ]
+    turns = [[*item.messages, {"role": "assistant", "content": "A fox." * (n + 1)}] for n, item in enumerate(items)]
+    found = model.rewards(turns)
+    return [
+        Scored(item.item_id, {"reward": one}) if isinstance(one, float)
+        else Scored(item.item_id, {}, failures={"reward": one.failure})
+        for item, one in zip(items, found)
+    ]
 
 
-class Needy(Foxes):
-    """Measures nothing without a judge."""
-
-    name = "needy"
-    needs = frozenset({"judge"})
-
-
-SUITE = Foxes()
-LIKELY, PREFERRED, NEEDY, EMPTY = Likely(), Preferred(), Needy(), 5
+BOTH = frozenset({"judge", "baseline"})
+SUITE = Suite("foxes", "Questions about foxes", "conversations", MEASURES, read, foxes, uses=BOTH)
+LIKELY = Suite("likely", "Continuations", "logprobs", (Measure("logprob", "Nats."),), read, likely, uses=BOTH)
+PREFERRED = Suite("preferred", "Rewards", "rewards", (Measure("reward", "The reward."),), read, preferred, uses=BOTH)
+NEEDY = Suite("needy", "Foxes", "conversations", MEASURES, read, foxes, needs=frozenset({"judge"}))
+EMPTY = 5
 '''
 NUM_ITEMS = 6
 
@@ -135,7 +102,6 @@ def place(tmp_path: Path, models: Path) -> Path:
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in items))
     (tmp_path / "scorers.py").write_text(
         "def length(prompts, responses):\n    return [len(text) for text in responses]\n"
-        "def picky(prompts, responses):\n    return [None if 'xx' in text else len(text) for text in responses]\n"
     )
     (tmp_path / "models").symlink_to(models)
     return tmp_path

@@ -1,4 +1,4 @@
-"""`heed evaluate`: real models, saved answers, an endpoint, judges, scorers and baselines through the real command."""
+"""`heed evaluate`: real models, saved answers, an endpoint, judges and baselines through the real command."""
 
 import json
 from collections.abc import Callable
@@ -166,33 +166,13 @@ def test_an_endpoint_is_asked_once_and_within_the_budget(
     assert (first["temperature"], first["max_tokens"], "seed" in first) == (0.0, 6, False)
     assert [turn["role"] for turn in second["messages"]] == ["user", "assistant", "user"]
     assert isinstance(second["seed"], int)
-    # Judged and scored again, without a further request to the model.
-    more = ["--judge", f"{chat_server.url}#terse", "--scorer", f"scored={place / 'scorers.py'}:length"]
-    code, said = heed_main(*arguments, *more, "--baseline", f"{chat_server.url}#terse")
+    # Judged later, without a further request to the model.
+    terse = f"{chat_server.url}#terse"
+    code, said = heed_main(*arguments, "--judge", terse, "--baseline", terse)
     assert code == 0, said
     assert [body["model"] for body in chat_server.bodies[12:]] == ["terse"] * 12  # the judge's and the baseline's
     assert values_of(place / "out", "judged") == {("api", f"q{n}"): 3.0 for n in range(6)}
     assert values_of(place / "out", "beats") == {("api", f"q{n}"): 1.0 for n in range(6)}
-    assert value_in(report_of(place / "out"), "api", "scored")["num_items"] == 6
-
-
-def test_scorers_that_fail_are_counted(heed_main: Call, evaluate: Arguments, place: Path) -> None:
-    saved = [{"item_id": f"q{n}", "turns": ["xx" if n else "x", ""]} for n in range(6)]
-    (place / "saved.json").write_text(json.dumps(saved))
-    arguments = evaluate(place, str(place / "saved.json"), "--scorer", f"scored={place / 'scorers.py'}:picky")
-    assert heed_main(*arguments)[0] == 0
-    value = value_in(report_of(place / "out"), "saved", "scored")
-    assert (value["value"]["mean"], value["num_items"], value["num_failed"]) == (1.0, 1, 5)
-
-
-def test_published_values_stand_next_to_models(heed_main: Call, evaluate: Arguments, place: Path) -> None:
-    code, said = heed_main(*evaluate(place, "published:all", str(place / "models" / "one" / "model")))
-    assert code == 0, said
-    report = report_of(place / "out")
-    assert report["models"] == ["old (published)", "one"]
-    assert value_in(report, "old (published)", "length")["value"]["mean"] == 4.0
-    code, said = heed_main(*evaluate(place, "mine=published:old", out="named"))
-    assert report_of(place / "named")["models"] == ["mine"]
 
 
 def test_log_probabilities_of_continuations(heed_main: Call, evaluate: Arguments, place: Path) -> None:
@@ -294,24 +274,17 @@ def test_a_model_without_a_chat_template_is_refused_in_a_line(
         (["{place}/models/none"], "SUITE", "no such folder"),
         (["{place}/models/one"], "SUITE", "is the folder of a stage; its model is"),
         (["x={place}/models/one/model"] * 2, "SUITE", "is given twice; different runs were expected"),
-        (["x=published:all", "x={place}/models/one/model"], "SUITE", "published:all is several models; one run was"),
         (["{place}/none.jsonl"], "SUITE", "none.jsonl: no such file"),
         (["{place}/items.jsonl"], "SUITE", "field 'response' is missing"),
-        (["{place}/other.jsonl"], "SUITE", "answers none of the 6 items of foxes (1 other rows)"),
         (["{place}/turns.jsonl"], "SUITE", "turns.jsonl: line 1: field 'turns' is"),
         (["{place}/twice.jsonl"], "SUITE", "twice.jsonl: line 2: item 'q0' is already answered in"),
         (["{place}/both.jsonl"], "SUITE", "choose one with both="),
-        (["{place}/models/reward"], "SUITE", "is a reward model; suite 'foxes' needs answers to conversations"),
         (["{place}/models/one/model"], "PREFERRED", "is a language model; suite 'preferred' needs rewards"),
         (["{place}/other.jsonl"], "LIKELY", "is a file of answers; suite 'likely' needs log-probabilities"),
-        (["http://127.0.0.1:1/v1#m"], "LIKELY", "is behind an endpoint; suite 'likely' needs log-probabilities"),
-        (["published:new"], "SUITE", "foxes has published values of old"),
         (["{place}/models/one/model"], "NEEDY", "suite 'needy' needs --judge SPEC"),
-        (["{place}/models/one/model"], "EMPTY", "holds no suite 'EMPTY'"),
-        (["{place}/models/one/model", "--scorer", "scored"], "SUITE", "MEASURE=SPEC was expected"),
-        (["{place}/models/one/model", "--scorer", "fun=x.py:f"], "SUITE", "one of the measures scored was expected"),
+        (["{place}/models/one/model"], "EMPTY", "holds no `evaluation.suites.suite.Suite` EMPTY"),
         (["{place}/models/one/model", "--judge", "{place}/other.jsonl"], "SUITE", "a language model was expected"),
-        (["{place}/models/one/model", "--baseline", "published:old"], "SUITE", "is published values; a language model"),
+        (["{place}/models/one/model", "--baseline", "{place}/models/reward"], "SUITE", "is a reward model; a language"),
         (["{place}/models/one/model", "--training-data", "none.txt"], "SUITE", "[MODEL=]FILE was expected"),
         (["{place}/models/one/model", "--suite", "gsm9k"], "SUITE", "one of"),
     ],
@@ -353,8 +326,7 @@ def test_a_folder_with_another_evaluation_is_left_alone(heed_main: Call, evaluat
             "model 'reward' is a reward model; suite 'foxes' needs answers to",
         ),
         (["{api}"], ["SUITE", "LIKELY"], "model 'api' is behind an endpoint; suite 'likely' needs log-probabilities"),
-        (["{api}", "published:new"], ["SUITE"], "foxes has published values of old"),
-        (["{api}", "{place}/other.jsonl"], ["SUITE"], "answers none of the 6 items of foxes"),
+        (["{api}", "{place}/other.jsonl"], ["SUITE"], "answers none of the 6 items of foxes (1 other rows)"),
         (
             ["{api}", "--judge", "{place}/base"],
             ["SUITE"],

@@ -26,16 +26,13 @@ def test_training_data_are_read_before_any_model_is_asked(
     [
         ("--judge", "http://127.0.0.1:1/v1#judge", "likely uses no judge"),
         ("--baseline", "http://127.0.0.1:1/v1#other", "likely uses no baseline"),
-        ("--scorer", "logprob=scorers.py:length", "likely takes no scorer"),
     ],
 )
 def test_options_that_no_suite_uses_are_refused(
     heed_main: Call, evaluate: Arguments, place: Path, option: str, given: str, refusal: str
 ) -> None:
     suite = place / "suite.py"
-    suite.write_text(
-        suite.read_text().replace('    asks = "logprobs"', '    asks = "logprobs"\n    uses = frozenset()')
-    )
+    suite.write_text(suite.read_text().replace("uses=BOTH", ""))
     code, said = heed_main(*evaluate(place, str(place / "models/one/model"), option, given, suite="LIKELY"))
     assert (code, refusal in said) == (2, True), said
 

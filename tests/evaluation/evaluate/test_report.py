@@ -38,10 +38,7 @@ def saved(place: Path) -> Callable[[str], str]:
 def only_length(place: Path) -> None:
     """Leave the suite with its length as first measure."""
     suite = place / "suite.py"
-    text = suite.read_text()
-    suite.write_text(
-        text.replace('    measures = (\n        Measure("even"', '    measures = (\n        Measure("odd"')
-    )
+    suite.write_text(suite.read_text().replace('    Measure("even"', '    Measure("odd"'))
 
 
 def test_several_seeds_of_two_algorithms(
@@ -55,7 +52,7 @@ def test_several_seeds_of_two_algorithms(
     assert report["models"] == ["short/1", "long/1", "short/2", "long/2"]
     assert report["settings"]["algorithms"] == {"short": ["short/1", "short/2"], "long": ["long/1", "long/2"]}
     row = next(one for one in report["suites"][0]["statistics"]["algorithms"] if one["measure"] == "length")
-    assert (row["algorithm_a"], row["algorithm_b"], row["num_runs_a"], row["better"]) == ("short", "long", 2, "short")
+    assert (row["a"], row["b"], row["num_runs_a"], row["better"]) == ("short", "long", 2, "short")
     assert row["difference"]["mean"] == 2.5 - 21
     sentence = "foxes: as algorithms, short is better than long in length, where lower is better, over 2 and 2 runs:"
     assert sentence in " ".join(said.split())
@@ -88,15 +85,14 @@ def test_a_model_that_is_the_only_run_of_its_algorithm_is_pointed_out(
     assert [row["model"] for row in found["contamination"]] == ["long/1", "long/2"]
 
 
-def test_settings_say_what_judge_scorers_and_baseline_were(
+def test_settings_say_what_judge_and_baseline_were(
     heed_main: Call, evaluate: Arguments, place: Path, saved: Callable[[str], str]
 ) -> None:
-    scorers, two = place / "scorers.py", place / "models" / "two" / "model"
-    more = ["--scorer", f"scored={scorers}:length", "--judge", str(two), "--baseline", saved("other")]
+    two = place / "models" / "two" / "model"
+    more = ["--judge", str(two), "--baseline", saved("other")]
     code, said = heed_main(*evaluate(place, saved("long-1"), *more))
     assert code == 0, said
     settings = json.loads((place / "out" / "evaluate.json").read_text())
-    assert settings["scorers"]["scored"]["sha256"] == file_hash(scorers)
     assert settings["baseline"]["sha256"] == file_hash(place / "other.json")
     assert (settings["judge"]["spec"], len(settings["judge"]["sha256"])) == (str(two), 64)
 
@@ -139,8 +135,8 @@ def test_the_first_sentence_agrees_with_the_tone_of_several_suites(
 ) -> None:
     """The first suite shows nothing, and the second a difference: the page begins with the second's."""
     suite = place / "suite.py"
-    again = 'class Again(Foxes):\n    name = "again"\n    measures = (Measure("length", "Characters."),)\n'
-    suite.write_text(f"{suite.read_text()}\n\n{again}\n\nAGAIN = Again()\n")
+    again = 'Suite("again", "Foxes", "conversations", (Measure("length", "Characters."),), read, foxes)'
+    suite.write_text(f"{suite.read_text()}\n\nAGAIN = {again}\n")
     given = evaluate(place, saved("short-1"), saved("long-1"), suite="SUITE")
     given[given.index("--data") + 1] = f"foxes={place / 'items.jsonl'}"
     more = ["--suite", f"{suite}:AGAIN", "--data", f"again={place / 'items.jsonl'}"]

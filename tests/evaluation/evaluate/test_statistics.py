@@ -56,7 +56,7 @@ def test_the_lower_loss_is_better_and_holm_corrects_for_all_pairs() -> None:
         "c": rows_of("loss", list(base + 0.05 * generator.normal(size=40))),
     }
     found = suite_statistics("s", [LOSS], items_of(40), scored, seed=0)
-    by_pair = {(row.model_a, row.model_b): row for row in found.differences}
+    by_pair = {(row.a, row.b): row for row in found.differences}
     assert (by_pair["a", "b"].better, by_pair["b", "c"].better, by_pair["a", "c"].better) == ("a", "c", "")
     smallest = min(row.p for row in found.differences)
     assert min(row.holm_p for row in found.differences) == pytest.approx(3 * smallest)
@@ -166,7 +166,7 @@ def test_differences_of_an_aggregate_survive_the_correction_for_36_pairs() -> No
     scored = {f"m{n}": ratio_rows(generator.normal(3.0 if n == 0 else 0.0, 1.0, size=60), length) for n in range(9)}
     found = suite_statistics("s", [RATIO], items_of(60), scored, seed=0).differences
     assert len(found) == 36
-    assert all(row.better == "m0" for row in found if row.model_a == "m0")
+    assert all(row.better == "m0" for row in found if row.a == "m0")
 
 
 def arena_rows(generator: np.random.Generator, num: int, lead: float) -> dict[str, Scored]:
@@ -239,7 +239,7 @@ def test_algorithms_are_compared_over_runs_and_items() -> None:
         expected = AlgorithmTest.of_values(a, b, np.array([int(q[1:]) // per_cluster for q in kept]), seed=0)
         assert (row.difference.mean, row.difference.low) == pytest.approx((expected.effect, expected.interval().low))
         assert row.p == pytest.approx(expected.p, rel=0.2)  # of sign flips that are drawn
-        assert (row.algorithm_a, row.algorithm_b, row.num_runs_a, row.num_runs_b) == ("ppo", "dpo", 2, 3)
+        assert (row.a, row.b, row.num_runs_a, row.num_runs_b) == ("ppo", "dpo", 2, 3)
         assert (row.better, row.num_items, row.num_items_missing) == ("ppo", 29, 1)
         assert row.num_clusters == (29 if per_cluster == 1 else 10)
     assert suite_statistics("s", [gain], items_of(30), scored, seed=0).algorithms == ()
@@ -284,7 +284,7 @@ def test_one_lucky_seed_is_no_better_algorithm() -> None:
     runs = {"ppo": ["ppo/1", "ppo/2"], "dpo": ["dpo/1", "dpo/2"]}
     found = suite_statistics("s", [Measure("gain", "G.")], items_of(60), scored, runs, seed=0)
     assert [row.better for row in found.algorithms] == [""]
-    by_pair = {(row.model_a, row.model_b): row.better for row in found.differences}
+    by_pair = {(row.a, row.b): row.better for row in found.differences}
     assert by_pair["ppo/1", "dpo/1"] == by_pair["ppo/1", "ppo/2"] == "ppo/1"
 
 

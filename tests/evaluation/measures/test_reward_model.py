@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.measures_coverage import calibration_coverage, planted_pairs
 from evaluation.measures.reward_model import (
-    SECTIONS,
     ScoredPairs,
     best_scale,
     calibration,
@@ -18,10 +17,8 @@ from evaluation.measures.reward_model import (
     measure_reward_model,
     measures_of_scores,
     read_judged,
-    rewardbench_score,
     scored_pairs,
 )
-from files.records import as_json
 from lm.config import ModelConfig
 from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
@@ -122,14 +119,13 @@ def test_rankings_become_pairs_by_hand(tmp_path: Path) -> None:
     expected = [1, 2.5, 1.5, 1, 2.5, -1.5, 1, 0, 1, 0, -1, 2, -2, -4, -2, 2]
     assert sorted(pairs.lead_N.tolist()) == sorted(expected)
     found = measures_of_scores(judged, scores, seed=0)
-    assert (found.num_tasks, found.num_labelers, found.num_tied_pairs, found.form) == (3, 2, 2, "rankings")
+    assert (found.num_tasks, found.num_labelers, found.num_tied_pairs) == (3, 2, 2)
     right = sum(lead > 0 for lead in expected) + 0.5 * sum(lead == 0 for lead in expected)
     assert found.calibration.accuracy.mean == pytest.approx(right / 16)
     assert found.calibration.accuracy.num_pairs == 16
     # Ann and Bob order 2 of 3 pairs of t0 alike, 2 of 2 of t1, and none of 2 of t2.
     assert found.agreement.mean == pytest.approx(4 / 7)
     assert found.ceiling.mean == pytest.approx((1 + math.sqrt(1 / 7)) / 2)
-    assert json.loads(json.dumps(as_json(found)))["rewardbench"] is None
 
 
 def test_nobody_foretells_more_than_the_ceiling() -> None:
@@ -160,7 +156,6 @@ def test_a_model_scores_a_published_file(reward_folder: Path, tmp_path: Path) ->
     ]
     rows.append({**rows[0], "id": 99, "chosen": "fox " * 100})
     judged = read_judged(write(tmp_path / "bench.jsonl", rows))
-    assert judged.form == "rewardbench"
     found = measure_reward_model(reward_folder, judged, weights={}, seed=0)
     assert (found.num_too_long, found.too_long) == (1, "rewardbench/alpacaeval-easy/99")
     judge = RewardModel.load(reward_folder)
@@ -175,11 +170,6 @@ def test_a_model_scores_a_published_file(reward_folder: Path, tmp_path: Path) ->
     assert shares == pytest.approx(
         {"alpacaeval-easy": np.mean(right[:5]), "math-prm": np.mean(right[5:9]), "hep-cpp": np.mean(right[9:])}
     )
-    assert found.rewardbench is not None
-    reasoning = (984 * shares["math-prm"] + 164 * shares["hep-cpp"]) / (984 + 164)
-    assert found.rewardbench.sections["Reasoning"].mean == pytest.approx(reasoning)
-    assert found.rewardbench.score.mean == pytest.approx((shares["alpacaeval-easy"] + reasoning) / 2)
-    assert len(found.rewardbench.missing) == 20
 
 
 def test_llmbar_is_read_by_its_label(reward_folder: Path, tmp_path: Path) -> None:
@@ -189,28 +179,6 @@ def test_llmbar_is_read_by_its_label(reward_folder: Path, tmp_path: Path) -> Non
     measured = [measure_reward_model(reward_folder, judged, weights={}, seed=0) for judged in files]
     as_told, turned_round, wrong = (found.calibration.accuracy.mean for found in measured)
     assert as_told == turned_round == 1 - wrong
-
-
-def test_weights_of_rewardbench_are_its_counts() -> None:
-    """The published set has 2,985 prompts, of which math-prm has 447 (its data card)."""
-    assert sum(sum(section.values()) for section in SECTIONS.values()) - 984 + 447 == 2985
-    assert SECTIONS["Reasoning"]["math-prm"] == sum(n for name, n in SECTIONS["Reasoning"].items() if name[:3] == "hep")
-
-
-def test_the_score_of_rewardbench_has_an_interval_over_its_subsets() -> None:
-    """In repeated draws with known accuracies, the interval contains the weighted truth."""
-    truth = {"alpacaeval-easy": 0.9, "mt-bench-hard": 0.6, "math-prm": 0.7, "hep-go": 0.8, "donotanswer": 0.5}
-    section = (984 * 0.7 + 164 * 0.8) / (984 + 164)
-    expected, hits = (0.9 + 0.6 + section + 0.5) / 4, []
-    names = tuple(truth)
-    for world in range(300):
-        generator = np.random.default_rng([3, world])
-        category = np.repeat(np.arange(5), 80)
-        right = generator.random(400) < np.array([truth[name] for name in names])[category]
-        lead, place, ones = np.where(right, 1.0, -1.0), np.arange(400), np.ones(400, dtype=np.int64)
-        found = rewardbench_score(ScoredPairs(lead, place, place, 2 * ones, ones, category, names)).score
-        hits.append(found.low <= expected <= found.high)
-    assert 0.92 <= np.mean(hits) <= 0.98
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -225,5 +193,3 @@ def test_refusals(tmp_path: Path) -> None:
         read_judged(write(tmp_path / "odd.jsonl", [{"text": "a"}]))
     with pytest.raises(ValueError, match=r"lead_N\[1\] is not a finite number"):
         calibration(pairs_of([1.0, math.nan]), seed=0)
-    with pytest.raises(ValueError, match="strange: not a subset of RewardBench"):
-        rewardbench_score(pairs_of([1.0], categories=("strange",)))

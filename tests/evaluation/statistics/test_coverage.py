@@ -16,15 +16,13 @@ LEAST, MOST = 0.89, 0.995
 
 
 @pytest.fixture(autouse=True)
-def _few_resamples(monkeypatch):
-    monkeypatch.setattr("evaluation.statistics.ratings.NUM_RESAMPLES", 2)
-    monkeypatch.setattr("evaluation.statistics.win_rates.NUM_RESAMPLES", 2)
+def _few_permutations(monkeypatch):
     monkeypatch.setattr("evaluation.statistics.significance.NUM_PERMUTATIONS", 1_000)
 
 
 def shares(draw, num_prompts, num_worlds=120):
     found = coverage(draw, num_prompts, num_worlds, seed=0)
-    return {what: round(covered.share, 3) for what, covered in found.items() if "bootstrap" not in what}
+    return {what: round(covered.share, 3) for what, covered in found.items()}
 
 
 @pytest.mark.nightly

@@ -14,10 +14,7 @@ from benchmarks.compare_worlds import comparisons
 from evaluation.statistics.results import Counts
 from evaluation.statistics.significance import EqualityTest
 from evaluation.statistics.win_rates import (
-    bootstrap_clusters,
-    bootstrap_labelers,
     counts_of,
-    expanded_level,
     interval_over_labelers,
     length_controlled,
     pair_win_rate,
@@ -36,21 +33,13 @@ def pair(rows):
 
 
 def win_rate(found, *, seed):
-    return pair_win_rate(found, EqualityTest(prompt_means(found), seed=seed), seed=seed)
+    return pair_win_rate(found, EqualityTest(prompt_means(found), seed=seed))
 
 
 def test_every_prompt_weighs_the_same_whatever_its_verdicts():
     found = win_rate(pair([(0, 0, 1), (0, 0, 1), (0, 0, 1), (0, 0, 0), (1, 0, 0), (2, 0, 0.5)]), seed=0)
     assert found.mean == pytest.approx((0.75 + 0 + 0.5) / 3)
-    assert (found.num_prompts, found.num_verdicts, found.num_labelers, found.method) == (3, 6, 1, "score")
-
-
-def test_it_is_wilsons_with_one_verdict_a_prompt_and_neither_ties_nor_soft_values():
-    def methods(won):
-        return win_rate(pair([(prompt, 0, x) for prompt, x in enumerate(won)]), seed=0).method
-
-    assert methods([1, 0, 1]) == "wilson"
-    assert methods([1, 0, 0.5]) == methods([1, 0, 0.7]) == "score"
+    assert (found.num_prompts, found.num_verdicts, found.num_labelers) == (3, 6, 1)
 
 
 def test_repeating_a_prompts_verdict_tells_nothing_new():
@@ -75,7 +64,6 @@ def test_labelers_who_differ_widen_the_interval_over_labelers_alone():
     assert found.mean == pytest.approx(0.5)
     assert found.high - found.low < 0.1
     assert found.over_labelers.high - found.over_labelers.low > 0.8  # Student's t with 2 degrees of freedom
-    assert found.bootstrap.high - found.bootstrap.low > 0.5
 
 
 def test_the_variance_over_labelers_by_hand():
@@ -94,27 +82,10 @@ def test_labelers_who_agree_leave_the_interval_over_prompts():
     assert (found.over_labelers.low, found.over_labelers.high) == (found.low, found.high)
 
 
-def test_the_pigeonhole_bootstrap_equals_a_loop():
-    """The spread over resamples against a loop that draws prompts and labelers."""
-    generator = np.random.default_rng(5)
-    table_PL = generator.integers(0, 2, size=(25, 4)).astype(float) * 0.8 + generator.random(4) * 0.2
-    found = bootstrap_labelers(pair([(p, j, table_PL[p, j]) for p in range(25) for j in range(4)]), seed=1)
-    looped = [table_PL[np.ix_(generator.integers(0, 25, 25), generator.integers(0, 4, 4))].mean() for _ in range(4_000)]
-    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(looped, [0.025, 0.975])), abs=0.02)
-
-
-def test_a_bootstrap_of_few_prompts_is_expanded():
-    assert expanded_level(20) == pytest.approx(1 - 2 * 0.0159, abs=5e-4)  # Hesterberg 2015, table 1: 0.0159
-    assert expanded_level(10_000) == pytest.approx(0.95, abs=1e-4)
-    values = np.random.default_rng(0).random(20)
-    found = bootstrap_clusters(values, np.arange(len(values)), seed=0)
-    assert found.high - found.low == pytest.approx(2 * 2.093 * values.std(ddof=1) / 20**0.5, rel=0.1)
-
-
-def test_one_prompt_has_a_wide_interval_and_no_bootstrap():
+def test_one_prompt_has_a_wide_interval_and_none_over_labelers():
     found = win_rate(pair([(0, 0, 1)]), seed=0)
     assert (found.low, found.high) == pytest.approx((0.2065, 1.0), abs=1e-4)
-    assert np.isnan([found.bootstrap.low, found.over_labelers.mean]).all()
+    assert np.isnan(found.over_labelers.mean)
 
 
 def test_no_verdicts_are_refused():

@@ -1,4 +1,4 @@
-"""Models, judges and scorers for the tests of suites."""
+"""Models and judges for the tests of suites."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,15 +58,3 @@ class EndpointJudge:
         asker = Asker(Endpoint(self.url, self.model, 20.0, 0), self.cache, concurrency=2, max_failed_share=1.0)
         bodies = [{"messages": list(prompt), "temperature": 0, "max_tokens": max_tokens} for prompt in prompts]
         return asker.ask_all(bodies, lambda _done, _total: None)
-
-
-@dataclass
-class ByTable:
-    """A scorer that looks answers up, and keeps what it was shown."""
-
-    table: dict[str, float | str]
-    shown: list[tuple[str, str]] = field(default_factory=list)
-
-    def score(self, asked: Sequence[Messages], answers: Sequence[str]) -> list[float | str]:
-        self.shown += [(messages[-1]["content"], answer) for messages, answer in zip(asked, answers, strict=True)]
-        return [self.table[answer] for answer in answers]

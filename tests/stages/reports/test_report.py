@@ -56,7 +56,7 @@ def rated(policy_a: str, policy_b: str, value: float, half: float, *, p: float =
     return {
         "policy_a": policy_a,
         "policy_b": policy_b,
-        "win_rate": share(value, half, method="score", bootstrap=unknown, over_labelers=unknown, num_prompts=200,
+        "win_rate": share(value, half, over_labelers=unknown, num_prompts=200,
                           num_clusters=200, num_verdicts=400, num_labelers=1),
         "verdicts": {"wins": 200, "ties": 0, "losses": 200},
         "prompts": {"wins": 100, "ties": 0, "losses": 100},
@@ -479,20 +479,6 @@ def test_a_kl_that_stays_at_0_or_is_below_it_is_explained(run: Path) -> None:
         write_report(run)
         page = (run / "report.html").read_text(encoding="utf-8")
         assert (still in page, below in page) == shown, kl
-
-
-def test_an_interval_beyond_the_range_of_the_scores_is_explained(run: Path) -> None:
-    beyond = "An interval of a mean may reach beyond 0 or 1"
-    results = read(run / "compare/results.json")
-    for sample in results["samples"]:
-        for response in sample["responses"].values():
-            response["gold_score"] = 0.9
-    for half_width, shown in ((0.01, False), (0.3, True)):
-        for policy in results["policies"].values():
-            policy["gold_score"] = mean(0.9, half_width)
-        (run / "compare/results.json").write_text(json.dumps(results), encoding="utf-8")
-        write_report(run)
-        assert (beyond in (run / "report.html").read_text(encoding="utf-8")) == shown
 
 
 def test_a_sample_shows_its_whole_conversation(run: Path, read_page: ReadPage) -> None:
