@@ -425,12 +425,6 @@ class LabelStore:
         with self._reader.begin() as connection:
             return results.events_on(connection, task_id)
 
-    def events(self, batch: str, *, labeler: str = "", kind: str = "", start: int, limit: int) -> list[Judgment]:
-        """Returns a batch's events, newest first, starting at index `start`. `labeler` and `kind` filter them."""
-        with self._reader.begin() as connection:
-            who = known_pseudonym(connection, labeler) if labeler else ""
-            return results.events(connection, batch, who, kind, start, limit) if who or not labeler else []
-
     def history(self, labeler: str, limit: int) -> list[PastEvent]:
         """Returns the labeler's last events, newest first."""
         with self._reader.begin() as connection:

@@ -9,7 +9,6 @@ from preferences.page.config import LabelCriterion, LabelingConfig
 from preferences.page.forms import MAX_NOTE_CHARACTERS, MAX_RATING, MIN_RATING
 from preferences.page.security import unstorable_in
 from preferences.page.service import TaskForm
-from preferences.questions import MAX_QUESTION_CHARACTERS
 from preferences.records import MAX_RESPONSES, OVERALL
 
 MAX_INTEGER = 2**53  # every JSON reader handles integers up to this
@@ -160,37 +159,11 @@ class RevealBody(Body):
     form: Form
 
 
-class QuizBody(Body):
-    """The choice for each question of the quiz, in order."""
-
-    answers: Annotated[list[Text], Field(max_length=MAX_FLAGS)]
-
-
-class QuestionBody(Body):
-    form: Form
-    text: Annotated[str, Field(min_length=1, max_length=MAX_QUESTION_CHARACTERS, pattern=STORABLE)]
-
-
-class MessageOfThreadBody(Body):
-    """A message in a thread of `/questions`. Leads name the labeler whose thread it is."""
-
-    task: Name
-    labeler: Text = ""
-    text: Annotated[str, Field(max_length=MAX_QUESTION_CHARACTERS, pattern=STORABLE)] = ""
-    resolved: bool = False
-
-
 class UndoBody(Body):
     """What to take back. `task` is the handle from `/history`; `revision` is one more than that of the event."""
 
     task: Name
     revision: Number
-
-
-class OwnTaskBody(Body):
-    """A task of yours to change the answer to: the handle from `/history`."""
-
-    task: Name
 
 
 class VoidBody(Body):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from preferences.annotations import MAX_CRITERIA, MAX_NAME_CHARACTERS
 
@@ -91,23 +91,6 @@ class LabelCriterion(BaseModel):
         """What the page asks about a response or a turn."""
         ends = "" if self.kind == "yes_no" else f" (1 to {self.highest})"
         return f"{self.name.capitalize()}{ends}{f': {self.question}' if self.question else ''}"
-
-
-class QuizQuestion(BaseModel):
-    """A question about the instructions, which labelers answer before they get tasks."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    question: str = Field(min_length=1, description="The question.")
-    choices: tuple[str, ...] = Field(min_length=2, max_length=9, description="What to choose from.")
-    answer: str = Field(description="The right choice, word for word.")
-    explanation: str = Field(default="", description="Why it is right; shown after each try.")
-
-    @model_validator(mode="after")
-    def _has_an_answer(self) -> Self:
-        if self.answer not in self.choices or len(set(self.choices)) != len(self.choices) or "" in self.choices:
-            raise ValueError(f"answer is {self.answer!r}; one of the choices was expected, all different and not empty")
-        return self
 
 
 DEFAULT_URL = "http://127.0.0.1:8100"
@@ -244,11 +227,6 @@ class LabelingConfig(BaseModel):
         default=(), description="Labels for passages of responses that labelers mark; empty = no passages."
     )
     asks_edits: bool = Field(default=False, description="Whether labelers can write a better version of a response.")
-    quiz: tuple[QuizQuestion, ...] = Field(
-        default=(),
-        description="Questions about the instructions, which each labeler answers right before they get tasks; again"
-        " for each new version.",
-    )
     title: str = Field(default="Labeling", description="Title of the pages.")
     batches: tuple[str, ...] = Field(
         default=(), description="Batches in the order in which labelers get them; empty = all, in order of arrival."
@@ -302,7 +280,6 @@ class LabelingConfig(BaseModel):
         more: dict[str, Any] = {"criteria": asked} if asked else {}
         more |= {"span_labels": self.span_labels} if self.span_labels else {}
         more |= {"asks_edits": True} if self.asks_edits else {}
-        more |= {"quiz": [one.model_dump() for one in self.quiz]} if self.quiz else {}
         content = json.dumps([self.instructions, self.flags, self.asks_ratings, *([more] if more else [])])
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 

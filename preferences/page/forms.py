@@ -1,22 +1,16 @@
-"""Labelers' forms: parsing them into answers, and keeping in memory those that could not be saved.
+"""Labelers' forms: parsing them into answers.
 
 Parsing returns sentences for the page about what is missing. A passage is given by quoting it, which works by hand, by
 the keyboard and without JavaScript. Browsers copy the text that they show, without Markdown's punctuation and with
 other white space, so letters and digits alone are compared.
-
-What a labeler was shown and typed survives a failed save, but not a server that is killed. A form that reaches another
-server is returned without its task's texts.
 """
 
 import re
-import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from unicodedata import category
 from urllib.parse import quote_plus
 
-from preferences.accounts import Account
 from preferences.annotations import (
     MAX_CRITERIA,
     MAX_EDIT_CHARACTERS,
@@ -27,17 +21,14 @@ from preferences.annotations import (
     TurnRating,
 )
 from preferences.leases import Lease
-from preferences.page.cache import ByteCache
 from preferences.page.config import LabelingConfig
 from preferences.page.security import MAX_BODY_BYTES
-from preferences.page.service import PresentedTask, TaskForm
+from preferences.page.service import TaskForm
 from preferences.records import Answer, Judgment, ShownTask, assistant_turns
 
 LETTERS = "ABCDEFGHI"  # the names of responses on the page
 MIN_RATING, MAX_RATING = 1, 7
 MAX_NOTE_CHARACTERS = 4_000
-MAX_REMEMBERED_BYTES = 64 * 2**20  # memory for the most recently shown tasks
-TASK_BYTES = 10_000  # memory that a task takes in addition to its texts
 NUM_BLANK_SPANS = 2  # rows for passages below those that are filled in
 _EDGE = re.compile(r"^\s+|\s+$")
 _TURN = re.compile(r"turn_\d{1,2}_\d{1,6}")  # the field of a turn's rating: criterion and turn
@@ -134,57 +125,6 @@ def read_reason(fields: Fields, config: LabelingConfig) -> str:
     """Returns why a task is skipped: a reason that was chosen, the labeler's own words, or both; "" if neither."""
     chosen, own = fields.text("chosen_reason"), fields.text("reason").strip()
     return ": ".join(part for part in (chosen if chosen in config.all_skip_reasons else "", own) if part)
-
-
-# ---- what could not be stored ----
-
-
-@dataclass(frozen=True)
-class KnownTask:
-    """A task that somebody was shown, and what they typed that could not be stored (None = nothing failed)."""
-
-    account: Account
-    presented: PresentedTask
-    unsaved: Fields | None = None
-
-
-class UnsavedForms:
-    """The most recently shown tasks, with input that could not be stored, by session, task and revision."""
-
-    def __init__(self, max_bytes: int = MAX_REMEMBERED_BYTES) -> None:
-        self._shown: ByteCache[tuple[str, str, int], KnownTask] = ByteCache(max_bytes)
-        self._lock = threading.Lock()
-
-    def put(self, session: str, account: Account, presented: PresentedTask) -> Fields | None:
-        """Remembers a task that is being shown. Returns its input that could not be stored before, if any."""
-        key = (session, presented.form.task, presented.form.revision)
-        with self._lock:
-            known = self._shown.get(key)
-            unsaved = known.unsaved if known is not None else None
-            self._keep(key, KnownTask(account, presented, unsaved))
-        return unsaved
-
-    def failed(self, session: str, form: TaskForm, fields: Fields) -> KnownTask | None:
-        """Remembers input that could not be stored. Returns None if this server did not make the form."""
-        key = (session, form.task, form.revision)
-        with self._lock:
-            known = self._shown.get(key)
-            if known is None or known.presented.form.seal != form.seal:
-                return None
-            return self._keep(key, replace(known, unsaved=fields))
-
-    def stored(self, session: str, form: TaskForm) -> None:
-        """Forgets a task that was answered or skipped."""
-        self._shown.remove((session, form.task, form.revision))
-
-    def _keep(self, key: tuple[str, str, int], known: KnownTask) -> KnownTask:
-        shown, fields = known.presented.lease.shown, known.unsaved or Fields({})
-        texts = [text for message in shown.prompt for text in message.fields] + [
-            *shown.responses,
-            *fields.values.values(),
-        ]
-        self._shown.put(key, known, TASK_BYTES + sum(map(sys.getsizeof, texts)))
-        return known
 
 
 def as_text(fields: Fields) -> str:

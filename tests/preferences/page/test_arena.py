@@ -21,7 +21,7 @@ from preferences.page import arena as arena_module
 from preferences.page import arena_pages, lockstep
 from preferences.page.app import make_app
 from preferences.page.arena import BOTH_BAD, CHOICES, Arena, ArenaPrompt, ArenaSetup, Given
-from preferences.page.config import LabelingConfig, QuizQuestion, Screening
+from preferences.page.config import LabelingConfig, Screening
 from preferences.page.lockstep import LockstepTurn
 from preferences.records import Answer, Message, Task
 from preferences.statistics.summary import summary
@@ -521,16 +521,13 @@ def test_nothing_is_asked_before_the_instructions_are_read(
 def test_who_has_read_the_instructions_comes_back_to_the_arena(
     world: Any, writers: ScriptedWriters, person: Callable[[str], TestClient]
 ) -> None:
-    quiz = (QuizQuestion(question="Is long better?", choices=("yes", "no"), answer="no", explanation="It is not."),)
-    config = CONFIG.model_copy(update={"quiz": quiz})
+    config = CONFIG.model_copy(update={"instructions": "Be fair."})
     person("ann")
     with ArenaSetup(writers, "arena").opened(world.url, world.store, config) as opened:
         ann = TestClient(make_app(world.store, world.accounts, config, clock=world.clock, arena=opened))
         ann.post("/sign-in", data={"name": "ann", "key": world.keys["ann"]})
-        page = ann.post("/instructions", data={"csrf": csrf(ann.get("/arena").text), "quiz_0": "no"})
-        assert "All of it is right." in page.text
-        path = re.findall('href="([^"]+)">Start labeling', page.text)[0]
-        assert ann.get(path).url.path == "/arena"
+        page = ann.post("/instructions", data={"csrf": csrf(ann.get("/arena").text)})
+        assert page.url.path == "/arena"
 
 
 @pytest.mark.parametrize(
