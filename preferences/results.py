@@ -90,17 +90,6 @@ def _wanted(connection: Connection, batch: str, *, in_archive: bool = True) -> d
     return {row[0]: row[1] for row in found}
 
 
-def num_wanted(connection: Connection, batch: str) -> int:
-    """Counts the judgments that the batch's tasks want by now, or have if those are more."""
-    is_offered, is_archived = and_(~assignments.c.is_done, ~assignments.c.is_surplus), assignments.c.is_archived
-    # three counts, each within one index
-    counted = [
-        select(func.count()).where(assignments.c.batch == batch, which).scalar_subquery()
-        for which in (assignments.c.is_done, and_(is_offered, ~is_archived), and_(is_offered, is_archived))
-    ]
-    return sum(connection.execute(select(*counted)).one())
-
-
 def judgments_of(connection: Connection, batch: str, *, with_names: bool = True) -> list[Judgment]:
     """Returns every event on the batch's tasks, in the order in which they were stored."""
     statement = select_events(with_names=with_names).where(tasks.c.batch == batch).order_by(judgments.c.judgment_id)

@@ -461,11 +461,6 @@ class LabelStore:
         with self._reader.begin() as connection:
             return results.batch_counts(connection, self._clock())
 
-    def num_wanted(self, batch: str) -> int:
-        """Counts the judgments that the batch's tasks want by now; leads can change it."""
-        with self._reader.begin() as connection:
-            return results.num_wanted(connection, batch)
-
     def num_erased(self) -> int:
         """Returns the number of people who were erased: it grows when a name disappears from the judgments."""
         with self._reader.begin() as connection:

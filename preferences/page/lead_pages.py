@@ -40,7 +40,7 @@ class LeadPages:
         batches = self.lead.batches()
         with self.lead.store.reading() as connection:
             wrong = warning_of(self.site.config, connection)
-        found = self.lead.pace(batches, may_be_late=True)
+        found = self.lead.pace(batches)
         return self.site.page(
             "lead", account, token, batches=batches, exports=[FORMATS[name] for name in EXPORTS], wrong=wrong, **found
         )

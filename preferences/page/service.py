@@ -43,7 +43,6 @@ EXPORTS = (
     "demonstrations", "label-studio",
 )  # fmt: skip
 EXAMPLES_PER_KIND = 5  # shown on the page for each kind of warning of an export; the report's file has all
-NUM_REVIEWED = 20  # tasks on the quality page that labelers disagree on most
 
 Waiting = Literal["instructions", "nothing open", "screening", "daily quota", "batches closed", "no fitting task"]
 
@@ -373,18 +372,12 @@ class LeadView:
     def batches(self) -> list[BatchCounts]:
         return self.store.batch_counts()
 
-    def pace(self, batches: Sequence[BatchCounts], *, may_be_late: bool = False) -> dict[str, Any]:
-        """Returns what the progress page shows besides counts: settings and estimates by batch, and people's hours.
-
-        With `may_be_late`, `pace` is None and there are no estimates while the server still reads many events.
-        """
+    def pace(self, batches: Sequence[BatchCounts]) -> dict[str, Any]:
+        """Returns what the progress page shows besides counts: settings and estimates by batch, and people's hours."""
         now = self.store.now()
-        is_ready = not may_be_late or self._pace.read_or_begin(self.store)
         with self.store.reading() as connection:
-            settings = {one.name: assignment.settings_of(connection, one.name) for one in batches}
-            if not is_ready:
-                return {"settings": settings, "estimates": {}, "pace": None}
             self._pace.read(connection)
+            settings = {one.name: assignment.settings_of(connection, one.name) for one in batches}
             estimates = {
                 one.name: self._pace.estimate(one.name, one.num_wanted - one.num_judgments, now) for one in batches
             }
@@ -401,14 +394,7 @@ class LeadView:
         found, is_newest = self._quality.latest(chosen) if chosen else (None, True)
         is_judged = found is not None and found.report.num_answers > 0
         report, plots = (found.report, found.plots) if found is not None and is_judged else (None, [])
-        reviewed = [] if report is None else [one.task_id for one in report.disagreements[:NUM_REVIEWED]]
-        prompts = self.store.shown_prompts(reviewed)
-        shown = {
-            "reviewed": reviewed,
-            "prompts": prompts,
-            "older": None if is_newest else found,
-            "is_coming": not is_newest,
-        }
+        shown = {"older": None if is_newest else found, "is_coming": not is_newest}
         return {"batches": batches, "batch": chosen, "report": report, "plots": plots, **shown}
 
     def export(self, batch: str, form: str, *, with_names: bool = False, criterion: str = "") -> Exported:

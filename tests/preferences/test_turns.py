@@ -221,10 +221,10 @@ def test_statistics_of_turns(store):
     answer(store, "bob", said=replace(SAID, turns=(TurnRating(2, "right", 1), TurnRating(4, "right", 1))))
     answer(store, "cem", said=Annotations())
     (turns,) = summary([TASK], store.judgments("b")).turns
-    assert (turns.name, turns.num_ratings, turns.mean_rating) == ("right", 4, 0.75)
+    assert (turns.name, turns.num_answers, turns.mean_rating) == ("right", 4, 0.75)
     assert (turns.agreement.mean, turns.alpha.value) == (0.5, 0.0)  # 1 - 3·1/(1·3), as by chance
     report = summary([replace(TASK, gold_ranks=(1, 2))], store.judgments("b")).turns[0]
-    assert (report.num_ratings, report.agreement.num_tasks, report.alpha.reason != "") == (4, 0, True)
+    assert (report.num_answers, report.agreement.num_tasks, report.alpha.reason != "") == (4, 0, True)
 
 
 def test_labels_of_turns_are_by_one_criterion_and_yes_or_no(store):

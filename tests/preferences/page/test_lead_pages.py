@@ -69,14 +69,6 @@ def test_progress_links_every_listed_export_with_its_description(world, eve):
     assert "The batch has nothing that this format holds." in eve.get("/lead/export?batch=main&format=edits").text
 
 
-def test_the_quality_page_knows_a_new_overlap(world, eve):
-    world.add(make_task("t1"))
-    say(world, "ann", (1, 2))
-    assert "1 of 1 answers (100%)" in eve.get("/lead/quality").text
-    posted(eve, "/lead/batch/labelers", batch="main", num_labelers="4")
-    assert "1 of 4 answers (25%)" in eve.get("/lead/quality").text
-
-
 def reloaded(client, path, until_gone):
     """Opens a page until it no longer says something."""
     deadline = time.monotonic() + 60
@@ -104,18 +96,6 @@ def test_a_large_batchs_statistics_come_from_another_process_and_may_be_older(wo
     assert ("being computed" in (erased := eve.get("/lead/quality").text), "bob" in erased) == (True, False)
     erased = reloaded(eve, "/lead/quality", "being computed")
     assert ("2 answers to" in erased, "bob" in erased, "statistics as of" in erased) == (True, False, False)
-
-
-def test_progress_does_not_wait_until_very_many_events_are_read(world, eve, api, monkeypatch):
-    monkeypatch.setattr("preferences.progress.MAX_READ_AT_ONCE", 0)
-    world.add(*(make_task(f"t{number}") for number in range(3)), num_labelers=2)
-    say(world, "ann", (1, 2))
-    first = eve.get("/lead").text
-    assert ("1 of 6 judgments" in first, "Estimates and hours are being computed" in first) == (True, True)
-    assert "judgments left" not in first
-    assert "5 judgments left" in (page := reloaded(eve, "/lead", "being computed"))
-    assert '<th scope="row">ann</th><td class="number">0.0</td><td class="number">1</td>' in page
-    assert api.get("/api/progress").json()["batches"]["main"]["num_left"] == 5  # programs wait
 
 
 def test_a_lead_widens_closes_and_reopens_a_batch(world, visit, eve):
