@@ -371,7 +371,7 @@ def final_judgments(
     """Yields the final judgments that are training data, in the order of the tasks.
 
     It reports each judgment that is not final once, those that are excluded (`preferences.rankings.why_excluded`), and
-    annotations ("criteria", "turns", "spans", "edits") except those that the format `keeps`.
+    annotations ("criteria", "turns", "edits") except those that the format `keeps`.
     """
     judgments = list(judgments)
     current = current_judgments(judgments)
@@ -402,7 +402,7 @@ def final_judgments(
 
 def _report_annotations(report: Report, judgment: Judgment, keeps: Sequence[str]) -> None:
     said = judgment.annotations
-    counts = {name: len(getattr(said, name)) for name in ("criteria", "turns", "spans")}
+    counts = {name: len(getattr(said, name)) for name in ("criteria", "turns")}
     counts["edits"] = sum(map(bool, said.edits))
     for kind, count in counts.items():
         if count and kind not in keeps:

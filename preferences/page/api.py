@@ -12,7 +12,7 @@ from pydantic import Field
 from files.conversations import tool_messages
 from files.strict_json import refuse_unsound
 from preferences.accounts import Account, Accounts
-from preferences.annotations import Annotations, CriterionRatings, Span, TurnRating
+from preferences.annotations import Annotations, CriterionRatings, TurnRating
 from preferences.formats.registry import FORMATS
 from preferences.page.api_bodies import (
     ERRORS,
@@ -229,7 +229,6 @@ class Api:
             asks_ratings=config.asks_ratings,
             flags=list(config.flags),
             criteria=list(config.criteria),
-            span_labels=list(config.span_labels),
             asks_edits=config.asks_edits,
             expires_at=presented.lease.expires_at,
         )
@@ -267,14 +266,10 @@ def _annotations(body: AnswerBody, config: LabelingConfig, turns: Sequence[int])
         if not all(rating in asked[name].choices for rating in ratings):
             raise _invalid("criteria", f"{name}: only {', '.join(map(str, asked[name].choices))} expected")
     rated = _turn_ratings(body.turns, config, turns)
-    for span in body.spans:
-        if span.label not in config.span_labels:
-            raise _invalid("spans", f"{span.label!r} is not a label of a passage")
     if body.edits and not config.asks_edits:
         raise _invalid("edits", "none expected")
     return Annotations(
         tuple(CriterionRatings(name, tuple(ratings)) for name, ratings in body.criteria.items()),
-        tuple(Span(span.response, span.start, span.end, span.label) for span in body.spans),
         tuple(body.edits) if any(body.edits) else (),
         rated,
     )

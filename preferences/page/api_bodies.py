@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from preferences.annotations import MAX_EDIT_CHARACTERS, MAX_SPANS, MAX_TURN_RATINGS
+from preferences.annotations import MAX_EDIT_CHARACTERS, MAX_TURN_RATINGS
 from preferences.page.config import LabelCriterion, LabelingConfig
 from preferences.page.forms import MAX_NOTE_CHARACTERS, MAX_RATING, MIN_RATING
 from preferences.page.security import unstorable_in
@@ -108,7 +108,6 @@ class TaskBody(BaseModel):
     asks_ratings: bool
     flags: list[str]
     criteria: list[LabelCriterion]
-    span_labels: list[str]
     asks_edits: bool
     expires_at: float
 
@@ -119,15 +118,6 @@ class NoTask(BaseModel):
     """
 
     waiting: str
-
-
-class SpanBody(Body):
-    """A passage of a response, which has the number that it is shown at, from 0: characters `start` to `end` - 1."""
-
-    response: Annotated[int, Field(ge=0, lt=MAX_RESPONSES), IS_WHOLE]
-    start: Number
-    end: Number
-    label: Text
 
 
 class AnswerBody(Body):
@@ -146,7 +136,6 @@ class AnswerBody(Body):
     note: Note = ""
     criteria: dict[Text, Annotated[list[Number], Field(min_length=1, max_length=MAX_RESPONSES)]] = {}
     turns: dict[Text, Annotated[list[Number], Field(max_length=MAX_TURN_RATINGS)]] = {}
-    spans: Annotated[list[SpanBody], Field(max_length=MAX_SPANS * MAX_RESPONSES)] = []
     edits: Annotated[list[Edit], Field(max_length=MAX_RESPONSES)] = []
 
 
@@ -248,7 +237,7 @@ def describe_answers(schema: dict[str, Any], config: LabelingConfig) -> None:
     flags["items"] |= {"uniqueItems": True, "items": {"type": "string", "enum": list(config.flags)}}
     if not config.flags:
         flags["items"] = {"type": "array", "maxItems": 0}
-    criteria, spans, edits = (answer["properties"][name] for name in ("criteria", "spans", "edits"))
+    criteria, edits = (answer["properties"][name] for name in ("criteria", "edits"))
     shape = next(iter(criteria.pop("patternProperties").values()))
     criteria |= {"additionalProperties": False, "required": [one.name for one in config.criteria]}
     criteria["properties"] = {
@@ -263,7 +252,5 @@ def describe_answers(schema: dict[str, Any], config: LabelingConfig) -> None:
     if config.criteria:
         answer["required"].append("criteria")
         del criteria["default"]
-    if not config.span_labels:
-        spans["maxItems"] = 0
     if not config.asks_edits:
         edits["maxItems"] = 0

@@ -223,9 +223,6 @@ class LabelingConfig(BaseModel):
     criteria: tuple[LabelCriterion, ...] = Field(
         default=(), max_length=MAX_CRITERIA, description="Criteria that labelers rate each response by."
     )
-    span_labels: tuple[str, ...] = Field(
-        default=(), description="Labels for passages of responses that labelers mark; empty = no passages."
-    )
     asks_edits: bool = Field(default=False, description="Whether labelers can write a better version of a response.")
     title: str = Field(default="Labeling", description="Title of the pages.")
     batches: tuple[str, ...] = Field(
@@ -278,7 +275,6 @@ class LabelingConfig(BaseModel):
         # Without `each_turn`, the version is that of before this field existed, so labelers need not read again.
         asked = [one.model_dump(exclude=None if one.each_turn else {"each_turn"}) for one in self.criteria]
         more: dict[str, Any] = {"criteria": asked} if asked else {}
-        more |= {"span_labels": self.span_labels} if self.span_labels else {}
         more |= {"asks_edits": True} if self.asks_edits else {}
         content = json.dumps([self.instructions, self.flags, self.asks_ratings, *([more] if more else [])])
         return hashlib.sha256(content.encode()).hexdigest()[:12]
@@ -290,13 +286,6 @@ class LabelingConfig(BaseModel):
         if taken := [name for name in names if name in ROW_FIELDS or names.count(name) > 1]:
             raise ValueError(f"the name {taken[0]!r}; different names, none of {', '.join(ROW_FIELDS)}, were expected")
         return criteria
-
-    @field_validator("span_labels")
-    @classmethod
-    def _are_labels(cls, labels: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(labels)) != len(labels) or not all(0 < len(label) <= MAX_NAME_CHARACTERS for label in labels):
-            raise ValueError(f"different labels of 1 to {MAX_NAME_CHARACTERS} characters were expected")
-        return labels
 
     @property
     def all_skip_reasons(self) -> tuple[str, ...]:
@@ -314,7 +303,7 @@ class LabelingConfig(BaseModel):
             found = f"it has {', '.join(map(repr, batches))}" if batches else "it has none yet"
             said = [f"The configuration names batches that the store does not have: {', '.join(missing)}; {found}."]
         asked = [name for name in alone if name in (self.batches or batches)]
-        if asked and not (self.asks_ratings or self.criteria or self.flags or self.span_labels or self.asks_edits):
+        if asked and not (self.asks_ratings or self.criteria or self.flags or self.asks_edits):
             said.append(
                 f"Tasks of {', '.join(map(repr, asked))} have one response, which is not ranked, and the form asks"
                 " nothing else about it; set asks_ratings, criteria or flags."

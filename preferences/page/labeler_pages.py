@@ -18,7 +18,7 @@ from preferences.database import STORE_AWAY, reason_of
 from preferences.leases import LeaseLostError
 from preferences.page import forms
 from preferences.page.config import DECLINES, LabelingConfig
-from preferences.page.forms import Fields, as_text, is_same_text, max_edit, num_span_rows
+from preferences.page.forms import Fields, as_text, is_same_text, max_edit
 from preferences.page.search_pages import in_queue, next_in_queue
 from preferences.page.security import MAX_SIGN_IN_BYTES, Attempts, TooManyTriesError, sign_in, use_link
 from preferences.page.service import MAX_LEFT, LabelingService, PresentedTask, RefusedError
@@ -240,7 +240,6 @@ class TaskPages:
             max_left=MAX_LEFT,
             num_done=self.service.store.num_current_answers(account.name),
             ratings=range(forms.MIN_RATING, forms.MAX_RATING + 1),
-            num_span_rows=num_span_rows,
             is_same_text=is_same_text,
             max_edit=max_edit(presented.lease.shown.responses),
             num_folded=_num_folded(presented.lease.shown, self.service.config),

@@ -620,25 +620,17 @@ COLOURS = ["color-contrast", "link-in-text-block"]
 STANDARDS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 
 
-# ---- criteria, passages, edits ----
+# ---- criteria and edits ----
 
 ANNOTATED = LabelingConfig(
     task_order="arrival",
     asks_ratings=False,
     criteria=(LabelCriterion(name="helpful"), LabelCriterion(name="correct", kind="yes_no")),
-    span_labels=("wrong", "rude"),
     asks_edits=True,
 )
-SELECT = """([place, quote]) => {
-  const walker = document.createTreeWalker(document.querySelectorAll(".said-here .text")[place], NodeFilter.SHOW_TEXT);
-  for (let node; (node = walker.nextNode()); ) {  // the last one is selected
-    const at = node.data.lastIndexOf(quote);
-    if (at >= 0) getSelection().setBaseAndExtent(node, at, node, at + quote.length);
-  }
-}"""
 
 
-def test_criteria_passages_and_an_edit_by_keyboard(site):
+def test_criteria_and_an_edit_by_keyboard(site):
     task = Task("t1", (Message("user", "Say it"),), ("It is **so**, and so on.", "No."), ("x", "y"))
     opened = site([task], config=ANNOTATED)
     page = opened.visit("ann")
@@ -647,10 +639,6 @@ def test_criteria_passages_and_an_edit_by_keyboard(site):
     keys = ("a", "1", "Shift+Digit5", "Shift+Digit1", "b", "2", "k", "Shift+Digit2", "Shift+Digit7")
     for key in keys:
         page.keyboard.press(key)
-    page.evaluate(SELECT, [long, "so"])
-    page.keyboard.press("p")
-    page.keyboard.type("rude")
-    page.locator("#answer h2").click()
     page.keyboard.press("ab"[long])
     page.keyboard.press("w")
     page.keyboard.press("Control+Home")
@@ -663,15 +651,13 @@ def test_criteria_passages_and_an_edit_by_keyboard(site):
     (judgment,) = opened.judgments()
     said = judgment.annotations.as_shown(judgment.shown_order)
     assert [one.ratings for one in said.criteria] == [(5, 7), (1, 0)]
-    (span,) = judgment.annotations.spans
-    assert (span.start, span.label) == (task.responses[0].rindex("so"), "rude")
     assert judgment.annotations.edits == ("Yes: It is **so**, and so on.", "")
 
 
 def test_criteria_at_a_phones_width(site):
     opened = site([make_task("t1", 2)], config=ANNOTATED)
     page = opened.visit("ann", viewport={"width": 320, "height": 640})
-    for box in page.locator("details.passages, details.edit").all():
+    for box in page.locator("details.edit").all():
         box.evaluate("box => { box.open = true; }")
     assert page.evaluate("document.documentElement.scrollWidth") <= 320
     assert axe(page) == []
