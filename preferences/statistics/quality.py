@@ -271,8 +271,8 @@ def paces(panel: Panel, rate_J: Floats, *, threshold: float = TOO_FAST_WORDS_PER
     found = []
     for labeler, share in enumerate(shares):
         rows = panel.labeler_J == labeler
-        medians = [float(np.median(values[rows])) if rows.any() else math.nan for values in (milliseconds_J, rate_J)]
-        found.append(Pace(*medians, share))
+        time, rate = (np.median(of[rows]) if rows.any() else math.nan for of in (milliseconds_J, rate_J))
+        found.append(Pace(float(time), float(rate), share))
     return found
 
 
