@@ -352,7 +352,7 @@ _EXPECTED = {
 
 
 def _keys_in(model: type[BaseModel], table: Sequence[str]) -> list[str]:
-    """Returns the keys of a table below `model`'s, such as `quiz.0`."""
+    """Returns the keys of a table below `model`'s, such as `criteria.0`."""
     models = [model]
     for name in table:
         if not name.isdecimal():
