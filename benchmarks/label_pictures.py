@@ -52,11 +52,11 @@ OTHERS = (
 QUESTION = (Message("user", "Write a Python function that returns the roots of a·x² + b·x + c, and give the formula."),)
 TASK = Task("roots", QUESTION, (ROOTS, *OTHERS), ("x", "y", "z", "w"))
 WARNED = replace(TASK, task_id="warned", warning="A question from a chemistry forum that describes an accident.")
-LABELER_PAGES = ("/task", "/answers", "/questions", "/instructions", "/sessions")
+LABELER_PAGES = ("/task", "/answers", "/questions", "/instructions")
 LEAD_PAGES = (
-    "/lead", "/lead/quality?batch=science", "/lead/answers?batch=science", "/lead/people", "/lead/person?name=ann",
-    "/lead/export?batch=science&format=trl", "/lead/task?task=warned", "/lead/task?task=roots", "/answers",
-    "/questions",
+    "/lead", "/lead/quality?batch=science", "/lead/search?batch=science&kind=any", "/lead/people",
+    "/lead/person?name=ann", "/lead/export?batch=science&format=trl", "/lead/task?task=warned", "/lead/task?task=roots",
+    "/answers", "/questions",
 )  # fmt: skip
 ARENA_ANSWERS = (
     "Light enters a drop and **bends**, each colour by another angle.\n\n1. It bends on the way in.\n2. The back of the"

@@ -34,8 +34,6 @@ def held_against_truth(report: LabelReport) -> Iterator[tuple[str, str, Interval
     yield "alpha of rankings", "", report.alpha, alpha()
     yield "alpha of ratings", "", report.rating_alpha, rating_alpha()
     yield "shown first, over all", "", report.shown_first, overall_shown_first()
-    for place, mean in enumerate(report.ranks_by_position[0].means):
-        yield "mean rank by place", "", mean, mean_rank(place)
     by_name = {labeler.labeler: labeler for labeler in report.labelers}
     for traits in TRAITS:
         found = by_name[traits.name]
@@ -43,10 +41,8 @@ def held_against_truth(report: LabelReport) -> Iterator[tuple[str, str, Interval
         yield "self-agreement", traits.name, found.self_agreement, self_agreement(traits)
         yield "accuracy on gold", traits.name, found.gold_accuracy, gold_accuracy(traits)
         yield "shown first, by labeler", traits.name, found.shown_first, shown_first(traits)
-        yield "median time", traits.name, found.pace.milliseconds, median_milliseconds(traits)
         yield "too fast", traits.name, found.pace.too_fast, too_fast(traits)
         yield "mean rating", traits.name, found.ratings.mean, mean_rating(traits)
-        yield "drift of ratings", traits.name, found.ratings.drift, 0.0
 
 
 def is_covered(estimate: Interval | Share | Alpha, truth: float) -> bool:
@@ -194,26 +190,6 @@ def shown_first(traits: Traits) -> float:
 def overall_shown_first() -> float:
     weights = [_comparable(traits) for traits in TRAITS]
     return float(np.average([shown_first(traits) for traits in TRAITS], weights=weights))
-
-
-def mean_rank(place: int) -> float:
-    """The mean rank of the response at this position, from 0, over all answers; 1 is best."""
-    ranks = [_mean_rank(traits, place) for traits in TRAITS]
-    return float(np.average(ranks, weights=[1 - traits.skip for traits in TRAITS]))
-
-
-def _mean_rank(traits: Traits, place: int) -> float:
-    """One plus the number of responses that are preferred to it."""
-    attentive = 1 + sum(first_preferred(traits, place - other) for other in range(NUM_RESPONSES) if other != place)
-    attentive_share, even = (1 - traits.lazy) * (1 - traits.tie), (NUM_RESPONSES + 1) / 2
-    rest = 1 - attentive_share - traits.lazy_first
-    return attentive_share * attentive + traits.lazy_first * (place + 1) + rest * even
-
-
-def median_milliseconds(traits: Traits) -> float:
-    """Returns the median of all answers, as a quantile of the attentive ones: nearly all lazy answers are faster."""
-    quantile = (0.5 - traits.lazy) / (1 - traits.lazy)
-    return traits.median_milliseconds * math.exp(PACE_SPREAD * float(stats.norm.ppf(quantile)))
 
 
 def too_fast(traits: Traits) -> float:

@@ -31,7 +31,7 @@ PACKAGES = (
 # What the extra `labels` of pyproject.toml installs, by import name.
 LABELS_EXTRA = (
     "fastapi", "starlette", "uvicorn", "python_multipart", "argon2", "authlib", "itsdangerous", "limits",
-    "confusable_homoglyphs", "markdown_it", "mdit_py_plugins", "latex2mathml", "pygments", "nh3", "psycopg",
+    "markdown_it", "mdit_py_plugins", "latex2mathml", "pygments", "nh3", "psycopg",
 )  # fmt: skip
 
 _INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))

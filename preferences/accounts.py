@@ -70,19 +70,6 @@ class Invitation:
 
 
 @dataclass(frozen=True)
-class Session:
-    """A session: when it began and when a request last used it, in seconds since the epoch.
-
-    Each server knows only its own requests: `used_at` is None if this server has had none.
-    """
-
-    began_at: float
-    expires_at: float
-    used_at: float | None
-    is_this: bool
-
-
-@dataclass(frozen=True)
 class AuditEvent:
     """A change, an export or a sign-in, and who made it. `subject` is a name, a batch or a task."""
 
@@ -346,29 +333,9 @@ class Accounts:
         self._used_at[hashed] = now
         return _as_account(row)
 
-    def sessions_of(self, name: str, token: str) -> list[Session]:
-        """Returns a person's open sessions, newest first. `token` is that of the session that makes the request."""
-        now = self._clock()
-        statement = select(sessions).where(sessions.c.account == name, sessions.c.expires_at > now)
-        with self._reader.begin() as connection:
-            rows = connection.execute(statement.order_by(sessions.c.expires_at.desc())).all()
-        found = []
-        for row in rows:
-            used_at = self._used_at.get(row.token_hash)
-            if used_at is None or now - used_at <= IDLE_SECONDS:
-                is_this = row.token_hash == digest(token)
-                found.append(Session(row.expires_at - SESSION_SECONDS, row.expires_at, used_at, is_this))
-        return found
-
     def sign_out(self, token: str) -> None:
         with self._writer.begin() as connection:
             connection.execute(delete(sessions).where(sessions.c.token_hash == digest(token)))
-
-    def sign_out_everywhere(self, name: str) -> None:
-        """Ends all sessions of the person with this name."""
-        with self._writer.begin() as connection:
-            connection.execute(delete(sessions).where(sessions.c.account == name))
-            self._log_about(connection, name, "signed out everywhere", name)
 
     # ---- audit log ----
 

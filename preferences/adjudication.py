@@ -1,10 +1,9 @@
 """How far the answers to each task agree, and the adjudication queue: the tasks whose answers agree too little.
 
-`task_summaries` stores this agreement, so that leads can list and search tasks by it. `disagreement` is that of
-`statistics.agreement.Disagreement`: the mean over pairs of labelers and pairs of responses of 1 for opposite orders, ¼
-for a tie against a preference, else 0; for a single response, that of its ratings and marks
-(`preferences.disagreement`). `num_agreeing` counts the labelers who gave the most frequent ranking, or said the same
-about a single response. Both describe current answers only.
+`task_summaries` stores this agreement, so that leads can list and search tasks by it. `disagreement` is the mean over
+pairs of labelers and pairs of responses of 1 for opposite orders, ¼ for a tie against a preference, else 0; for a
+single response, that of its ratings and marks (`preferences.disagreement`). `num_agreeing` counts the labelers who gave
+the most frequent ranking, or said the same about a single response. Both describe current answers only.
 
 The queue has fully answered tasks, most disagreement first. Gold tasks, hidden repeats, archived and adjudicated tasks
 are not in it, and neither are tasks that still wait for an answer, which may settle them. All functions run within the

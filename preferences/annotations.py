@@ -1,4 +1,4 @@
-"""What labelers say beyond ranks, ratings and flags: criteria, ratings of earlier turns, marked passages and edits.
+"""What labelers say beyond ranks, ratings and flags: criteria, ratings of earlier turns, and edits.
 
 A judgment stores them in one JSON column, which holds only what there is.
 """
@@ -10,9 +10,8 @@ from typing import Any
 
 MAX_CRITERIA = 20
 MAX_TURN_RATINGS = 2_000  # of one answer: those of all turns by all criteria
-MAX_SPANS = 20  # marked passages of one response
 MAX_EDIT_CHARACTERS = 20_000
-MAX_NAME_CHARACTERS = 100  # of a criterion or a span's label
+MAX_NAME_CHARACTERS = 100  # of a criterion
 
 
 @dataclass(frozen=True)
@@ -36,33 +35,20 @@ class TurnRating:
 
 
 @dataclass(frozen=True)
-class Span:
-    """A passage of a response that a labeler marked: characters `start` to `end` (exclusive), from 0."""
-
-    response: int
-    start: int
-    end: int
-    label: str
-
-
-@dataclass(frozen=True)
 class Annotations:
     """Annotations. Those of responses are in the order shown in an answer, and in canonical order in a judgment."""
 
     criteria: tuple[CriterionRatings, ...] = ()
-    spans: tuple[Span, ...] = ()
     edits: tuple[str, ...] = ()  # the labeler's better version of each response, "" = none; () = no edits at all
     turns: tuple[TurnRating, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.criteria or self.turns or self.spans or self.edits)
+        return bool(self.criteria or self.turns or self.edits)
 
     def canonical(self, order: Sequence[int]) -> "Annotations":
         """Converts from the order shown, in which response i of the store is at the position of i in `order`."""
-        spans = [replace(span, response=order[span.response]) for span in self.spans]
         return Annotations(
             tuple(replace(one, ratings=_moved(order, one.ratings)) for one in self.criteria),
-            tuple(sorted(spans, key=lambda span: (span.response, span.start, span.end, span.label))),
             _moved(order, self.edits),
             tuple(sorted(self.turns, key=lambda one: (one.turn, one.name))),
         )
@@ -77,7 +63,6 @@ class Annotations:
         fields = {
             "criteria": [{"name": one.name, "ratings": list(one.ratings)} for one in self.criteria],
             "turns": [asdict(one) for one in self.turns],
-            "spans": [asdict(span) for span in self.spans],
             "edits": list(self.edits),
         }
         return {name: value for name, value in fields.items() if value}
@@ -87,7 +72,6 @@ class Annotations:
         """Reads what `as_dict` made."""
         return cls(
             tuple(CriterionRatings(one["name"], tuple(one["ratings"])) for one in stored.get("criteria", ())),
-            tuple(Span(**span) for span in stored.get("spans", ())),
             tuple(stored.get("edits", ())),
             tuple(TurnRating(**one) for one in stored.get("turns", ())),
         )
@@ -111,7 +95,6 @@ class Annotations:
     def texts(self) -> list[tuple[str, str]]:
         """All texts in it, each with the name of its field, to be checked before they are stored."""
         names = [("criteria", one.name) for one in self.criteria] + [("turns", one.name) for one in self.turns]
-        names += [("spans", span.label) for span in self.spans]
         return [*names, *(("edits", edit) for edit in self.edits)]
 
 
@@ -127,12 +110,10 @@ def require_annotations(
     where: str,
     found: Annotations,
     num_responses: int,
-    responses: Sequence[str] = (),
     *,
     turns: Sequence[int],
 ) -> None:
-    """Checks annotations, in any order of the responses. `responses` are their texts, in the same order, if known.
-    `turns` are the places of the assistant's turns in the prompt.
+    """Checks annotations, in any order of the responses. `turns` are the places of the assistant's turns in the prompt.
 
     Raises: ValueError, beginning with `where` and naming the field.
     """
@@ -147,20 +128,15 @@ def require_annotations(
         if not all(type(rating) in (int, float) and math.isfinite(rating) for rating in one.ratings):
             raise ValueError(f"{where}: criteria: {one.name!r} is {one.ratings!r}; finite numbers were expected")
     _require_turns(where, found.turns, turns)
-    for name in (*names, *(one.name for one in found.turns), *(span.label for span in found.spans)):
+    for name in (*names, *(one.name for one in found.turns)):
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARACTERS:
             raise ValueError(
-                f"{where}: {name!r} names a criterion or a span; 1 to {MAX_NAME_CHARACTERS} characters were expected"
+                f"{where}: {name!r} names a criterion; 1 to {MAX_NAME_CHARACTERS} characters were expected"
             )
     if found.edits and len(found.edits) != num_responses:
         raise ValueError(f"{where}: edits has {len(found.edits)} entries for {num_responses} responses")
     if not all(isinstance(edit, str) and len(edit) <= MAX_EDIT_CHARACTERS for edit in found.edits):
         raise ValueError(f"{where}: edits: texts of at most {MAX_EDIT_CHARACTERS:,} characters were expected")
-    for span in found.spans:
-        _require_span(where, span, num_responses, responses)
-    numbers = [span.response for span in found.spans]
-    if any(numbers.count(number) > MAX_SPANS for number in set(numbers)):
-        raise ValueError(f"{where}: spans: at most {MAX_SPANS} per response were expected")
 
 
 def _require_turns(where: str, found: Sequence[TurnRating], turns: Sequence[int]) -> None:
@@ -175,17 +151,4 @@ def _require_turns(where: str, found: Sequence[TurnRating], turns: Sequence[int]
         raise ValueError(
             f"{where}: turns has {len(found)} ratings; one per turn and criterion, and at most {MAX_TURN_RATINGS:,},"
             " were expected"
-        )
-
-
-def _require_span(where: str, span: Span, num_responses: int, responses: Sequence[str]) -> None:
-    if not all(type(number) is int for number in (span.response, span.start, span.end)):
-        raise ValueError(f"{where}: spans: {span} was given; whole numbers were expected")
-    if not 0 <= span.response < num_responses:
-        raise ValueError(f"{where}: spans: response {span.response}; 0 to {num_responses - 1} was expected")
-    length = len(responses[span.response]) if responses else span.end
-    if not 0 <= span.start < span.end <= length:
-        raise ValueError(
-            f"{where}: spans: characters {span.start} to {span.end} of response {span.response}, which has"
-            f" {length:,}; a start of at least 0 and a later end were expected"
         )

@@ -7,7 +7,6 @@ each to its name. Erasing a person deletes the name there; since pseudonyms are 
 import re
 import secrets
 import unicodedata
-from functools import lru_cache
 
 from sqlalchemy import ColumnElement, Connection, func, select
 from sqlalchemy.dialects import postgresql, sqlite
@@ -57,45 +56,12 @@ def is_reserved(name: str) -> bool:
 
 
 def look_alike(one: str, other: str) -> bool:
-    """Whether people may mistake one name for the other: "Ann" and "ann", or "ann" with a Cyrillic "а"."""
-    return not _appearances(one).isdisjoint(_appearances(other))
+    """Whether people may mistake one name for the other: "Ann" and "ann", or one with another kind of space."""
+    return _appearance(one) == _appearance(other)
 
 
-@lru_cache(maxsize=10_000)
-def _appearances(name: str) -> frozenset[str]:
-    """Returns skeletons for the ways in which the name may be read, ignoring case.
-
-    A capital I looks like a small l, but a small i does not, so the skeleton is taken with and without case folding.
-    """
-    sound = " ".join(unicodedata.normalize("NFKC", name).split())
-    return frozenset({_skeleton(sound.casefold()), _skeleton(sound).casefold()})
-
-
-def _skeleton(text: str) -> str:
-    """Replaces each character with the prototype of the characters that look like it (Unicode TR 39, section 4)."""
-    prototypes = _prototypes()
-    parts = [prototypes.get(letter, letter) for letter in unicodedata.normalize("NFD", text)]
-    return unicodedata.normalize("NFD", "".join(parts))
-
-
-@lru_cache(maxsize=1)
-def _prototypes() -> dict[str, str]:
-    """Maps each character that looks like others to the prototype (one or several characters) of them all.
-
-    The library lists pairs in both directions. A prototype's list has every character that looks like it; every other
-    character lists only its prototype. If two list only each other, either could be the prototype: the longer one is
-    chosen, or the smaller one if they are equally long.
-    """
-    from confusable_homoglyphs.confusables import confusables_data  # a megabyte of JSON
-
-    found: dict[str, str] = {}
-    for letter, others in confusables_data.items():
-        if len(letter) != 1 or len(others) != 1:
-            continue
-        (other,) = (entry["c"] for entry in others)
-        is_pair = len(confusables_data.get(other, ())) == 1
-        found[letter] = min((letter, other), key=lambda text: (-len(text), text)) if is_pair else other
-    return found
+def _appearance(name: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", name).split()).casefold()
 
 
 # ---- names and pseudonyms, within the caller's transaction ----

@@ -64,11 +64,7 @@ def held_about(connection: Connection, name: str) -> dict[str, Any]:
         "sessions_until": list(connection.scalars(until)),
         "links": [dict(row) for row in connection.execute(link).mappings()],
         "leases": [dict(row) for row in connection.execute(held).mappings()],
-        "judgments": [
-            {"batch": batch} | asdict(judgment)
-            for batch in results.batches(connection)
-            for judgment in reversed(results.events(connection, batch, who, "", 0, None))
-        ],
+        "judgments": [{"batch": batch} | asdict(judgment) for batch, judgment in results.events_of(connection, who)],
         "questions": [dict(row) for row in connection.execute(said).mappings()],
         "conversations": [asdict(one) for one in arena_records.conversations_of(connection, who)],
         "audit_log": [

@@ -18,23 +18,19 @@ import threading
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, or_, select, text
+from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, select
 
-from preferences.rows import parts
 from preferences.schema import judgments, labelers, tasks
-from preferences.store import LabelStore
 
 DAY_SECONDS = 86_400
 DAYS = 14  # calendar days that the pace is taken from
 MIN_ANSWERS, MIN_CELLS, MIN_DAYS = 20, 3, 3  # below these there is no estimate
 MAX_TIMES_MEDIAN = 5
 NUM_DRAWS = 400
-MAX_READ_AT_ONCE = 2_000  # events that a page reads itself, which takes about 10 ms
 RANGE = (10, 90)  # percentiles
 MAX_DAYS_AHEAD = 3_650
 FAR_DAYS = 10**9  # from 1970; an impossible time of an old store counts as so far off, because arrays hold 64 bits
@@ -100,84 +96,39 @@ class _Work:
         return self.summed
 
 
-@dataclass(frozen=True)
-class _Gap:
-    """Numbers of events, `low` to `high`, that were missing when events with higher numbers were there.
-
-    `before` is above the ids of all transactions that may still commit them.
-    """
-
-    low: int
-    high: int
-    before: int
-
-
 class PaceLog:
     """Keeps the times of all events in memory and reads only new ones from the store, so that a page stays quick.
 
-    On PostgreSQL, transactions may commit in another order than their events' numbers. Numbers that are missing below
-    the newest one are therefore looked for again, until every transaction that may have taken them has ended. (Such a
-    transaction has its id before it takes a number, because it first locks the task's assignments.) SQLite has one
-    writer, so nothing can be missing there.
+    On PostgreSQL, transactions may commit in another order than their events' numbers. If events are stored that were
+    not there when a newer one was read, all of them are read again.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._forget()
+
+    def _forget(self) -> None:
         self._work: dict[tuple[str, str], _Work] = {}  # by labeler and batch, in order of their first events
         self._num_events: dict[str, int] = {}
-        self._newest, self._gaps = 0, list[_Gap]()
-        self._lock, self._beginning = threading.Lock(), threading.Lock()
-        self._reading: threading.Thread | None = None
-
-    def read_or_begin(self, store: LabelStore) -> bool:
-        """Reads the events that were stored since the last call, and returns True.
-
-        If there are more than MAX_READ_AT_ONCE, as after the server starts, a thread reads them instead. Until it has
-        ended, this returns False at once, and the log's figures lack these events.
-        """
-        with self._beginning:
-            if self._reading is not None and self._reading.is_alive():
-                return False
-            with store.reading() as connection:
-                newest = connection.scalar(select(func.max(judgments.c.judgment_id))) or 0
-                if newest - self._newest <= MAX_READ_AT_ONCE:
-                    self.read(connection)
-                    return True
-            self._reading = threading.Thread(target=self._read_all, args=(store,), daemon=True)
-            self._reading.start()
-        return False
-
-    def _read_all(self, store: LabelStore) -> None:
-        with store.reading() as connection:
-            self.read(connection)
+        self._newest = 0
 
     def read(self, connection: Connection) -> None:
         """Reads the events that were stored since the last call."""
         with self._lock:
-            oldest, _ = _transactions(connection)  # before reading: what ended by then is seen
-            still_missing = []
-            for part in parts(self._gaps):
-                among = or_(*(judgments.c.judgment_id.between(gap.low, gap.high) for gap in part))
-                found = self._add(connection, among)
-                still_missing += [left for gap in part for left in _left(gap, found) if left.before > oldest]
-            after = self._newest
-            found = self._add(connection, judgments.c.judgment_id > after)
-            self._newest = max(found, default=after)
-            self._gaps = still_missing
-            if connection.dialect.name == "postgresql" and len(found) < self._newest - after:
-                _, coming = _transactions(connection)  # after reading: those that took the numbers had begun
-                self._gaps += _left(_Gap(after + 1, self._newest, coming), found)
+            self._add_newer(connection)
+            num_stored = connection.scalar(select(func.count()).where(judgments.c.judgment_id <= self._newest))
+            if num_stored != sum(self._num_events.values()):
+                self._forget()
+                self._add_newer(connection)
 
-    def _add(self, connection: Connection, which: ColumnElement[bool]) -> list[int]:
-        """Adds events and returns their numbers, in order."""
-        found = []
-        for row in connection.execute(_EVENTS.where(which)):
-            found.append(row.judgment_id)
+    def _add_newer(self, connection: Connection) -> None:
+        for row in connection.execute(_EVENTS.where(judgments.c.judgment_id > self._newest)):
+            self._newest = row.judgment_id
             self._num_events[row.batch] = self._num_events.get(row.batch, 0) + 1
             if row.kind != "adjudication":
                 work = self._work.setdefault((row.labeler, row.batch), _Work())
                 day = min(max(row.created_at // DAY_SECONDS, -FAR_DAYS), FAR_DAYS)
                 work.add(int(day), row.milliseconds, row.change)
-        return found
 
     def num_events(self, batch: str) -> int:
         """Counts a batch's events so far, adjudications included."""
@@ -225,22 +176,6 @@ class PaceLog:
             people.append(PersonDays(names[pseudonym], tuple(map(int, per_day)), tuple(map(float, hours)), *totals))
         starts = tuple(day * DAY_SECONDS for day in range(first, first + DAYS))
         return PaceReport(starts, tuple(sorted(people, key=lambda person: person.name)))
-
-
-def _transactions(connection: Connection) -> tuple[int, int]:
-    """Returns the id of the oldest transaction that still runs, and that of the next one; (0, 0) on SQLite."""
-    if connection.dialect.name != "postgresql":
-        return 0, 0
-    ids = "pg_snapshot_xmin(pg_current_snapshot())::text, pg_snapshot_xmax(pg_current_snapshot())::text"
-    oldest, coming = connection.execute(text(f"SELECT {ids}")).one()
-    return int(oldest), int(coming)
-
-
-def _left(gap: _Gap, found: Sequence[int]) -> list[_Gap]:
-    """Returns what is left of a gap without the numbers that were found, given in order."""
-    inside = [number for number in found if gap.low <= number <= gap.high]
-    edges = pairwise([gap.low - 1, *inside, gap.high + 1])
-    return [_Gap(low + 1, high - 1, gap.before) for low, high in edges if high - low > 1]
 
 
 def _kind_before() -> ColumnElement[str]:

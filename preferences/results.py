@@ -16,8 +16,6 @@ from preferences.records import Coverage, Judgment, Message, Progress, Ranking, 
 from preferences.rows import Values, as_judgment, as_task, messages, parts
 from preferences.schema import assignments, judgments, labelers, tasks
 
-NUM_RECENT = 2_000  # the store's newest events, which usually include a page of a batch's newest ones
-
 
 @dataclass(frozen=True)
 class PastEvent:
@@ -92,17 +90,6 @@ def _wanted(connection: Connection, batch: str, *, in_archive: bool = True) -> d
     return {row[0]: row[1] for row in found}
 
 
-def num_wanted(connection: Connection, batch: str) -> int:
-    """Counts the judgments that the batch's tasks want by now, or have if those are more."""
-    is_offered, is_archived = and_(~assignments.c.is_done, ~assignments.c.is_surplus), assignments.c.is_archived
-    # three counts, each within one index
-    counted = [
-        select(func.count()).where(assignments.c.batch == batch, which).scalar_subquery()
-        for which in (assignments.c.is_done, and_(is_offered, ~is_archived), and_(is_offered, is_archived))
-    ]
-    return sum(connection.execute(select(*counted)).one())
-
-
 def judgments_of(connection: Connection, batch: str, *, with_names: bool = True) -> list[Judgment]:
     """Returns every event on the batch's tasks, in the order in which they were stored."""
     statement = select_events(with_names=with_names).where(tasks.c.batch == batch).order_by(judgments.c.judgment_id)
@@ -115,23 +102,10 @@ def events_on(connection: Connection, task_id: str) -> list[Judgment]:
     return as_judgments(connection.execute(statement).mappings())
 
 
-def events(connection: Connection, batch: str, who: str, kind: str, start: int, limit: int | None) -> list[Judgment]:
-    """Returns a batch's events, newest first. `who` is a pseudonym; "" means all labelers, or all kinds.
-
-    It first looks among the store's newest events, because otherwise it has to sort all events of the batch.
-    """
-    statement = select_events().order_by(judgments.c.judgment_id.desc()).offset(start).limit(limit)
-    if who:
-        statement = statement.where(judgments.c.labeler == who)
-    if kind:
-        statement = statement.where(judgments.c.kind == kind)
-    newest = connection.scalar(select(func.max(judgments.c.judgment_id))) or 0
-    # coalesce keeps the database from using the index on batches, by which it would read all of the batch's tasks
-    recent = statement.where(judgments.c.judgment_id > newest - NUM_RECENT, func.coalesce(tasks.c.batch, "") == batch)
-    found = as_judgments(connection.execute(recent).mappings())
-    if len(found) == limit or newest <= NUM_RECENT:
-        return found
-    return as_judgments(connection.execute(statement.where(tasks.c.batch == batch)).mappings())
+def events_of(connection: Connection, who: str) -> list[tuple[str, Judgment]]:
+    """Returns every event of a labeler, given by their pseudonym, with its batch, in the order of storing."""
+    statement = select_events(tasks.c.batch).where(judgments.c.labeler == who).order_by(judgments.c.judgment_id)
+    return [(row["batch"], as_judgment(dict(row))) for row in connection.execute(statement).mappings()]
 
 
 def shown_prompts(connection: Connection, task_ids: Sequence[str]) -> dict[str, tuple[tuple[Message, ...], str]]:

@@ -72,13 +72,12 @@ def _require_fits(
     where: str,
     answer: Answer,
     num_responses: int,
-    responses: Sequence[str] = (),
     *,
     turns: Sequence[int],
 ) -> None:
     """Raises: ValueError, beginning with `where` and naming the field, if the answer does not fit the task.
 
-    `responses` are the texts, in the answer's order, if they are known; `turns` are the assistant's in the prompt.
+    `turns` are the places of the assistant's in the prompt.
     """
     if len(answer.ranks) != num_responses:
         raise ValueError(f"{where}: ranks has {len(answer.ranks)} entries for {num_responses} responses")
@@ -94,7 +93,7 @@ def _require_fits(
         raise ValueError(f"{where}: flags is {answer.flags!r}; strings were expected")
     if not all(type(rating) in (int, float) and math.isfinite(rating) for rating in answer.ratings):
         raise ValueError(f"{where}: ratings is {answer.ratings!r}; finite numbers were expected")
-    require_annotations(where, answer.annotations, num_responses, responses, turns=turns)
+    require_annotations(where, answer.annotations, num_responses, turns=turns)
     for field, text in answer.annotations.texts:
         require_text(where, field, [text])
 
@@ -105,7 +104,7 @@ def answer_row(lease: Lease, answer: Answer, kind: str) -> Values:
     Raises: ValueError for an answer that does not fit the lease.
     """
     where = f"task {lease.task_id!r}, labeler {lease.labeler!r}"
-    _require_fits(where, answer, len(lease.order), lease.shown.responses, turns=assistant_turns(lease.shown.prompt))
+    _require_fits(where, answer, len(lease.order), turns=assistant_turns(lease.shown.prompt))
     require_text(where, "note", [answer.note])
     require_text(where, "flags", [flag for flags in answer.flags for flag in flags])
     expected = display_order(lease.task_id, lease.labeler, len(lease.order))

@@ -9,7 +9,7 @@ transaction.
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from sqlalchemy import (
@@ -39,6 +39,7 @@ _WORD = re.compile(r"\w+")
 _WORDS = table("task_words", column("rowid"), column("task_words"))  # SQLite's full-text index
 
 Sort = Literal["", "gold", "repeat", "ordinary"]
+ANY_KIND = "any"
 State = Literal["", "open", "done", "archived", "adjudicated"]
 
 
@@ -46,8 +47,9 @@ State = Literal["", "open", "done", "archived", "adjudicated"]
 class Search:
     """What to look for. "" and 0 mean anything; times are in seconds since the epoch.
 
-    `words` are in the prompt or a response, `note` in a note or a reason for a skip. `labeler` is a name. With
-    `labeler`, `kind`, `mark`, `note`, `since` or `until` the search finds what labelers did, otherwise tasks.
+    `words` are in the prompt or a response, `note` in a note or a reason for a skip. `labeler` is a name, and `kind`
+    may be ANY_KIND. With `labeler`, `kind`, `mark`, `note`, `since` or `until` the search finds what labelers did,
+    otherwise tasks.
     """
 
     words: str = ""
@@ -65,10 +67,6 @@ class Search:
     @property
     def finds_answers(self) -> bool:
         return bool(self.labeler or self.kind or self.mark or self.note or self.since or self.until)
-
-    @property
-    def is_empty(self) -> bool:
-        return all(not getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,9 @@ def _of_task(connection: Connection, search: Search) -> list[ColumnElement[bool]
     """Returns the conditions on a task."""
     conditions: list[ColumnElement[bool]] = []
     if search.batch:
-        conditions.append(tasks.c.batch == search.batch)
+        # Answers are read newest first; coalesce keeps databases from reading all of the batch's tasks by its index.
+        batch = func.coalesce(tasks.c.batch, "") if search.finds_answers else tasks.c.batch
+        conditions.append(batch == search.batch)
     if search.words:
         conditions.append(_has_words(connection, search.words))
     if search.sort:
@@ -227,7 +227,7 @@ def _answers(connection: Connection, search: Search) -> Select[Any]:
     conditions = _of_task(connection, search)
     if search.labeler:
         conditions.append(judgments.c.labeler == known_pseudonym(connection, search.labeler))
-    if search.kind:
+    if search.kind not in ("", ANY_KIND):
         conditions.append(judgments.c.kind == search.kind)
     if search.mark:
         conditions += [

@@ -425,12 +425,6 @@ class LabelStore:
         with self._reader.begin() as connection:
             return results.events_on(connection, task_id)
 
-    def events(self, batch: str, *, labeler: str = "", kind: str = "", start: int, limit: int) -> list[Judgment]:
-        """Returns a batch's events, newest first, starting at index `start`. `labeler` and `kind` filter them."""
-        with self._reader.begin() as connection:
-            who = known_pseudonym(connection, labeler) if labeler else ""
-            return results.events(connection, batch, who, kind, start, limit) if who or not labeler else []
-
     def history(self, labeler: str, limit: int) -> list[PastEvent]:
         """Returns the labeler's last events, newest first."""
         with self._reader.begin() as connection:
@@ -466,11 +460,6 @@ class LabelStore:
         """Returns each batch's progress and how much of it each labeler did, in order of arrival."""
         with self._reader.begin() as connection:
             return results.batch_counts(connection, self._clock())
-
-    def num_wanted(self, batch: str) -> int:
-        """Counts the judgments that the batch's tasks want by now; leads can change it."""
-        with self._reader.begin() as connection:
-            return results.num_wanted(connection, batch)
 
     def num_erased(self) -> int:
         """Returns the number of people who were erased: it grows when a name disappears from the judgments."""

@@ -34,7 +34,6 @@ label_app = typer.Typer(no_args_is_help=True, help="Collect labels; import and e
 SHOWN_PER_KIND = 10  # warnings of each kind that are printed; a report file has them all
 STATUS_ROWS = 500
 RESPONSE_PREFIXES = ("response_", "output_", "completion_")  # of the fields in files of saved outputs
-ALONE = ("response", "output", "completion")  # the field of a single response
 
 Strict = Annotated[bool, typer.Option(help="Stop at the first warning instead of reporting it and continuing.")]
 ReportFile = Annotated[Path | None, typer.Option("--report", help="Write every warning to this file, as JSONL.")]
@@ -524,6 +523,8 @@ def tasks_of_rows(rows: "Rows") -> tuple[list[Task], int]:
 
 def _responses_of(where: str, row: Mapping[str, Any]) -> dict[str, str]:
     """Returns the responses by model. An unnamed model is called by its field name or its place in the list."""
+    from preferences.formats.labeling_tools import ALONE
+
     found = row.get("responses")
     if isinstance(found, list):
         found = {str(number): text for number, text in enumerate(found, 1)}

@@ -72,7 +72,7 @@ def export(
     if criterion:
         stored, judgments = by_criterion(form, stored, judgments, criterion, report)
     rows = form.write(stored, judgments, report)
-    if form.project is not None and not path.suffix:
+    if form.project is not None and form.project.files is not None and not path.suffix:
         num_rows = _write_project(path, rows, form.project, form.project.files(stored, judgments))
     else:
         num_rows = write_rows(path, rows)

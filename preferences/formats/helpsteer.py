@@ -5,11 +5,9 @@ HelpSteer3 has every annotator's score, HelpSteer2 only the consensus.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from files.fields import any_messages, any_text, objects_field, whole_field
-from preferences.formats.merging import all_pairs
 from preferences.formats.parts import (
     CONSENSUS,
     UNKNOWN,
@@ -19,14 +17,12 @@ from preferences.formats.parts import (
     Vote,
     as_messages,
     as_note,
-    as_turns,
     content_id,
-    is_text,
     judged_pair,
     ranks_of,
     rest,
 )
-from preferences.records import OVERALL, Judgment, Message, StoredTask, Task
+from preferences.records import OVERALL, Message, Task
 
 MARK = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")  # between the turns of a HelpSteer2 prompt
 STRONGEST = 3
@@ -81,30 +77,3 @@ def _task(
 def _vote(labeler: str, score: int, note: str) -> Vote:
     ratings = (float(-score), float(score))
     return Vote(labeler, ranks_of(ratings), ratings, note=note)
-
-
-def write_3(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[dict[str, Any]]:
-    """Writes one row per pair and labeler. A preference without mirrored ratings gets the strength 1."""
-    for pair in all_pairs(stored, judgments, report):
-        if not is_text(pair.where, pair.task.prompt, report):
-            continue
-        score = _strength(pair.ranking.ratings, pair.is_tie)
-        low = min(pair.first, pair.second)
-        signed = score if low != pair.first else -score
-        responses = pair.task.responses
-        yield {
-            "domain": "",
-            "language": "",
-            "context": as_turns(pair.task.prompt),
-            "response1": responses[low],
-            "response2": responses[max(pair.first, pair.second)],
-            "overall_preference": signed,
-            "individual_preference": [{"score": signed, "reasoning": "", "feedback1": "", "feedback2": ""}],
-        }
-
-
-def _strength(ratings: Sequence[float], is_tie: bool) -> int:
-    if is_tie:
-        return 0
-    mirrored = len(ratings) == 2 and ratings[0] == -ratings[1] and abs(ratings[0]) in range(1, STRONGEST + 1)
-    return int(abs(ratings[0])) if mirrored else 1

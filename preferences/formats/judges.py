@@ -8,8 +8,7 @@ reward models and judges. Each row is a pair of responses, one of which is right
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from files.fields import (
     any_messages,
@@ -23,7 +22,6 @@ from files.fields import (
     text_field,
     whole_field,
 )
-from preferences.formats.merging import Pair, all_pairs, single_turn
 from preferences.formats.parts import (
     UNKNOWN,
     JudgedTask,
@@ -32,16 +30,14 @@ from preferences.formats.parts import (
     Vote,
     as_messages,
     as_note,
-    as_turns,
     content_id,
     in_hash_order,
-    is_text,
     judged_pair,
     ranks_of,
     rest,
     user,
 )
-from preferences.records import OVERALL, Judgment, StoredTask, Task, require_moment
+from preferences.records import OVERALL, Task, require_moment
 
 ANNOTATORS = ("annotator1", "annotator2", "annotator3")
 PANDALM = {0: (1, 1), 1: (1, 2), 2: (2, 1)}  # 0 = tie, otherwise the better response
@@ -120,24 +116,6 @@ def read_alpacaeval(where: str, row: Row, report: Report, objective: str) -> Ite
     yield from judged_pair(where, report, task, [vote])
 
 
-def write_alpacaeval(
-    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
-) -> Iterator[dict[str, Any]]:
-    """Writes one row per pair and labeler, ties as 1.5, only for prompts with a single user turn."""
-    for pair in all_pairs(stored, judgments, report):
-        if prompt := single_turn(pair, report):
-            first, second = sorted((pair.first, pair.second))
-            yield {
-                "instruction": prompt,
-                "output_1": pair.task.responses[first],
-                "output_2": pair.task.responses[second],
-                "generator_1": pair.task.sources[first],
-                "generator_2": pair.task.sources[second],
-                "annotator": pair.ranking.labeler,
-                "preference": 1.5 if pair.is_tie else 1.0 if pair.first == first else 2.0,
-            }
-
-
 def read_arena(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
     """Reads a row. If it has a `turn`, the dialogues were judged up to that turn.
 
@@ -178,33 +156,6 @@ def read_arena(where: str, row: Row, report: Report, objective: str) -> Iterator
         ),
     )
     yield from judged_pair(where, report, task, [vote])
-
-
-def write_arena(
-    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
-) -> Iterator[dict[str, Any]]:
-    """Writes one battle per pair and labeler. A tie with the mark "bad" on both is "tie (bothbad)"."""
-    for pair in all_pairs(stored, judgments, report):
-        if not is_text(pair.where, pair.task.prompt, report):
-            continue
-        first, second = sorted((pair.first, pair.second))
-        replies = [[{"role": "assistant", "content": pair.task.responses[place]}] for place in (first, second)]
-        prompt = as_turns(pair.task.prompt)
-        yield {
-            "question_id": pair.task.task_id,
-            "model_a": pair.task.sources[first],
-            "model_b": pair.task.sources[second],
-            "winner": _tie_of(pair) if pair.is_tie else "model_a" if pair.first == first else "model_b",
-            "judge": pair.ranking.labeler,
-            "conversation_a": [*prompt, *replies[0]],
-            "conversation_b": [*prompt, *replies[1]],
-        }
-
-
-def _tie_of(pair: Pair) -> str:
-    flags = pair.ranking.flags
-    is_bad = bool(flags) and all(BOTH_BAD in flags[place] for place in (pair.first, pair.second))
-    return "tie (bothbad)" if is_bad else "tie"
 
 
 # ---- test sets with a right answer ----

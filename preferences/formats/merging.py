@@ -371,7 +371,7 @@ def final_judgments(
     """Yields the final judgments that are training data, in the order of the tasks.
 
     It reports each judgment that is not final once, those that are excluded (`preferences.rankings.why_excluded`), and
-    annotations ("criteria", "turns", "spans", "edits") except those that the format `keeps`.
+    annotations ("criteria", "turns", "edits") except those that the format `keeps`.
     """
     judgments = list(judgments)
     current = current_judgments(judgments)
@@ -402,7 +402,7 @@ def final_judgments(
 
 def _report_annotations(report: Report, judgment: Judgment, keeps: Sequence[str]) -> None:
     said = judgment.annotations
-    counts = {name: len(getattr(said, name)) for name in ("criteria", "turns", "spans")}
+    counts = {name: len(getattr(said, name)) for name in ("criteria", "turns")}
     counts["edits"] = sum(map(bool, said.edits))
     for kind, count in counts.items():
         if count and kind not in keeps:
@@ -434,20 +434,12 @@ def _report_not_final(report: Report, judgment: Judgment, kind: str, why: str) -
 
 @dataclass(frozen=True)
 class Pair:
-    """Two responses of a ranking, by canonical index, the better one first unless they are tied."""
+    """Two responses that a labeler ordered, by canonical index. `where` names task and labeler."""
 
     task: Task
-    ranking: Ranking
+    where: str
     first: int
     second: int
-
-    @property
-    def where(self) -> str:
-        return f"task {self.task.task_id!r}, labeler {self.ranking.labeler!r}"
-
-    @property
-    def is_tie(self) -> bool:
-        return self.ranking.ranks[self.first] == self.ranking.ranks[self.second]
 
     @property
     def better(self) -> str:
@@ -458,24 +450,18 @@ class Pair:
         return self.task.responses[self.second]
 
 
-def all_pairs(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[Pair]:
-    """Yields every pair of every final ranking, ties in canonical order. Reports answers about a single response."""
+def untied_pairs(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[Pair]:
+    """Yields every pair of every final ranking that has a better response. Reports ties and single responses."""
     for task, ranking in final_rankings([one.task for one in stored], judgments, report):
+        where = f"task {task.task_id!r}, labeler {ranking.labeler!r}"
         if task.is_single:
-            where = f"task {task.task_id!r}, labeler {ranking.labeler!r}"
             report.add("single response", where, "it was rated alone, so there is no pair", "left out")
         for first, second in combinations(range(len(task.responses)), 2):
-            swapped = ranking.ranks[first] > ranking.ranks[second]
-            yield Pair(task, ranking, *((second, first) if swapped else (first, second)))
-
-
-def untied_pairs(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[Pair]:
-    """Yields every pair with a better response. Reports ties."""
-    for pair in all_pairs(stored, judgments, report):
-        if pair.is_tie:
-            report.add("tie", pair.where, f"responses {pair.first + 1} and {pair.second + 1} are tied", "left out")
-        else:
-            yield pair
+            if ranking.ranks[first] == ranking.ranks[second]:
+                report.add("tie", where, f"responses {first + 1} and {second + 1} are tied", "left out")
+            else:
+                is_swapped = ranking.ranks[first] > ranking.ranks[second]
+                yield Pair(task, where, *((second, first) if is_swapped else (first, second)))
 
 
 def single_turn(pair: Pair, report: Report) -> str:

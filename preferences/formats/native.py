@@ -30,7 +30,7 @@ from files.fields import (
     whole_field,
 )
 from files.strict_json import parse_json
-from preferences.annotations import Annotations, CriterionRatings, Span, TurnRating, require_annotations
+from preferences.annotations import Annotations, CriterionRatings, TurnRating, require_annotations
 from preferences.formats.merging import final_judgments, final_rankings
 from preferences.formats.parts import (
     CONSENSUS,
@@ -63,7 +63,6 @@ from preferences.records import (
     require_moment,
 )
 
-MAX_CHARACTERS = 2**31  # of a response, as far as a span's end can say
 MAX_FLAGS = 100  # per response
 REQUIRED = ("task_id", "prompt", "responses")  # of a row of `heed`; the other fields have defaults
 OPTIONAL = (
@@ -167,8 +166,8 @@ def _judgment_row(judgment: Judgment) -> dict[str, Any]:
 
 
 def _annotations(where: str, row: Row, task: Task) -> Annotations:
-    """Reads a judgment's `criteria`, `turns`, `spans` and `edits`, as far as it has them."""
-    given = {name: row[name] for name in ("criteria", "turns", "spans", "edits") if row.get(name) is not None}
+    """Reads a judgment's `criteria`, `turns` and `edits`, as far as it has them."""
+    given = {name: row[name] for name in ("criteria", "turns", "edits") if row.get(name) is not None}
     criteria = tuple(
         CriterionRatings(text_field(where, one, "name"), numbers_field(where, one, "ratings"))
         for one in objects_field(where, {"criteria": (), **given}, "criteria")
@@ -181,18 +180,9 @@ def _annotations(where: str, row: Row, task: Task) -> Annotations:
         )
         for one in objects_field(where, {"turns": (), **given}, "turns")
     )
-    spans = tuple(
-        Span(
-            whole_field(where, span, "response", 0, MAX_RESPONSES),
-            whole_field(where, span, "start", 0, MAX_CHARACTERS),
-            whole_field(where, span, "end", 0, MAX_CHARACTERS),
-            text_field(where, span, "label"),
-        )
-        for span in objects_field(where, {"spans": (), **given}, "spans")
-    )
     edits = _texts(where, given, "edits", 0, MAX_RESPONSES) if "edits" in given else ()
-    found = Annotations(criteria, spans, edits, turns)
-    require_annotations(where, found, len(task.responses), task.responses, turns=assistant_turns(task.prompt))
+    found = Annotations(criteria, edits, turns)
+    require_annotations(where, found, len(task.responses), turns=assistant_turns(task.prompt))
     return found
 
 

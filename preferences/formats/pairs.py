@@ -204,26 +204,6 @@ def write_text(stored: Sequence[StoredTask], judgments: Sequence[Judgment], repo
             yield {"prompt": prompt, "chosen": pair.better, "rejected": pair.worse}
 
 
-def write_binarized(
-    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
-) -> Iterator[dict[str, Any]]:
-    """Writes untied pairs of responses that were also rated."""
-    for pair in untied_pairs(stored, judgments, report):
-        ratings = pair.ranking.ratings
-        if not ratings:
-            report.add("no ratings", pair.where, "the responses were ranked without ratings", "left out")
-        elif prompt := single_turn(pair, report):
-            replies = {name: [*as_turns(pair.task.prompt), *turns] for name, turns in _replies(pair).items()}
-            yield {
-                "prompt": prompt,
-                "prompt_id": pair.task.task_id,
-                **replies,
-                "messages": replies["chosen"],
-                "score_chosen": float(ratings[pair.first]),
-                "score_rejected": float(ratings[pair.second]),
-            }
-
-
 def _replies(pair: Pair) -> dict[str, list[dict[str, str]]]:
     return {
         "chosen": [{"role": "assistant", "content": pair.better}],

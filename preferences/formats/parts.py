@@ -104,10 +104,13 @@ Write = Callable[[Sequence[StoredTask], Sequence[Judgment], Report], Iterator[di
 
 @dataclass(frozen=True)
 class Project:
-    """A folder that a labeling tool loads: `rows_name` holds the rows as a JSON list, next to other files, by name."""
+    """A labeling tool's folder: `rows_name` holds the rows as a JSON list, next to other files, by name.
+
+    Without `files` the folder is only read.
+    """
 
     rows_name: str
-    files: Callable[[Sequence[StoredTask], Sequence[Judgment]], Mapping[str, str]]
+    files: Callable[[Sequence[StoredTask], Sequence[Judgment]], Mapping[str, str]] | None
     marks: str  # one of the files, by which a folder is recognised
 
 
@@ -227,14 +230,6 @@ def is_sound_prompt(where: str, prompt: Sequence[Message], report: Report) -> bo
             )
             break
     return True
-
-
-def is_text(where: str, prompt: Sequence[Message], report: Report) -> bool:
-    """Returns whether a format of plain turns can hold a prompt. Reports one in which a tool is called."""
-    found = next((turn for turn, message in enumerate(prompt) if message.more or message.role == "tool"), None)
-    if found is not None:
-        report.add("tool calls", where, f"turn {found + 1} of the prompt calls, names or answers a tool", "left out")
-    return found is None
 
 
 VERDICTS: dict[tuple[int, ...], str] = {(1, 2): "the first", (2, 1): "the second", (1, 1): "neither"}

@@ -82,7 +82,7 @@ _ALL = (
     Format("heed", "everything in a label store", _heed, native.read_heed, native.write_heed),
     Format("rankings", "what the reward stage reads", _rankings, native.read_rankings, native.write_rankings),
     Format("consensus", "one ranking per task, of all its labelers", _never, None, native.write_consensus),
-    Format("argilla", "Argilla 2's records", _argilla, argilla.read, argilla.write, argilla.PROJECT),
+    Format("argilla", "Argilla 2's records", _argilla, argilla.read, None, argilla.PROJECT),
     Format(
         "label-studio",
         "Label Studio's tasks",
@@ -94,15 +94,15 @@ _ALL = (
     Format("openai", "OpenAI's comparisons of summaries", _openai, openai.read_summaries, None),
     Format("webgpt", "WebGPT comparisons", _webgpt, openai.read_webgpt, None),
     Format("ultrafeedback", "UltraFeedback", _ultrafeedback, ultrafeedback.read, None),
-    Format("ultrafeedback_binarized", "UltraFeedback in pairs", _binarized, pairs.read, pairs.write_binarized),
-    Format("helpsteer3", "HelpSteer3", _helpsteer3, helpsteer.read_3, helpsteer.write_3),
+    Format("ultrafeedback_binarized", "UltraFeedback in pairs", _binarized, pairs.read, None),
+    Format("helpsteer3", "HelpSteer3", _helpsteer3, helpsteer.read_3, None),
     Format("helpsteer2", "HelpSteer2's preferences", _helpsteer2, helpsteer.read_2, None),
     Format("oasst", "Open-Assistant's trees", _oasst, oasst.read, None),
     Format("pandalm", "PandaLM's test set", _pandalm, judges.read_pandalm, None),
-    Format("alpacaeval", "AlpacaEval", _alpacaeval, judges.read_alpacaeval, judges.write_alpacaeval),
+    Format("alpacaeval", "AlpacaEval", _alpacaeval, judges.read_alpacaeval, None),
     Format("rewardbench", "RewardBench", _rewardbench, judges.read_rewardbench, None),
     Format("llmbar", "LLMBar", _llmbar, judges.read_llmbar, None),
-    Format("arena", "Chatbot Arena, MT-Bench", _arena, judges.read_arena, judges.write_arena),
+    Format("arena", "Chatbot Arena, MT-Bench", _arena, judges.read_arena, None),
     Format("hh", "Anthropic's HH-RLHF", pairs.recognise_hh, pairs.read_hh, pairs.write_hh),
     Format(
         "trl_unpaired", "TRL's unpaired labels", pairs.recognise_unpaired, pairs.read_unpaired, pairs.write_unpaired

@@ -12,7 +12,7 @@ from pydantic import Field
 from files.conversations import tool_messages
 from files.strict_json import refuse_unsound
 from preferences.accounts import Account, Accounts
-from preferences.annotations import Annotations, CriterionRatings, Span, TurnRating
+from preferences.annotations import Annotations, CriterionRatings, TurnRating
 from preferences.formats.registry import FORMATS
 from preferences.page.api_bodies import (
     ERRORS,
@@ -20,13 +20,9 @@ from preferences.page.api_bodies import (
     Credentials,
     ExportBody,
     Form,
-    MessageOfThreadBody,
     NewTask,
     NewTasks,
     NoTask,
-    OwnTaskBody,
-    QuestionBody,
-    QuizBody,
     RevealBody,
     Session,
     SkipBody,
@@ -35,8 +31,6 @@ from preferences.page.api_bodies import (
     VoidBody,
 )
 from preferences.page.config import LabelingConfig
-from preferences.page.instruction_pages import take_quiz
-from preferences.page.labeler_pages import Questions
 from preferences.page.security import (
     MAX_SIGN_IN_BYTES,
     MAX_TASKS_BYTES,
@@ -44,7 +38,6 @@ from preferences.page.security import (
     sign_in,
 )
 from preferences.page.service import LabelingService, LeadView, PresentedTask, exported_what
-from preferences.questions import ThreadState
 from preferences.rankings import why_excluded
 from preferences.records import GOLD, Answer, Message, Task, assistant_turns
 
@@ -75,30 +68,20 @@ def signed_in_lead(accounts: Accounts, bearer: HTTPAuthorizationCredentials | No
 class Api:
     """The routes of the API."""
 
-    def __init__(
-        self, service: LabelingService, accounts: Accounts, lead: LeadView, questions: Questions, attempts: Attempts
-    ) -> None:
+    def __init__(self, service: LabelingService, accounts: Accounts, lead: LeadView, attempts: Attempts) -> None:
         self.service, self.accounts, self.lead, self.attempts = service, accounts, lead, attempts
-        self.questions = questions
         self.router = APIRouter(prefix="/api", responses=ERRORS)
         get, post = self.router.get, self.router.post
         post("/session", summary="Sign in", max_body_size=MAX_SIGN_IN_BYTES)(self.sign_in)
         post("/session/end", summary="Sign out", status_code=204)(self.sign_out)
-        get("/sessions", summary="Your sessions")(self.sessions)
-        post("/sessions/end", summary="Sign out everywhere", status_code=204)(self.sign_out_everywhere)
         get("/instructions", summary="The instructions for labelers")(self.instructions)
         post("/instructions/read", summary="Confirm reading the instructions", status_code=204)(self.confirm_reading)
-        post("/instructions/quiz", summary="Answer the quiz; all right confirms the instructions")(self.take_quiz)
         post("/lease", summary="The next task")(self.lease)
         post("/answers", summary="Judge a task; for leads: adjudicate it", status_code=204)(self.answer)
         post("/skips", summary="Leave a task to other labelers", status_code=204)(self.skip)
         post("/reveals", summary="Show a task that has a warning", status_code=204)(self.reveal)
         post("/undos", summary="Take an answer or a skip back", status_code=204)(self.undo)
-        post("/answers/opened", summary="A task that you have answered, to answer it again in place")(self.open_answer)
         get("/history", summary="Your own last events")(self.history)
-        post("/questions", summary="Ask the leads about a task", status_code=204)(self.ask)
-        get("/questions", summary="Your questions; for leads: all, those that wait first")(self.threads)
-        post("/questions/messages", summary="Continue or resolve a thread", status_code=204)(self.write_message)
         get("/batches", summary="Progress of all batches (leads)")(self.batches)
         post("/tasks", summary="Add tasks (leads)", status_code=204, max_body_size=MAX_TASKS_BYTES)(self.add_tasks)
         post("/reopened/{task_id:path}", summary="A task to adjudicate (leads)")(self.reopened)
@@ -120,32 +103,16 @@ class Api:
         _, token = signed_in(self.accounts, bearer)
         self.accounts.sign_out(token)
 
-    def sessions(self, bearer: Bearer) -> list[dict[str, Any]]:
-        account, token = signed_in(self.accounts, bearer)
-        return [asdict(session) for session in self.accounts.sessions_of(account.name, token)]
-
-    def sign_out_everywhere(self, bearer: Bearer) -> None:
-        account, _ = signed_in(self.accounts, bearer)
-        self.accounts.sign_out_everywhere(account.name)
-
     # ---- for labelers ----
 
     def instructions(self, bearer: Bearer) -> dict[str, Any]:
         signed_in(self.accounts, bearer)
         config = self.service.config
-        quiz = [{"question": one.question, "choices": one.choices} for one in config.quiz]
-        return {"version": config.version, "text": config.instructions, "flags": config.flags, "quiz": quiz}
-
-    def take_quiz(self, body: QuizBody, bearer: Bearer) -> list[dict[str, Any]]:
-        account, _ = signed_in(self.accounts, bearer)
-        return [asdict(one) for one in take_quiz(self.accounts, account, self.service.config, body.answers)]
+        return {"version": config.version, "text": config.instructions, "flags": config.flags}
 
     def confirm_reading(self, bearer: Bearer) -> None:
         account, _ = signed_in(self.accounts, bearer)
-        config = self.service.config
-        if config.quiz and account.role == "labeler":
-            raise HTTPException(403, "the instructions have a quiz; post its answers to /api/instructions/quiz")
-        self.accounts.confirm_reading(account.name, config.version)
+        self.accounts.confirm_reading(account.name, self.service.config.version)
 
     def lease(self, bearer: Bearer) -> TaskBody | NoTask:
         account, token = signed_in(self.accounts, bearer)
@@ -183,40 +150,9 @@ class Api:
         account, token = signed_in(self.accounts, bearer)
         self.service.reveal(account, token, body.form.task_form())
 
-    def ask(self, body: QuestionBody, bearer: Bearer) -> None:
-        account, token = signed_in(self.accounts, bearer)
-        lease = self.service.shown_again(account, token, body.form.task_form()).lease
-        if account.role != "labeler" or lease.is_hidden:
-            raise HTTPException(403, "labelers ask about tasks that they were shown")
-        self.service.ask(account, lease, body.text)
-
-    def threads(self, bearer: Bearer) -> list[dict[str, Any]]:
-        account, _ = signed_in(self.accounts, bearer)
-        rows = []
-        for thread in self.questions.of(account):
-            row = asdict(thread)
-            if account.role != "lead":  # an id may reveal what labelers must not know, and so may other names
-                del row["task_id"], row["batch"]
-                for said in row["said"]:
-                    said["author"] = account.name if said["author"] == account.name else "lead"
-            rows.append({"task": row.pop("handle"), "state": thread.state, **row})
-        return rows
-
-    def write_message(self, body: MessageOfThreadBody, bearer: Bearer) -> None:
-        account, _ = signed_in(self.accounts, bearer)
-        kind: ThreadState = "resolved" if body.resolved else "reply"
-        self.questions.write(account, body.task, body.labeler, kind, "" if body.resolved else body.text)
-
     def undo(self, body: UndoBody, bearer: Bearer) -> None:
         account, _ = signed_in(self.accounts, bearer)
         self.service.undo(account, body.task, body.revision, CLIENT)
-
-    def open_answer(self, body: OwnTaskBody, bearer: Bearer) -> TaskBody:
-        account, token = signed_in(self.accounts, bearer)
-        presented = self.service.own_task(account, body.task, token) if account.role == "labeler" else None
-        if presented is None:
-            raise HTTPException(404, "you have no answer to this task that you could change")
-        return self._as_body(presented)
 
     def history(self, bearer: Bearer) -> list[dict[str, Any]]:
         account, _ = signed_in(self.accounts, bearer)
@@ -293,7 +229,6 @@ class Api:
             asks_ratings=config.asks_ratings,
             flags=list(config.flags),
             criteria=list(config.criteria),
-            span_labels=list(config.span_labels),
             asks_edits=config.asks_edits,
             expires_at=presented.lease.expires_at,
         )
@@ -331,14 +266,10 @@ def _annotations(body: AnswerBody, config: LabelingConfig, turns: Sequence[int])
         if not all(rating in asked[name].choices for rating in ratings):
             raise _invalid("criteria", f"{name}: only {', '.join(map(str, asked[name].choices))} expected")
     rated = _turn_ratings(body.turns, config, turns)
-    for span in body.spans:
-        if span.label not in config.span_labels:
-            raise _invalid("spans", f"{span.label!r} is not a label of a passage")
     if body.edits and not config.asks_edits:
         raise _invalid("edits", "none expected")
     return Annotations(
         tuple(CriterionRatings(name, tuple(ratings)) for name, ratings in body.criteria.items()),
-        tuple(Span(span.response, span.start, span.end, span.label) for span in body.spans),
         tuple(body.edits) if any(body.edits) else (),
         rated,
     )

@@ -4,12 +4,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from preferences.annotations import MAX_EDIT_CHARACTERS, MAX_SPANS, MAX_TURN_RATINGS
+from preferences.annotations import MAX_EDIT_CHARACTERS, MAX_TURN_RATINGS
 from preferences.page.config import LabelCriterion, LabelingConfig
 from preferences.page.forms import MAX_NOTE_CHARACTERS, MAX_RATING, MIN_RATING
 from preferences.page.security import unstorable_in
 from preferences.page.service import TaskForm
-from preferences.questions import MAX_QUESTION_CHARACTERS
 from preferences.records import MAX_RESPONSES, OVERALL
 
 MAX_INTEGER = 2**53  # every JSON reader handles integers up to this
@@ -109,7 +108,6 @@ class TaskBody(BaseModel):
     asks_ratings: bool
     flags: list[str]
     criteria: list[LabelCriterion]
-    span_labels: list[str]
     asks_edits: bool
     expires_at: float
 
@@ -120,15 +118,6 @@ class NoTask(BaseModel):
     """
 
     waiting: str
-
-
-class SpanBody(Body):
-    """A passage of a response, which has the number that it is shown at, from 0: characters `start` to `end` - 1."""
-
-    response: Annotated[int, Field(ge=0, lt=MAX_RESPONSES), IS_WHOLE]
-    start: Number
-    end: Number
-    label: Text
 
 
 class AnswerBody(Body):
@@ -147,7 +136,6 @@ class AnswerBody(Body):
     note: Note = ""
     criteria: dict[Text, Annotated[list[Number], Field(min_length=1, max_length=MAX_RESPONSES)]] = {}
     turns: dict[Text, Annotated[list[Number], Field(max_length=MAX_TURN_RATINGS)]] = {}
-    spans: Annotated[list[SpanBody], Field(max_length=MAX_SPANS * MAX_RESPONSES)] = []
     edits: Annotated[list[Edit], Field(max_length=MAX_RESPONSES)] = []
 
 
@@ -160,37 +148,11 @@ class RevealBody(Body):
     form: Form
 
 
-class QuizBody(Body):
-    """The choice for each question of the quiz, in order."""
-
-    answers: Annotated[list[Text], Field(max_length=MAX_FLAGS)]
-
-
-class QuestionBody(Body):
-    form: Form
-    text: Annotated[str, Field(min_length=1, max_length=MAX_QUESTION_CHARACTERS, pattern=STORABLE)]
-
-
-class MessageOfThreadBody(Body):
-    """A message in a thread of `/questions`. Leads name the labeler whose thread it is."""
-
-    task: Name
-    labeler: Text = ""
-    text: Annotated[str, Field(max_length=MAX_QUESTION_CHARACTERS, pattern=STORABLE)] = ""
-    resolved: bool = False
-
-
 class UndoBody(Body):
     """What to take back. `task` is the handle from `/history`; `revision` is one more than that of the event."""
 
     task: Name
     revision: Number
-
-
-class OwnTaskBody(Body):
-    """A task of yours to change the answer to: the handle from `/history`."""
-
-    task: Name
 
 
 class VoidBody(Body):
@@ -275,7 +237,7 @@ def describe_answers(schema: dict[str, Any], config: LabelingConfig) -> None:
     flags["items"] |= {"uniqueItems": True, "items": {"type": "string", "enum": list(config.flags)}}
     if not config.flags:
         flags["items"] = {"type": "array", "maxItems": 0}
-    criteria, spans, edits = (answer["properties"][name] for name in ("criteria", "spans", "edits"))
+    criteria, edits = (answer["properties"][name] for name in ("criteria", "edits"))
     shape = next(iter(criteria.pop("patternProperties").values()))
     criteria |= {"additionalProperties": False, "required": [one.name for one in config.criteria]}
     criteria["properties"] = {
@@ -290,7 +252,5 @@ def describe_answers(schema: dict[str, Any], config: LabelingConfig) -> None:
     if config.criteria:
         answer["required"].append("criteria")
         del criteria["default"]
-    if not config.span_labels:
-        spans["maxItems"] = 0
     if not config.asks_edits:
         edits["maxItems"] = 0

@@ -77,8 +77,8 @@ def make_app(
     questions, attempts = Questions(store), Attempts()
     site = Site(config, accounts, questions.num_waiting, has_arena=arena is not None)
     routers = [
-        Api(service, accounts, lead, questions, attempts).router,
-        LeadApi(accounts, lead, config.server).router,
+        Api(service, accounts, lead, attempts).router,
+        LeadApi(accounts, lead).router,
         InstructionPages(site, service).router,
         TaskPages(site, service).router,
         QuestionPages(site, questions).router,

@@ -4,7 +4,6 @@ Leaves out: labelers that answer at the same time (use one client per thread or 
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
@@ -70,12 +69,7 @@ class LabelClient:
             turns: dict[str, list[float]] = {}
             for one in sorted(said.turns, key=lambda one: one.turn):
                 turns.setdefault(one.name, []).append(one.rating)
-            more = {
-                "criteria": criteria,
-                "turns": turns,
-                "spans": [asdict(span) for span in said.spans],
-                "edits": said.edits,
-            }
+            more = {"criteria": criteria, "turns": turns, "edits": said.edits}
             self._call("POST", "/answers", {"form": task["form"], **body, **more})
         else:
             self._call("POST", "/skips", {"form": task["form"], "reason": result.reason})

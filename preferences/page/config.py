@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from preferences.annotations import MAX_CRITERIA, MAX_NAME_CHARACTERS
 
@@ -91,23 +91,6 @@ class LabelCriterion(BaseModel):
         """What the page asks about a response or a turn."""
         ends = "" if self.kind == "yes_no" else f" (1 to {self.highest})"
         return f"{self.name.capitalize()}{ends}{f': {self.question}' if self.question else ''}"
-
-
-class QuizQuestion(BaseModel):
-    """A question about the instructions, which labelers answer before they get tasks."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    question: str = Field(min_length=1, description="The question.")
-    choices: tuple[str, ...] = Field(min_length=2, max_length=9, description="What to choose from.")
-    answer: str = Field(description="The right choice, word for word.")
-    explanation: str = Field(default="", description="Why it is right; shown after each try.")
-
-    @model_validator(mode="after")
-    def _has_an_answer(self) -> Self:
-        if self.answer not in self.choices or len(set(self.choices)) != len(self.choices) or "" in self.choices:
-            raise ValueError(f"answer is {self.answer!r}; one of the choices was expected, all different and not empty")
-        return self
 
 
 DEFAULT_URL = "http://127.0.0.1:8100"
@@ -240,15 +223,7 @@ class LabelingConfig(BaseModel):
     criteria: tuple[LabelCriterion, ...] = Field(
         default=(), max_length=MAX_CRITERIA, description="Criteria that labelers rate each response by."
     )
-    span_labels: tuple[str, ...] = Field(
-        default=(), description="Labels for passages of responses that labelers mark; empty = no passages."
-    )
     asks_edits: bool = Field(default=False, description="Whether labelers can write a better version of a response.")
-    quiz: tuple[QuizQuestion, ...] = Field(
-        default=(),
-        description="Questions about the instructions, which each labeler answers right before they get tasks; again"
-        " for each new version.",
-    )
     title: str = Field(default="Labeling", description="Title of the pages.")
     batches: tuple[str, ...] = Field(
         default=(), description="Batches in the order in which labelers get them; empty = all, in order of arrival."
@@ -300,9 +275,7 @@ class LabelingConfig(BaseModel):
         # Without `each_turn`, the version is that of before this field existed, so labelers need not read again.
         asked = [one.model_dump(exclude=None if one.each_turn else {"each_turn"}) for one in self.criteria]
         more: dict[str, Any] = {"criteria": asked} if asked else {}
-        more |= {"span_labels": self.span_labels} if self.span_labels else {}
         more |= {"asks_edits": True} if self.asks_edits else {}
-        more |= {"quiz": [one.model_dump() for one in self.quiz]} if self.quiz else {}
         content = json.dumps([self.instructions, self.flags, self.asks_ratings, *([more] if more else [])])
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
@@ -313,13 +286,6 @@ class LabelingConfig(BaseModel):
         if taken := [name for name in names if name in ROW_FIELDS or names.count(name) > 1]:
             raise ValueError(f"the name {taken[0]!r}; different names, none of {', '.join(ROW_FIELDS)}, were expected")
         return criteria
-
-    @field_validator("span_labels")
-    @classmethod
-    def _are_labels(cls, labels: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(labels)) != len(labels) or not all(0 < len(label) <= MAX_NAME_CHARACTERS for label in labels):
-            raise ValueError(f"different labels of 1 to {MAX_NAME_CHARACTERS} characters were expected")
-        return labels
 
     @property
     def all_skip_reasons(self) -> tuple[str, ...]:
@@ -337,7 +303,7 @@ class LabelingConfig(BaseModel):
             found = f"it has {', '.join(map(repr, batches))}" if batches else "it has none yet"
             said = [f"The configuration names batches that the store does not have: {', '.join(missing)}; {found}."]
         asked = [name for name in alone if name in (self.batches or batches)]
-        if asked and not (self.asks_ratings or self.criteria or self.flags or self.span_labels or self.asks_edits):
+        if asked and not (self.asks_ratings or self.criteria or self.flags or self.asks_edits):
             said.append(
                 f"Tasks of {', '.join(map(repr, asked))} have one response, which is not ranked, and the form asks"
                 " nothing else about it; set asks_ratings, criteria or flags."
@@ -386,7 +352,7 @@ _EXPECTED = {
 
 
 def _keys_in(model: type[BaseModel], table: Sequence[str]) -> list[str]:
-    """Returns the keys of a table below `model`'s, such as `quiz.0`."""
+    """Returns the keys of a table below `model`'s, such as `criteria.0`."""
     models = [model]
     for name in table:
         if not name.isdecimal():

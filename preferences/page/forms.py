@@ -1,45 +1,29 @@
-"""Labelers' forms: parsing them into answers, and keeping in memory those that could not be saved.
+"""Labelers' forms: parsing them into answers.
 
-Parsing returns sentences for the page about what is missing. A passage is given by quoting it, which works by hand, by
-the keyboard and without JavaScript. Browsers copy the text that they show, without Markdown's punctuation and with
-other white space, so letters and digits alone are compared.
-
-What a labeler was shown and typed survives a failed save, but not a server that is killed. A form that reaches another
-server is returned without its task's texts.
+Parsing returns sentences for the page about what is missing.
 """
 
 import re
-import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from unicodedata import category
+from dataclasses import dataclass, field
 from urllib.parse import quote_plus
 
-from preferences.accounts import Account
 from preferences.annotations import (
     MAX_CRITERIA,
     MAX_EDIT_CHARACTERS,
-    MAX_SPANS,
     Annotations,
     CriterionRatings,
-    Span,
     TurnRating,
 )
 from preferences.leases import Lease
-from preferences.page.cache import ByteCache
 from preferences.page.config import LabelingConfig
 from preferences.page.security import MAX_BODY_BYTES
-from preferences.page.service import PresentedTask, TaskForm
+from preferences.page.service import TaskForm
 from preferences.records import Answer, Judgment, ShownTask, assistant_turns
 
 LETTERS = "ABCDEFGHI"  # the names of responses on the page
 MIN_RATING, MAX_RATING = 1, 7
 MAX_NOTE_CHARACTERS = 4_000
-MAX_REMEMBERED_BYTES = 64 * 2**20  # memory for the most recently shown tasks
-TASK_BYTES = 10_000  # memory that a task takes in addition to its texts
-NUM_BLANK_SPANS = 2  # rows for passages below those that are filled in
-_EDGE = re.compile(r"^\s+|\s+$")
 _TURN = re.compile(r"turn_\d{1,2}_\d{1,6}")  # the field of a turn's rating: criterion and turn
 
 
@@ -136,57 +120,6 @@ def read_reason(fields: Fields, config: LabelingConfig) -> str:
     return ": ".join(part for part in (chosen if chosen in config.all_skip_reasons else "", own) if part)
 
 
-# ---- what could not be stored ----
-
-
-@dataclass(frozen=True)
-class KnownTask:
-    """A task that somebody was shown, and what they typed that could not be stored (None = nothing failed)."""
-
-    account: Account
-    presented: PresentedTask
-    unsaved: Fields | None = None
-
-
-class UnsavedForms:
-    """The most recently shown tasks, with input that could not be stored, by session, task and revision."""
-
-    def __init__(self, max_bytes: int = MAX_REMEMBERED_BYTES) -> None:
-        self._shown: ByteCache[tuple[str, str, int], KnownTask] = ByteCache(max_bytes)
-        self._lock = threading.Lock()
-
-    def put(self, session: str, account: Account, presented: PresentedTask) -> Fields | None:
-        """Remembers a task that is being shown. Returns its input that could not be stored before, if any."""
-        key = (session, presented.form.task, presented.form.revision)
-        with self._lock:
-            known = self._shown.get(key)
-            unsaved = known.unsaved if known is not None else None
-            self._keep(key, KnownTask(account, presented, unsaved))
-        return unsaved
-
-    def failed(self, session: str, form: TaskForm, fields: Fields) -> KnownTask | None:
-        """Remembers input that could not be stored. Returns None if this server did not make the form."""
-        key = (session, form.task, form.revision)
-        with self._lock:
-            known = self._shown.get(key)
-            if known is None or known.presented.form.seal != form.seal:
-                return None
-            return self._keep(key, replace(known, unsaved=fields))
-
-    def stored(self, session: str, form: TaskForm) -> None:
-        """Forgets a task that was answered or skipped."""
-        self._shown.remove((session, form.task, form.revision))
-
-    def _keep(self, key: tuple[str, str, int], known: KnownTask) -> KnownTask:
-        shown, fields = known.presented.lease.shown, known.unsaved or Fields({})
-        texts = [text for message in shown.prompt for text in message.fields] + [
-            *shown.responses,
-            *fields.values.values(),
-        ]
-        self._shown.put(key, known, TASK_BYTES + sum(map(sys.getsizeof, texts)))
-        return known
-
-
 def as_text(fields: Fields) -> str:
     """Returns what was entered into a form, as lines that can be copied; "" if nothing was."""
     lines = []
@@ -197,9 +130,6 @@ def as_text(fields: Fields) -> str:
         marks = fields.ticked.get(f"flags_{place}", ())
         if said or marks:
             lines.append(f"Response {letter}: {', '.join([*said, *marks])}")
-        for number in range(MAX_SPANS):
-            if quote := fields.text(f"span_quote_{place}_{number}").strip():
-                lines.append(f"Passage of {letter} ({fields.text(f'span_label_{place}_{number}')}): {quote}")
         if edit := fields.text(f"edit_{place}").strip():
             lines.append(f"Your version of {letter}: {edit}")
     rated = [(name.split("_"), value) for name, value in fields.values.items() if _TURN.fullmatch(name) and value]
@@ -210,7 +140,7 @@ def as_text(fields: Fields) -> str:
     return "\n".join(lines)
 
 
-# ---- criteria, ratings of earlier turns, passages and edits ----
+# ---- criteria, ratings of earlier turns, and edits ----
 
 
 def read_annotations(fields: Fields, shown: ShownTask, config: LabelingConfig, wrong: list[str]) -> Annotations:
@@ -221,14 +151,9 @@ def read_annotations(fields: Fields, shown: ShownTask, config: LabelingConfig, w
         low, high = min(allowed), max(allowed)
         ratings = read_each(fields, f"criterion_{number}", len(responses), low, high, wrong, noun=criterion.name)
         criteria.append(CriterionRatings(criterion.name, tuple(ratings)))
-    spans = tuple(
-        span
-        for place, response in enumerate(responses)
-        for span in (_spans(fields, place, response, config.span_labels, wrong) if config.span_labels else ())
-    )
     edits = _edits(fields, responses, wrong) if config.asks_edits else ()
     turns = tuple(_turns(fields, assistant_turns(shown.prompt), config, wrong))
-    return Annotations(tuple(criteria), tuple(dict.fromkeys(spans)), edits, turns)
+    return Annotations(tuple(criteria), edits, turns)
 
 
 def _turns(fields: Fields, turns: Sequence[int], config: LabelingConfig, wrong: list[str]) -> Iterator[TurnRating]:
@@ -279,61 +204,6 @@ def max_edit(responses: Sequence[str]) -> int:
     return MAX_EDIT_CHARACTERS if num_bytes <= MAX_BODY_BYTES // 2 else 0
 
 
-def _spans(fields: Fields, place: int, response: str, labels: Sequence[str], wrong: list[str]) -> Iterator[Span]:
-    letter = LETTERS[place]
-    for number in range(MAX_SPANS):
-        quote = _EDGE.sub("", fields.text(f"span_quote_{place}_{number}"))
-        label, nth = fields.text(f"span_label_{place}_{number}"), fields.text(f"span_nth_{place}_{number}").strip()
-        if not quote:
-            continue
-        short = quote if len(quote) <= 40 else f"{quote[:40]}…"
-        if label not in labels:
-            wrong.append(f"The passage “{short}” of response {letter} has no label.")
-            continue
-        found = occurrences(response, plain_lines(quote))
-        if not found:
-            wrong.append(f"“{short}” is not in response {letter}. Copy the passage from the response.")
-        elif len(found) > 1 and not nth:
-            wrong.append(f"“{short}” occurs {len(found)} times in response {letter}. Say which, or quote more of it.")
-        elif nth and not (nth.isascii() and nth.isdigit() and 1 <= int(nth[:9]) <= len(found)):
-            wrong.append(f"“{short}” occurs {len(found)} times in response {letter}, so there is no number {nth[:9]}.")
-        else:
-            start, end = found[int(nth or 1) - 1]
-            yield Span(place, start, end, label)
-
-
-def occurrences(text: str, quote: str) -> list[tuple[int, int]]:
-    """Returns where the quote occurs in the text, as (start, end) in characters, whatever the punctuation and spaces.
-
-    A quote without letters and digits is looked up exactly.
-    """
-    letters, places = _letters(quote), [index for index, character in enumerate(text) if character.isalnum()]
-    if not letters:
-        return [(start, start + len(quote)) for start in _starts(text, quote)] if quote else []
-    whole = "".join(text[index] for index in places)
-    found = []
-    for start in _starts(whole, letters):
-        first, last = places[start], places[start + len(letters) - 1] + 1
-        while last < len(text) and category(text[last]).startswith("M"):  # accents and vowel signs of the last letter
-            last += 1
-        # Punctuation at the quote's ends belongs to the passage if it is there.
-        exact = text.find(quote, max(0, first - len(quote)), last + len(quote))
-        is_around = 0 <= exact <= first and exact + len(quote) >= last
-        found.append((exact, exact + len(quote)) if is_around else (first, last))
-    return found
-
-
-def _letters(text: str) -> str:
-    return "".join(character for character in text if character.isalnum())
-
-
-def _starts(text: str, part: str) -> Iterator[int]:
-    start = text.find(part)
-    while start >= 0:
-        yield start
-        start = text.find(part, start + 1)
-
-
 def annotation_fields(found: Annotations, responses: Sequence[str], config: LabelingConfig) -> dict[str, str]:
     """Returns the fields of stored annotations, in the order shown, so that they can be changed."""
     values: dict[str, str] = {}
@@ -344,21 +214,4 @@ def annotation_fields(found: Annotations, responses: Sequence[str], config: Labe
             values[f"turn_{number}_{turn}"] = f"{rating:.0f}"
     for place, edit in enumerate(found.edits):
         values[f"edit_{place}"] = edit or responses[place]
-    used = [0] * len(responses)
-    for span in found.spans:
-        place, number = span.response, used[span.response]
-        used[place] += 1
-        response = responses[place]
-        quote = response[span.start : span.end]
-        places = occurrences(response, plain_lines(quote))
-        nth = places.index((span.start, span.end)) + 1 if (span.start, span.end) in places else 1
-        values[f"span_quote_{place}_{number}"] = quote
-        values[f"span_label_{place}_{number}"] = span.label
-        values[f"span_nth_{place}_{number}"] = str(nth) if len(places) > 1 else ""
     return values
-
-
-def num_span_rows(fields: Fields, place: int) -> int:
-    """Returns how many rows for passages a response's form shows: up to the last filled one, and a few blank ones."""
-    filled = [number for number in range(MAX_SPANS) if fields.text(f"span_quote_{place}_{number}").strip()]
-    return min(MAX_SPANS, (filled[-1] + 1 if filled else 0) + NUM_BLANK_SPANS)

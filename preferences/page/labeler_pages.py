@@ -18,11 +18,11 @@ from preferences.database import STORE_AWAY, reason_of
 from preferences.leases import LeaseLostError
 from preferences.page import forms
 from preferences.page.config import DECLINES, LabelingConfig
-from preferences.page.forms import Fields, UnsavedForms, as_text, is_same_text, max_edit, num_span_rows
+from preferences.page.forms import Fields, as_text, is_same_text, max_edit
 from preferences.page.search_pages import in_queue, next_in_queue
 from preferences.page.security import MAX_SIGN_IN_BYTES, Attempts, TooManyTriesError, sign_in, use_link
 from preferences.page.service import MAX_LEFT, LabelingService, PresentedTask, RefusedError
-from preferences.page.site import RETRY_SECONDS, Posted, SignInNeededError, Site, fields_of, redirect
+from preferences.page.site import Posted, SignInNeededError, Site, fields_of, redirect
 from preferences.questions import MAX_QUESTION_CHARACTERS, Thread, ThreadState
 from preferences.records import ShownTask
 from preferences.store import LabelStore
@@ -80,8 +80,6 @@ class SignInPages:
         get("/sign-in", response_class=HTMLResponse)(self.sign_in_form)
         post("/sign-in", max_body_size=MAX_SIGN_IN_BYTES)(self.sign_in)
         post("/sign-out")(self.sign_out)
-        get("/sessions", response_class=HTMLResponse)(self.sessions)
-        post("/sessions/end")(self.sign_out_everywhere)
         get("/welcome/{code}", response_class=HTMLResponse)(self.welcome_form)
         post("/welcome/{code}", max_body_size=MAX_SIGN_IN_BYTES)(self.welcome)
 
@@ -105,18 +103,6 @@ class SignInPages:
     def sign_out(self, request: Request, posted: Posted) -> Response:
         _, token, _ = self.site.form(request, posted)
         self.accounts.sign_out(token)
-        return self._signed_out(request)
-
-    def sessions(self, request: Request) -> Response:
-        account, token = self.site.signed_in(request)
-        return self.site.page("sessions", account, token, sessions=self.accounts.sessions_of(account.name, token))
-
-    def sign_out_everywhere(self, request: Request, posted: Posted) -> Response:
-        account, _, _ = self.site.form(request, posted)
-        self.accounts.sign_out_everywhere(account.name)
-        return self._signed_out(request)
-
-    def _signed_out(self, request: Request) -> Response:
         response = redirect("/sign-in")
         response.delete_cookie(self.site.cookie(request), secure=self.site.is_https(request))
         return response
@@ -152,7 +138,6 @@ class TaskPages:
 
     def __init__(self, site: Site, service: LabelingService) -> None:
         self.site, self.service = site, service
-        self.unsaved = UnsavedForms()
         self.router = APIRouter(include_in_schema=False)
         get, post = self.router.get, self.router.post
         get("/", response_class=HTMLResponse)(self.home)
@@ -216,18 +201,16 @@ class TaskPages:
     def _fresh_page(self, account: Account, token: str, presented: PresentedTask, queue: str = "") -> Response:
         """Shows a task, or only its warning until it is revealed.
 
-        The form is filled in with input that could not be stored before, or with an answer that was taken back.
+        The form is filled in with the person's earlier answer, if there is one.
         """
         lease = presented.lease
         if account.role == "labeler" and lease.is_hidden:
             return self._warning_page(account, token, presented)
-        unsaved = self.unsaved.put(token, account, presented)
         earlier = self.service.earlier_answer(lease) if lease.revision else None
-        fields = unsaved or (forms.answer_fields(earlier, lease, self.service.config) if earlier is not None else EMPTY)
+        fields = forms.answer_fields(earlier, lease, self.service.config) if earlier is not None else EMPTY
         if queue:
             fields = replace(fields, values={**fields.values, QUEUE: queue})
-        is_earlier = unsaved is None and earlier is not None
-        return self._task_page(account, token, presented, fields, is_unsaved=unsaved is not None, is_earlier=is_earlier)
+        return self._task_page(account, token, presented, fields, is_earlier=earlier is not None)
 
     def _task_page(
         self,
@@ -237,36 +220,31 @@ class TaskPages:
         fields: Fields = EMPTY,
         wrong: Sequence[str] = (),
         *,
-        status: int = 200,
-        is_unsaved: bool = False,
         is_earlier: bool = False,
     ) -> Response:
-        is_away = status >= 500  # then this page must not query the store
         is_lead = account.role == "lead"
-        queue = fields.text(QUEUE) if is_lead and not is_away else ""
-        events = self.service.store.events_on(presented.lease.task_id) if is_lead and not is_away else []
+        queue = fields.text(QUEUE) if is_lead else ""
+        events = self.service.store.events_on(presented.lease.task_id) if is_lead else []
         last = {event.labeler: event for event in events}  # a labeler's last event is the one that counts
         return self.site.page(
             "task",
             account,
             token,
-            422 if wrong else status,
+            422 if wrong else 200,
             presented=presented,
             config=self.service.config,
             fields=fields,
             wrong=wrong,
-            is_unsaved=is_unsaved,
             is_earlier=is_earlier,
-            num_left=0 if is_away or is_lead else self.service.num_left(account),
+            num_left=0 if is_lead else self.service.num_left(account),
             max_left=MAX_LEFT,
-            num_done=None if is_away else self.service.store.num_current_answers(account.name),
+            num_done=self.service.store.num_current_answers(account.name),
             ratings=range(forms.MIN_RATING, forms.MAX_RATING + 1),
-            num_span_rows=num_span_rows,
             is_same_text=is_same_text,
             max_edit=max_edit(presented.lease.shown.responses),
             num_folded=_num_folded(presented.lease.shown, self.service.config),
             long_result=LONG_RESULT,
-            threads=[] if is_away else self._threads(account, presented),
+            threads=self._threads(account, presented),
             max_question=MAX_QUESTION_CHARACTERS,
             events=events,
             queue=in_queue(self.service, queue, presented.lease.task_id) if queue else None,
@@ -306,7 +284,6 @@ class TaskPages:
         if answer is None:
             return self._task_page(account, token, presented, fields, wrong)
         self.service.answer(account, token, form, answer, CLIENT)
-        self.unsaved.stored(token, form)
         if account.role != "lead":
             return redirect("/answers" if form.revision and presented.lease.is_done else "/task")
         queue = fields.text(QUEUE)
@@ -335,7 +312,6 @@ class TaskPages:
             wrong = ["A skip needs a reason, so that the lead can help."]
             return self._task_page(account, token, presented, fields, wrong)
         self.service.skip(account, token, form, reason[: forms.MAX_NOTE_CHARACTERS], CLIENT)
-        self.unsaved.stored(token, form)
         return redirect("/task")
 
     def _saved(self, request: Request, posted: FormData, save: Callable[[Request, FormData], Response]) -> Response:
@@ -356,20 +332,10 @@ class TaskPages:
             return self.site.typed_page(request, 409, "Not stored", str(error), as_text(fields_of(posted)))
         except STORE_AWAY as error:
             LOG.error("an answer or a skip was not stored: %s", reason_of(error))
-            return self._unsaved_page(request, posted, 503)
+            return self.site.unsaved_page(request, posted, 503, as_text(fields_of(posted)))
         except Exception:
             LOG.exception("an answer or a skip was not stored")
-            return self._unsaved_page(request, posted, 500)
-
-    def _unsaved_page(self, request: Request, posted: FormData, status: int) -> Response:
-        """Shows the filled-in form so that it can be sent again, without the task's texts if they are not in memory."""
-        token, fields = self.site.token(request), fields_of(posted)
-        known = self.unsaved.failed(token, forms.task_form(fields), fields)
-        if known is None:
-            return self.site.unsaved_page(request, posted, status, as_text(fields))
-        page = self._task_page(known.account, token, known.presented, fields, status=status, is_unsaved=True)
-        page.headers["Retry-After"] = str(RETRY_SECONDS)
-        return page
+            return self.site.unsaved_page(request, posted, 500, as_text(fields_of(posted)))
 
     # ---- past answers ----
 

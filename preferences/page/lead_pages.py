@@ -31,7 +31,6 @@ class LeadPages:
         post("/lead/batch/closed")(self.set_closed)
         post("/lead/batch/tags")(self.set_required)
         get("/lead/quality", response_class=HTMLResponse)(self.quality)
-        get("/lead/answers", response_class=HTMLResponse)(self.answers)
         get("/lead/export", response_class=HTMLResponse)(self.export)
         get("/lead/export/rows")(self.export_rows)
         get("/lead/export/report")(self.export_report)
@@ -41,7 +40,7 @@ class LeadPages:
         batches = self.lead.batches()
         with self.lead.store.reading() as connection:
             wrong = warning_of(self.site.config, connection)
-        found = self.lead.pace(batches, may_be_late=True)
+        found = self.lead.pace(batches)
         return self.site.page(
             "lead", account, token, batches=batches, exports=[FORMATS[name] for name in EXPORTS], wrong=wrong, **found
         )
@@ -73,16 +72,6 @@ class LeadPages:
     def quality(self, request: Request) -> Response:
         account, token = self.site.lead(request)
         return self.site.page("quality", account, token, **self.lead.quality(request.query_params.get("batch", "")))
-
-    def answers(self, request: Request) -> Response:
-        """Shows every answer, skip, undo and adjudication of a batch, one page at a time."""
-        account, token = self.site.lead(request)
-        batch, labeler, kind, start = (
-            request.query_params.get(name, "") for name in ("batch", "labeler", "kind", "start")
-        )
-        first = int(start) if start.isascii() and start.isdigit() and len(start) < 10 else 0
-        found = self.lead.answers(batch, labeler, kind, first)
-        return self.site.page("every-answer", account, token, **found)
 
     def export(self, request: Request) -> Response:
         """Shows what an export contains and leaves out, before anything is downloaded."""

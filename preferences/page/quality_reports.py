@@ -12,16 +12,13 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from markupsafe import Markup
 
 from preferences.progress import PaceLog
-from preferences.rankings import current_judgments
-from preferences.records import Judgment
-from preferences.statistics.plots import labeler_shares, positions_plot, progress_plot, share_plot, time_plot
+from preferences.statistics.plots import share_plot
 from preferences.statistics.summary import LabelReport, summary
 from preferences.store import LabelStore
 
@@ -36,10 +33,9 @@ SHARES = {
 
 
 class AsOf(NamedTuple):
-    """What a batch's statistics depend on: its numbers of events and wanted judgments, and of people erased."""
+    """What a batch's statistics depend on: its numbers of events, and of people erased."""
 
     num_events: int
-    num_wanted: int
     num_erased: int
 
 
@@ -77,16 +73,13 @@ class QualityReports:
         Raises: ValueError for an unknown batch.
         """
         self._require(batch)
-        is_read = self.pace.read_or_begin(self.store)
-        known, num_erased = self._known.get(batch), self.store.num_erased()
-        if is_read:
-            now = self._as_of(batch)
-            if known is not None and known.as_of == now:
-                return known, True
-            if not _is_large(now):
-                return self._computed(batch), True
+        known, now = self._known.get(batch), self._as_of(batch)
+        if known is not None and known.as_of == now:
+            return known, True
+        if not _is_large(now):
+            return self._computed(batch), True
         self._refresh(batch)
-        return known if known is not None and known.as_of.num_erased == num_erased else None, False
+        return known if known is not None and known.as_of.num_erased == now.num_erased else None, False
 
     def _require(self, batch: str) -> None:
         if batch not in self.store.batches():
@@ -95,7 +88,7 @@ class QualityReports:
     def _as_of(self, batch: str) -> AsOf:
         with self.store.reading() as connection:
             self.pace.read(connection)
-        return AsOf(self.pace.num_events(batch), self.store.num_wanted(batch), self.store.num_erased())
+        return AsOf(self.pace.num_events(batch), self.store.num_erased())
 
     def _refresh(self, batch: str) -> None:
         """Starts computing a batch's statistics in the background, unless this is already running."""
@@ -127,24 +120,17 @@ def _is_large(state: AsOf) -> bool:
 
 def compute(store: LabelStore, batch: str) -> tuple[LabelReport, list[tuple[str, Markup]]]:
     """Returns a batch's statistics and plots."""
-    tasks, judgments, num_wanted = store.tasks(batch), store.judgments(batch), store.num_wanted(batch)
-    report = summary([stored.task for stored in tasks], judgments)
-    return report, plots_of(judgments, num_wanted, report)
+    report = summary([stored.task for stored in store.tasks(batch)], store.judgments(batch))
+    return report, plots_of(report)
 
 
-def plots_of(judgments: Sequence[Judgment], num_wanted: int, report: LabelReport) -> list[tuple[str, Markup]]:
+def plots_of(report: LabelReport) -> list[tuple[str, Markup]]:
     """Returns the plots of the quality page, each with its title."""
-    milliseconds = [answer.milliseconds for answer in current_judgments(judgments).answers if answer.milliseconds > 0]
-    plots = [("Answers over time", progress_plot(judgments, num_wanted=num_wanted))]
+    plots = []
     for field, title in SHARES.items():
-        if report.is_single and field == "shown_first":
-            continue
-        rows = labeler_shares(report.labelers, field)
-        chance = None if report.is_single else 0.5
-        plots.append((title, share_plot(rows, name=field, title=title, chance=chance)))
-    for ranks in report.ranks_by_position:
-        plots.append((f"Mean rank by position, {ranks.num_responses} responses", positions_plot(ranks)))
-    plots.append(("Seconds per answer", time_plot(milliseconds)))
+        if not (report.is_single and field == "shown_first"):
+            rows = [(labeler.labeler, getattr(labeler, field)) for labeler in report.labelers]
+            plots.append((title, share_plot(rows, name=field, title=title, chance=None if report.is_single else 0.5)))
     return [(title, Markup(plot)) for title, plot in plots if plot]
 
 

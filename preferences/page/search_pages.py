@@ -13,7 +13,7 @@ from preferences.page.forms import Fields
 from preferences.page.service import LabelingService, RefusedError
 from preferences.page.site import Posted, Site, redirect
 from preferences.records import KINDS
-from preferences.search import Search, Sort, State
+from preferences.search import ANY_KIND, Search, Sort, State
 
 PAGE_SIZE = 25
 MAX_CHANGED = 10_000  # tasks that one form changes
@@ -123,7 +123,7 @@ class SearchPages:
             after=after,
             batches=self.store.batches(),
             labelers=self._labelers(),
-            kinds=KINDS,
+            kinds=(ANY_KIND, *KINDS),
             sorts=get_args(Sort)[1:],
             states=get_args(State)[1:],
             marks=self.service.config.flags,
@@ -206,7 +206,7 @@ def search_of(given: dict[str, str]) -> tuple[Search, str]:
         return Search(), "Disagreement is a number from 0 to 1."
     if since is None or until is None:
         return Search(), "Dates are written like 2026-11-30."
-    for name, known in (("sort", get_args(Sort)), ("state", get_args(State)), ("kind", ("", *KINDS))):
+    for name, known in (("sort", get_args(Sort)), ("state", get_args(State)), ("kind", ("", ANY_KIND, *KINDS))):
         if given[name] not in known:
             return Search(), f"“{given[name]}” is not a choice that this page has."
     if until:

@@ -28,7 +28,7 @@ from preferences.page.config import LabelCriterion, LabelingConfig, Screening
 from preferences.page.quality_reports import QualityReports
 from preferences.progress import PaceLog
 from preferences.rankings import criteria_in, current_judgments
-from preferences.records import KINDS, MAX_MILLISECONDS, Answer, Judgment, assistant_turns
+from preferences.records import MAX_MILLISECONDS, Answer, Judgment, assistant_turns
 from preferences.results import BatchCounts, PastEvent
 from preferences.statistics.panel import Panel
 from preferences.statistics.quality import gold_accuracy, screen
@@ -40,11 +40,9 @@ MAX_LEFT = 1_000  # a page counts at most this many remaining tasks
 # linked on the Progress page
 EXPORTS = (
     "heed", "rankings", "consensus", "trl", "trl_unpaired", "hh", "criteria", "turns", "grouped", "edits",
-    "demonstrations", "argilla", "label-studio",
+    "demonstrations", "label-studio",
 )  # fmt: skip
 EXAMPLES_PER_KIND = 5  # shown on the page for each kind of warning of an export; the report's file has all
-PAGE_SIZE = 100  # answers on a page
-NUM_REVIEWED = 20  # tasks on the quality page that labelers disagree on most
 
 Waiting = Literal["instructions", "nothing open", "screening", "daily quota", "batches closed", "no fitting task"]
 
@@ -374,18 +372,12 @@ class LeadView:
     def batches(self) -> list[BatchCounts]:
         return self.store.batch_counts()
 
-    def pace(self, batches: Sequence[BatchCounts], *, may_be_late: bool = False) -> dict[str, Any]:
-        """Returns what the progress page shows besides counts: settings and estimates by batch, and people's hours.
-
-        With `may_be_late`, `pace` is None and there are no estimates while the server still reads many events.
-        """
+    def pace(self, batches: Sequence[BatchCounts]) -> dict[str, Any]:
+        """Returns what the progress page shows besides counts: settings and estimates by batch, and people's hours."""
         now = self.store.now()
-        is_ready = not may_be_late or self._pace.read_or_begin(self.store)
         with self.store.reading() as connection:
-            settings = {one.name: assignment.settings_of(connection, one.name) for one in batches}
-            if not is_ready:
-                return {"settings": settings, "estimates": {}, "pace": None}
             self._pace.read(connection)
+            settings = {one.name: assignment.settings_of(connection, one.name) for one in batches}
             estimates = {
                 one.name: self._pace.estimate(one.name, one.num_wanted - one.num_judgments, now) for one in batches
             }
@@ -402,36 +394,8 @@ class LeadView:
         found, is_newest = self._quality.latest(chosen) if chosen else (None, True)
         is_judged = found is not None and found.report.num_answers > 0
         report, plots = (found.report, found.plots) if found is not None and is_judged else (None, [])
-        reviewed = [] if report is None else [one.task_id for one in report.disagreements[:NUM_REVIEWED]]
-        prompts = self.store.shown_prompts(reviewed)
-        shown = {
-            "reviewed": reviewed,
-            "prompts": prompts,
-            "older": None if is_newest else found,
-            "is_coming": not is_newest,
-        }
+        shown = {"older": None if is_newest else found, "is_coming": not is_newest}
         return {"batches": batches, "batch": chosen, "report": report, "plots": plots, **shown}
-
-    def answers(self, batch: str, labeler: str, kind: str, start: int) -> dict[str, Any]:
-        """Returns what the page of answers shows, newest first, starting at index `start`."""
-        names = self.store.batches()
-        chosen = batch if batch in names else next(iter(names), "")
-        found = (
-            self.store.events(chosen, labeler=labeler, kind=kind, start=start, limit=PAGE_SIZE + 1) if chosen else []
-        )
-        return {
-            "batches": names,
-            "batch": chosen,
-            "labelers": self.store.labelers(),
-            "labeler": labeler,
-            "kinds": KINDS,
-            "kind": kind,
-            "events": found[:PAGE_SIZE],
-            "prompts": self.store.shown_prompts([event.task_id for event in found[:PAGE_SIZE]]),
-            "has_more": len(found) > PAGE_SIZE,
-            "start": start,
-            "page_size": PAGE_SIZE,
-        }
 
     def export(self, batch: str, form: str, *, with_names: bool = False, criterion: str = "") -> Exported:
         """Returns a batch in a format, with the labelers' pseudonyms or names, and by one criterion if it is given.

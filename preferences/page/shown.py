@@ -13,10 +13,10 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import OrderedDict
 from dataclasses import asdict
 from typing import Any
 
-from preferences.page.cache import ByteCache
 from preferences.page.text import RenderedText, as_written, render
 
 LOG = logging.getLogger(__name__)
@@ -25,7 +25,35 @@ MAX_CACHE_BYTES = 64 * 2**20
 TOO_LONG = "formatting it takes too long"
 FAILED = "formatting it failed"
 
-_CACHE: ByteCache[str, RenderedText] = ByteCache(MAX_CACHE_BYTES)
+
+class TextCache:
+    """Keeps the most recently shown texts, up to `max_bytes` with both views. Thread-safe."""
+
+    def __init__(self, max_bytes: int = MAX_CACHE_BYTES) -> None:
+        self.max_bytes, self.num_bytes = max_bytes, 0
+        self._kept: OrderedDict[str, tuple[RenderedText, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, text: str) -> RenderedText | None:
+        with self._lock:
+            if text not in self._kept:
+                return None
+            self._kept.move_to_end(text)
+            return self._kept[text][0]
+
+    def put(self, text: str, rendered: RenderedText) -> None:
+        num_bytes = sum(map(sys.getsizeof, (text, rendered.formatted, rendered.raw)))
+        with self._lock:
+            if text in self._kept or num_bytes > self.max_bytes:
+                return
+            self._kept[text] = (rendered, num_bytes)
+            self.num_bytes += num_bytes
+            while self.num_bytes > self.max_bytes:
+                _, (_, num_freed) = self._kept.popitem(last=False)
+                self.num_bytes -= num_freed
+
+
+_CACHE = TextCache()
 
 
 def show(text: str) -> RenderedText:
@@ -47,7 +75,7 @@ class _Formatter:
             if found is None:
                 found = self._asked(text)
                 if found.why_raw != FAILED:  # the next time it may not fail
-                    _CACHE.put(text, found, sum(map(sys.getsizeof, (text, found.formatted, found.raw))))
+                    _CACHE.put(text, found)
             return found
 
     def _asked(self, text: str) -> RenderedText:

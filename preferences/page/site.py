@@ -27,7 +27,7 @@ from preferences.records import as_moment
 COOKIE = "heed_session"
 HTTPS_COOKIE = f"__Host-{COOKIE}"  # browsers accept this prefix only on a Secure cookie, from this very host
 CHECKBOXES = "flags_"  # prefix of fields that may occur several times
-MAX_FIELDS = 5_000  # of a form: ratings of every turn, and passages of every response
+MAX_FIELDS = 5_000  # of a form: ratings of every turn
 SENT_CHARACTERS = 2**18  # characters of a download to send at a time
 ONLY_LEADS = "this page is for leads"
 RETRY_SECONDS = 10

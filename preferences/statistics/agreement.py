@@ -1,8 +1,7 @@
-"""Agreement of labelers with each other, beyond chance, and with a known truth; and where they disagree.
+"""Agreement of labelers with each other, beyond chance, and with a known truth.
 
 pairwise_agreement, accuracy_against    shares of pairs of responses
 ranking_alpha, rating_alpha             Krippendorff's alpha, with missing answers and any number of labelers
-disagreements                           the tasks on which labelers disagree most, for a lead to review
 labeler_reliability                     how often each labeler is right, estimated from the labels alone
 
     alpha = 1 - D_o / D_e
@@ -24,8 +23,7 @@ from itertools import chain, combinations
 import numpy as np
 import scipy  # loads each subpackage on first use: scipy.stats takes most of a second
 
-from preferences.disagreement import disagreement_alone
-from preferences.records import Judgment, Ranking
+from preferences.records import Ranking
 from preferences.statistics.estimates import LEVEL, Floats, Ints, Share, Z
 from preferences.statistics.intervals import (
     MANY_ERRORS,
@@ -35,7 +33,7 @@ from preferences.statistics.intervals import (
     prompt_numbers,
     wilson,
 )
-from preferences.statistics.panel import PairCounts, Panel, count_pairs, pair_signs
+from preferences.statistics.panel import PairCounts, Panel, pair_signs
 
 TrueScores = Mapping[str, Sequence[float]] | Callable[[str], Sequence[float]]
 
@@ -307,49 +305,7 @@ def _unknown(reason: str, num_units: int, num_tasks: int) -> Alpha:
     return Alpha(math.nan, math.nan, math.nan, num_units, num_tasks, reason)
 
 
-# ---- disagreements ----
-
-
-@dataclass(frozen=True)
-class Disagreement:
-    """A task that labelers order differently, with their rankings.
-
-    `disagreement` is the mean of `ranking_alpha`'s δ² over pairs of responses and pairs of labelers: 0 if all
-    agree, 1 if two labelers order every pair in opposite ways; a tie against a preference counts ¼. For a single
-    response it is `preferences.disagreement.disagreement_alone`.
-    """
-
-    task_id: str
-    disagreement: float
-    ranks: tuple[tuple[str, tuple[int, ...]], ...]  # (labeler, ranks in canonical order), by name
-
-
-def disagreements(panel: Panel, adjudications: Sequence[Judgment], *, limit: int) -> tuple[Disagreement, ...]:
-    """Returns the `limit` tasks with the most disagreement, most first, without adjudicated ones.
-
-    On equal disagreement the task with more labelers comes first, then the one earlier in `panel.tasks`.
-    """
-    counts = count_pairs(panel, pair_signs(panel.ranks_JK))
-    num_TP = counts.num_TP
-    squares_TP = counts.first_TP * counts.second_TP + counts.tied_TP * (counts.first_TP + counts.second_TP) / 4
-    compared_T = (num_TP * (num_TP - 1) / 2).sum(axis=1)
-    mean_T = squares_TP.sum(axis=1) / np.maximum(compared_T, 1)
-    for task, rows in panel.rows_alone().items():
-        mean_T[task] = disagreement_alone([panel.said_alone(row) for row in rows])
-    num_answers_T = np.bincount(panel.task_J, minlength=len(panel.tasks))
-    adjudicated = {judgment.task_id for judgment in adjudications}
-    open_T = np.array([task.task_id not in adjudicated for task in panel.tasks], dtype=bool)
-    candidates = np.flatnonzero((mean_T > 0) & open_T)
-    order = np.lexsort((candidates, -num_answers_T[candidates], -mean_T[candidates]))[:limit]
-    rankings: dict[int, list[tuple[str, tuple[int, ...]]]] = {int(task): [] for task in candidates[order]}
-    for row in np.flatnonzero(np.isin(panel.task_J, candidates[order])):
-        answer = panel.answers[row]
-        rankings[int(panel.task_J[row])].append((answer.labeler, answer.ranks))
-    return tuple(
-        Disagreement(panel.tasks[task].task_id, float(mean_T[task]), tuple(sorted(ranks)))
-        for task, ranks in rankings.items()
-    )
-
+# ---- reliability ----
 
 START = 0.7  # any start above ½ converges to the solution in which labelers are more often right than wrong
 TOLERANCE, MAX_ROUNDS = 1e-6, 500

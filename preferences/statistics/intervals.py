@@ -6,7 +6,6 @@ wilson, score_interval,              a share, and the mean of values from 0 to 1
 decided_interval, share_interval
 bootstrap_ratio, resampled_sums      anything that is computed from sums over clusters, by resampling clusters
 difference_of_means                  independent rows, by Welch's interval
-median_interval                      independent rows, between two order statistics
 
 Shape letters: R rows, C clusters (the prompts of a group), G groups (labelers), X distinct values, O outcomes,
 N resamples, S sums, B blocks of clusters.
@@ -370,20 +369,3 @@ def difference_of_means(earlier_R: Floats, later_R: Floats) -> Interval:
     freedom = (one + other) ** 2 / (one**2 / (len(earlier_R) - 1) + other**2 / (len(later_R) - 1))
     half = float(scipy.special.stdtrit(freedom, (1 + LEVEL) / 2)) * math.sqrt(one + other)
     return Interval(change, change - half, change + half)
-
-
-def median_interval(value_R: Floats) -> Interval:
-    """Returns the median between two order statistics: P(low <= median <= high) >= 95% for any distribution.
-
-    The number of values below the median is binomial(R, ½). low is the k-th smallest value and high the k-th largest,
-    for the largest k with P(fewer than k below) <= 2.5%. With five values or fewer there is no such k, so low and high
-    are NaN. Conover 1999, Practical Nonparametric Statistics, 3.2.
-    """
-    if len(value_R) == 0:
-        return UNKNOWN
-    ordered = np.sort(value_R)
-    median = float(np.median(ordered))
-    k = int(scipy.stats.binom.ppf((1 - LEVEL) / 2, len(ordered), 0.5))
-    if k == 0:
-        return Interval(median, math.nan, math.nan)
-    return Interval(median, float(ordered[k - 1]), float(ordered[-k]))

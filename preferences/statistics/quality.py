@@ -28,8 +28,6 @@ from preferences.statistics.intervals import (
     Tally,
     clustered_mean,
     clustered_shares,
-    difference_of_means,
-    median_interval,
 )
 from preferences.statistics.panel import Panel, Signs, count_pairs, padded, pair_signs
 
@@ -45,18 +43,6 @@ Verdict = Literal["passed", "failed", "not yet"]
 
 
 # ---- quality ----
-
-
-@dataclass(frozen=True)
-class PositionRanks:
-    """The mean rank by position shown, first to last, over tasks with K responses. Ties share their mean rank.
-
-    Lower is better. With a random order and no bias, all means are (K + 1)/2.
-    """
-
-    num_responses: int
-    num_answers: int
-    means: tuple[Interval, ...]
 
 
 def agreement_with_others(panel: Panel) -> list[Share]:
@@ -210,23 +196,6 @@ def shown_first(panel: Panel) -> tuple[Share, list[Share]]:
     return overall, by_labeler
 
 
-def ranks_by_position(panel: Panel) -> tuple[PositionRanks, ...]:
-    """Returns mean ranks by position shown, for each number of responses that a task has."""
-    signs_JP, width = _signs_as_shown(panel), panel.ranks_JK.shape[1]
-    prompt_J = panel.prompt_T[panel.task_J]
-    midranks_JK = np.ones((len(signs_JP), width))
-    for column, (earlier, later) in enumerate(combinations(range(width), 2)):
-        sign_J = signs_JP[:, column]
-        midranks_JK[:, earlier] += (sign_J == -1) + 0.5 * (sign_J == 0)
-        midranks_JK[:, later] += (sign_J == 1) + 0.5 * (sign_J == 0)
-    found = []
-    for num_responses in np.unique(panel.responses_J[panel.responses_J > 1]):
-        rows = panel.responses_J == num_responses
-        means = tuple(clustered_mean(midranks_JK[rows, column], prompt_J[rows]) for column in range(num_responses))
-        found.append(PositionRanks(int(num_responses), int(rows.sum()), means))
-    return tuple(found)
-
-
 def _signs_as_shown(panel: Panel) -> Signs:
     """Returns [J, P]: the signs of pairs of positions, where the response shown earlier is the first of its pair."""
     return pair_signs(np.take_along_axis(panel.ranks_JK, panel.orders_JK.astype(np.int64), axis=1))
@@ -261,33 +230,20 @@ class Pace:
     `too_fast` is the share of answers above the threshold; its `num_pairs` counts answers.
     """
 
-    milliseconds: Interval  # median, with its interval
+    milliseconds: float  # median; NaN without answers
     words_per_minute: float  # median; NaN without answers
     too_fast: Share
 
 
 @dataclass(frozen=True)
-class FastAnswer:
-    """An answer given faster than its task can be read."""
-
-    task_id: str
-    labeler: str
-    num_words: int
-    milliseconds: int
-    words_per_minute: float
-
-
-@dataclass(frozen=True)
 class Ratings:
-    """A labeler's ratings: how often each was given, their mean, and how the mean moved.
+    """A labeler's ratings: how often each was given, and their mean, in points of the scale.
 
-    `drift` is the mean of the later half of the rated answers minus that of the earlier half, by time. `mean` and
-    `drift` count an answer's mean rating as one number and are in points of the scale.
+    `mean` counts an answer's mean rating as one number.
     """
 
     counts: Mapping[float, int]
     mean: Interval
-    drift: Interval
 
 
 def num_words(task: Task) -> int:
@@ -295,15 +251,14 @@ def num_words(task: Task) -> int:
     return len(" ".join((*(message.text for message in task.prompt), *task.responses)).split())
 
 
-def words_per_minute(panel: Panel) -> tuple[Floats, Floats]:
-    """Returns two arrays [J]: the words in each answer's task, and words per minute (inf if it took no time)."""
+def words_per_minute(panel: Panel) -> Floats:
+    """Returns [J]: the words of each answer's task per minute (inf if it took no time)."""
     answered = np.unique(panel.task_J)
     words_T = np.zeros(len(panel.tasks))
     words_T[answered] = [num_words(panel.tasks[task]) for task in answered]
-    words_J = words_T[panel.task_J]
     with np.errstate(divide="ignore", invalid="ignore"):
-        rate_J = words_J * MILLISECONDS_PER_MINUTE / _milliseconds(panel)
-    return words_J, np.nan_to_num(rate_J, nan=0.0, posinf=np.inf)
+        rate_J = words_T[panel.task_J] * MILLISECONDS_PER_MINUTE / _milliseconds(panel)
+    return np.nan_to_num(rate_J, nan=0.0, posinf=np.inf)
 
 
 def paces(panel: Panel, rate_J: Floats, *, threshold: float = TOO_FAST_WORDS_PER_MINUTE) -> list[Pace]:
@@ -316,28 +271,14 @@ def paces(panel: Panel, rate_J: Floats, *, threshold: float = TOO_FAST_WORDS_PER
     found = []
     for labeler, share in enumerate(shares):
         rows = panel.labeler_J == labeler
-        rate = float(np.median(rate_J[rows])) if rows.any() else float("nan")
-        found.append(Pace(median_interval(milliseconds_J[rows]), rate, share))
+        time, rate = (np.median(of[rows]) if rows.any() else math.nan for of in (milliseconds_J, rate_J))
+        found.append(Pace(float(time), float(rate), share))
     return found
-
-
-def fast_answers(
-    panel: Panel, words_J: Floats, rate_J: Floats, *, limit: int, threshold: float = TOO_FAST_WORDS_PER_MINUTE
-) -> tuple[FastAnswer, ...]:
-    """Returns the `limit` fastest answers above the threshold, fastest first."""
-    fast = np.flatnonzero(rate_J > threshold)
-    chosen = fast[np.argsort(-rate_J[fast], kind="stable")][:limit]
-    return tuple(
-        FastAnswer(answer.task_id, answer.labeler, int(words_J[row]), answer.milliseconds, float(rate_J[row]))
-        for row, answer in ((row, panel.answers[row]) for row in chosen)
-    )
 
 
 def ratings_of(panel: Panel) -> list[Ratings]:
     """Returns every labeler's ratings."""
-    created_J = np.array([answer.created_at for answer in panel.answers])
     rated = np.array([row for row, answer in enumerate(panel.answers) if answer.ratings], dtype=np.int64)
-    rated = rated[np.argsort(created_J[rated], kind="stable")]
     lengths = np.array([len(panel.answers[row].ratings) for row in rated], dtype=np.int64)
     rating_N = np.fromiter(chain.from_iterable(panel.answers[row].ratings for row in rated), np.float64, lengths.sum())
     answer_N = np.repeat(np.arange(len(rated)), lengths)
@@ -346,12 +287,10 @@ def ratings_of(panel: Panel) -> list[Ratings]:
     for labeler in range(len(panel.labelers)):
         is_theirs = panel.labeler_J[rated] == labeler
         values, nums = np.unique(rating_N[is_theirs[answer_N]], return_counts=True)
-        means, half = mean_J[is_theirs], int(is_theirs.sum()) // 2
         found.append(
             Ratings(
                 counts=dict(zip(values.tolist(), nums.tolist(), strict=True)),
-                mean=clustered_mean(means, panel.prompt_T[panel.task_J[rated[is_theirs]]]),
-                drift=difference_of_means(means[:half], means[half:]),
+                mean=clustered_mean(mean_J[is_theirs], panel.prompt_T[panel.task_J[rated[is_theirs]]]),
             )
         )
     return found

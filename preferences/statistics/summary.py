@@ -6,7 +6,6 @@ and how far to trust it.
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,13 +14,11 @@ import numpy as np
 
 from files.records import as_json
 from preferences.annotations import NO_ANNOTATIONS
-from preferences.rankings import CurrentJudgments, criteria_in, current_judgments, judgment_by
+from preferences.rankings import criteria_in, current_judgments, judgment_by
 from preferences.records import MIN_RESPONSES, Judgment, Task
 from preferences.statistics.agreement import (
     Alpha,
-    Disagreement,
     Reliability,
-    disagreements,
     ranking_alpha,
     rating_alpha,
     reliability_in,
@@ -31,27 +28,21 @@ from preferences.statistics.estimates import Share
 from preferences.statistics.panel import Panel, count_pairs, pair_signs
 from preferences.statistics.quality import (
     TOO_FAST_WORDS_PER_MINUTE,
-    FastAnswer,
     LabelerCount,
     Pace,
-    PositionRanks,
     Ratings,
     agreement_counts,
     agreement_with_others,
-    fast_answers,
     flag_counts,
     gold_accuracy,
     labeler_counts,
     paces,
-    ranks_by_position,
     ratings_of,
     self_agreement,
     shown_first,
     skip_reasons,
     words_per_minute,
 )
-
-NUM_LISTED = 100  # tasks to review, and fast answers
 
 
 @dataclass(frozen=True)
@@ -72,42 +63,17 @@ class LabelerReport:
 
 
 @dataclass(frozen=True)
-class Warned:
-    """Tasks with a content warning, and what labelers did with them."""
-
-    num_tasks: int
-    num_answers: int
-    num_skips: int
-
-    @property
-    def skip_share(self) -> float:
-        """Returns the share of skips among answers and skips; NaN without any."""
-        num_events = self.num_answers + self.num_skips
-        return self.num_skips / num_events if num_events else math.nan
-
-
-@dataclass(frozen=True)
 class CriterionReport:
-    """One criterion. Agreement and alpha leave out gold tasks and repeats; the mean does not."""
+    """One criterion. Agreement and alpha leave out gold tasks and repeats; the mean does not.
+
+    Of the assistant's earlier turns it counts ratings. A unit is a turn; two labelers agree if they rate it equally.
+    """
 
     name: str
     num_answers: int
     mean_rating: float
     agreement: Share  # between labelers: on pairs that both rated differently, or on the ratings of single responses
     alpha: Alpha  # of the ratings, ordinal
-
-
-@dataclass(frozen=True)
-class TurnReport:
-    """The ratings of the assistant's earlier turns by one criterion. Agreement and alpha leave out gold tasks and
-    repeats; the mean does not.
-    """
-
-    name: str
-    num_ratings: int
-    mean_rating: float
-    agreement: Share  # two labelers gave a turn the same rating
-    alpha: Alpha  # ordinal; a unit is a turn
 
 
 @dataclass(frozen=True)
@@ -119,18 +85,14 @@ class LabelReport:
     num_answers: int
     num_skips: int
     num_adjudications: int
-    warned: Warned
     tie_share: float  # tied pairs of responses among all pairs of all answers; NaN without answers
     agreement: Share
     alpha: Alpha
     rating_alpha: Alpha
     criteria: tuple[CriterionReport, ...]  # sorted by name
-    turns: tuple[TurnReport, ...]  # of the assistant's earlier turns, by criterion, sorted by name
+    turns: tuple[CriterionReport, ...]  # of the assistant's earlier turns, by criterion, sorted by name
     shown_first: Share
-    ranks_by_position: tuple[PositionRanks, ...]
     labelers: tuple[LabelerReport, ...]
-    disagreements: tuple[Disagreement, ...]  # most first
-    fast_answers: tuple[FastAnswer, ...]  # fastest first
     too_fast_words_per_minute: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -154,7 +116,7 @@ def summary(
     ordinary = panel.of_tasks(np.array([not task.gold_ranks and not task.repeat_of for task in tasks], dtype=bool))
     signs_JP = pair_signs(panel.ranks_JK)
     num_pairs = int((np.abs(signs_JP) <= 1).sum())
-    words_J, rate_J = words_per_minute(panel)
+    rate_J = words_per_minute(panel)
     first, first_by_labeler = shown_first(panel)
     responses_T = np.array([max(len(task.responses), MIN_RESPONSES) for task in panel.tasks], dtype=np.int64)
     pace_by_labeler = paces(panel, rate_J, threshold=too_fast_words_per_minute)
@@ -164,7 +126,6 @@ def summary(
         num_answers=len(current.answers),
         num_skips=len(current.skips),
         num_adjudications=len(current.adjudications),
-        warned=_warned(tasks, current),
         tie_share=float((signs_JP == 0).sum() / num_pairs) if num_pairs else math.nan,
         agreement=share_of_tasks(*agreement_counts(ordinary), panel.prompt_T, responses_T),
         alpha=ranking_alpha(count_pairs(ordinary, pair_signs(ordinary.ranks_JK)), panel.prompt_T, responses_T),
@@ -172,20 +133,9 @@ def summary(
         criteria=criterion_reports(tasks, current.answers),
         turns=turn_reports(tasks, current.answers),
         shown_first=first,
-        ranks_by_position=ranks_by_position(panel),
         labelers=_labelers(panel, ordinary, counts, current.skips, first_by_labeler, pace_by_labeler),
-        disagreements=disagreements(ordinary, current.adjudications, limit=NUM_LISTED),
-        fast_answers=fast_answers(panel, words_J, rate_J, limit=NUM_LISTED, threshold=too_fast_words_per_minute),
         too_fast_words_per_minute=too_fast_words_per_minute,
     )
-
-
-def _warned(tasks: Sequence[Task], current: CurrentJudgments) -> Warned:
-    warned = {task.task_id for task in tasks if task.warning}
-    num_answers, num_skips = (
-        sum(one.task_id in warned for one in events) for events in (current.answers, current.skips)
-    )
-    return Warned(len(warned), num_answers, num_skips)
 
 
 def _labelers(
@@ -219,7 +169,7 @@ def _labelers(
     )
 
 
-def turn_reports(tasks: Sequence[Task], answers: Sequence[Judgment]) -> tuple[TurnReport, ...]:
+def turn_reports(tasks: Sequence[Task], answers: Sequence[Judgment]) -> tuple[CriterionReport, ...]:
     """Returns the statistics of the ratings of turns in the current answers, by criterion, sorted by name."""
     ordinary = {task.task_id: task for task in tasks if not task.gold_ranks and not task.repeat_of}
     found = []
@@ -227,7 +177,7 @@ def turn_reports(tasks: Sequence[Task], answers: Sequence[Judgment]) -> tuple[Tu
         rated = [(answer, *item) for answer in answers for item in answer.annotations.turn_ratings_by(name).items()]
         # Each turn is a task of its own with one response, which labelers rate.
         judged = [
-            replace(answer, task_id=f"{answer.task_id}\n{turn}", ranks=(1,), ratings=(rating,), shown_order=(0,))
+            replace(_rated_alone(answer, (rating,)), task_id=f"{answer.task_id}\n{turn}", ranks=(1,), shown_order=(0,))
             for answer, turn, rating in rated
             if answer.task_id in ordinary
         ]
@@ -237,32 +187,29 @@ def turn_reports(tasks: Sequence[Task], answers: Sequence[Judgment]) -> tuple[Tu
             if answer.task_id in ordinary
         }
         panel = Panel.of([Task(task_id, prompt, ("",), ("",)) for task_id, prompt in prompts.items()], judged)
-        mean = float(np.mean([rating for *_, rating in rated]))
-        found.append(TurnReport(name, len(rated), mean, _same_ratings(panel), rating_alpha(panel)))
+        found.append(_criterion_report(name, [rating for *_, rating in rated], len(rated), panel))
     return tuple(found)
 
 
-def _same_ratings(panel: Panel) -> Share:
-    """Returns the share of pairs of labelers who gave a turn the same rating. Each turn is one comparison."""
-    ratings: list[Counter[float]] = [Counter() for _ in panel.tasks]
-    for answer, turn in zip(panel.answers, panel.task_J.tolist(), strict=True):
-        ratings[turn][answer.ratings[0]] += 1
-    same_T = np.array([sum(n * (n - 1) / 2 for n in of.values()) for of in ratings])
-    labelers_T = np.array([of.total() for of in ratings], dtype=np.float64)
-    pairs_T = labelers_T * (labelers_T - 1) / 2
-    return share_of_tasks(same_T, pairs_T, panel.prompt_T, np.full(len(ratings), 2))
+def _rated_alone(answer: Judgment, ratings: tuple[float, ...]) -> Judgment:
+    """Returns an answer that says nothing but these ratings."""
+    return replace(answer, ratings=ratings, flags=(), annotations=NO_ANNOTATIONS)
+
+
+def _criterion_report(name: str, ratings: Sequence[float], num_answers: int, ordinary: Panel) -> CriterionReport:
+    """Returns a report from all ratings and a panel of the ordinary tasks' ones."""
+    responses_T = np.array([max(len(task.responses), MIN_RESPONSES) for task in ordinary.tasks], dtype=np.int64)
+    agreement = share_of_tasks(*agreement_counts(ordinary), ordinary.prompt_T, responses_T)
+    return CriterionReport(name, num_answers, float(np.mean(ratings)), agreement, rating_alpha(ordinary))
 
 
 def criterion_reports(tasks: Sequence[Task], answers: Sequence[Judgment]) -> tuple[CriterionReport, ...]:
     """Returns the statistics of each criterion in the current answers, sorted by name."""
     is_ordinary_T = np.array([not task.gold_ranks and not task.repeat_of for task in tasks], dtype=bool)
-    responses_T = np.array([max(len(task.responses), MIN_RESPONSES) for task in tasks], dtype=np.int64)
     found = []
     for name in criteria_in(answers):
         of_all = [judgment_by(answer, name) for answer in answers if answer.annotations.ratings_by(name)]
-        rated = [replace(one, flags=(), annotations=NO_ANNOTATIONS) for one in of_all]
+        rated = [_rated_alone(one, one.ratings) for one in of_all]
         panel = Panel.of(tasks, rated).of_tasks(is_ordinary_T)
-        mean = float(np.mean([rating for answer in rated for rating in answer.ratings]))
-        agreement = share_of_tasks(*agreement_counts(panel), panel.prompt_T, responses_T)
-        found.append(CriterionReport(name, len(rated), mean, agreement, rating_alpha(panel)))
+        found.append(_criterion_report(name, [x for one in rated for x in one.ratings], len(rated), panel))
     return tuple(found)

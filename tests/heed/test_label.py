@@ -176,7 +176,7 @@ def test_export_refuses(tmp_path: Path, book: LabelStore, heed_label: Any) -> No
         (("--format", "oasst"), "format 'oasst': one of heed, rankings"),
         (("--batch", "c"), "batch 'c' has no tasks in the store"),
         (("--out", str(tmp_path / "a.jsonl")), "already exists"),
-        (("--format", "ultrafeedback_binarized"), "nothing can be written as ultrafeedback_binarized: 1 x no ratings"),
+        (("--format", "trl_unpaired"), "nothing can be written as trl_unpaired: 1 x no ratings"),
     ):
         code, out, err = heed_label("export", *STORE, "--out", str(tmp_path / "out.jsonl"), *options)
         assert (code, out) == (2, "")

@@ -1,11 +1,11 @@
-"""Criteria, marked passages and edits: stored with an answer, exported, and read again."""
+"""Criteria and edits: stored with an answer, exported, and read again."""
 
 import json
 from dataclasses import replace
 
 import pytest
 
-from preferences.annotations import Annotations, CriterionRatings, Span
+from preferences.annotations import Annotations, CriterionRatings
 from preferences.formats.annotated import by_criterion
 from preferences.formats.exchange import export, store_found
 from preferences.formats.merging import collect_all
@@ -25,9 +25,7 @@ def criteria(**ratings):
 
 
 # In canonical order.
-SAID = Annotations(
-    criteria(helpful=(7, 4, 1), correct=(1, 1, 0)), (Span(0, 0, 5, "nice"), Span(1, 0, 2, "vague")), ("", "Hello!", "")
-)
+SAID = Annotations(criteria(helpful=(7, 4, 1), correct=(1, 1, 0)), ("", "Hello!", ""))
 
 
 @pytest.fixture
@@ -79,11 +77,7 @@ def test_annotations_are_stored_in_canonical_order_whoever_says_them(store):
         (Annotations(criteria(helpful=(1, 2))), "criteria: 'helpful' has 2 ratings for 3 responses"),
         (Annotations(criteria(helpful=(1, 2, float("nan")))), "finite numbers"),
         (Annotations((*criteria(a=(1, 2, 3)), *criteria(a=(1, 2, 3)))), "different names"),
-        (Annotations(criteria(**{"": (1, 2, 3)})), "names a criterion or a span"),
-        (Annotations(spans=(Span(3, 0, 1, "x"),)), "response 3; 0 to 2"),
-        (Annotations(spans=(Span(0, 2, 2, "x"),)), "characters 2 to 2"),
-        (Annotations(spans=(Span(0, 0, 99, "x"),)), "characters 0 to 99"),
-        (Annotations(spans=tuple(Span(0, 0, 1, f"{n}") for n in range(21))), "at most 20 per response"),
+        (Annotations(criteria(**{"": (1, 2, 3)})), "names a criterion"),
         (Annotations(edits=("a", "b")), "edits has 2 entries"),
         (Annotations(edits=("a", "b", "\ud800")), "half of a surrogate pair"),
         (Annotations(edits=("a", "b", "x" * 20_001)), "at most 20,000 characters"),
@@ -112,13 +106,8 @@ def test_heed_holds_everything_and_reads_it_again(store, new_database, tmp_path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"spans": [{"response": 0, "start": 0, "end": 77, "label": "x"}]},
-            r"judgments\[0\]: spans: characters 0 to 77",
-        ),
         ({"criteria": [{"name": "a", "ratings": [1, 2]}]}, r"judgments\[0\]: criteria: 'a' has 2 ratings"),
         ({"edits": ["a"]}, r"judgments\[0\]: edits has 1 entries"),
-        ({"spans": [{"response": 0}]}, "'start'"),
     ],
 )
 def test_malformed_rows_are_refused_by_field(store, change, message):
@@ -133,9 +122,9 @@ def test_what_a_format_cannot_hold_is_reported(store):
     answer(store, "ann")
     report = Report()
     rows_of(store, "rankings", report=report)
-    assert report.counts() == {"criteria": 1, "spans": 1, "edits": 1}
+    assert report.counts() == {"criteria": 1, "edits": 1}
     assert report.warnings[0].found == "the answer has 2, which this format cannot hold"
-    for name, left in (("criteria", {"spans": 1, "edits": 1}), ("edits", {"criteria": 1, "spans": 1}), ("heed", {})):
+    for name, left in (("criteria", {"edits": 1}), ("edits", {"criteria": 1}), ("heed", {})):
         report = Report()
         rows_of(store, name, report=report)
         assert report.counts() == left, name

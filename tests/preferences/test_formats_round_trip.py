@@ -122,10 +122,7 @@ def test_heed_loses_nothing(
     there_and_back()
 
 
-HOLDS = {  # whether it has several turns, whether it has ties
-    "hh": (True, False), "trl": (True, False), "trl_text": (False, False), "ultrafeedback_binarized": (False, False),
-    "helpsteer3": (True, True), "alpacaeval": (False, True), "arena": (True, True),
-}  # fmt: skip
+HOLDS = {"hh": True, "trl": True, "trl_text": False}  # whether it has several turns
 
 
 @st.composite
@@ -150,27 +147,22 @@ def ranked(draw: st.DrawFn) -> list[tuple[Task, str, int, list[Judgment]]]:
     return found
 
 
-def preferences_of(content: list[tuple[Task, str, int, list[Judgment]]], turns: bool, ties: bool) -> set[Any]:
-    """Returns (prompt, better, worse, is a tie) of every pair, counted directly from the judgments."""
+def preferences_of(content: list[tuple[Task, str, int, list[Judgment]]], turns: bool) -> set[Any]:
+    """Returns (prompt, better, worse) of every untied pair, counted directly from the judgments."""
     found = set()
     for task, _, _, judgments in content:
         if len(task.prompt) > 1 and not turns:
             continue
         for act in judgments:
             for i, j in combinations(range(len(task.responses)), 2):
-                if act.ranks[i] == act.ranks[j]:
-                    if ties:
-                        found.add((task.prompt, *sorted((task.responses[i], task.responses[j])), True))
-                    continue
-                better, worse = (i, j) if act.ranks[i] < act.ranks[j] else (j, i)
-                found.add((task.prompt, task.responses[better], task.responses[worse], False))
+                if act.ranks[i] != act.ranks[j]:
+                    better, worse = (i, j) if act.ranks[i] < act.ranks[j] else (j, i)
+                    found.add((task.prompt, task.responses[better], task.responses[worse]))
     return found
 
 
 @pytest.mark.parametrize("name", HOLDS)
 def test_other_formats_keep_the_preferences_that_they_can_hold(name: str, new_store: Callable[[], LabelStore]) -> None:
-    turns, ties = HOLDS[name]
-
     @examples(40)
     @given(ranked())
     def there_and_back(content: list[tuple[Task, str, int, list[Judgment]]]) -> None:
@@ -179,9 +171,9 @@ def test_other_formats_keep_the_preferences_that_they_can_hold(name: str, new_st
         assert write is not None
         rows = [json.loads(json.dumps(row)) for row in write(book.tasks("b"), book.judgments("b"), report)]
         found = collect_all(format_to_read(name), [(f"row {n}", row) for n, row in enumerate(rows, start=1)])
-        expected = preferences_of(content, turns, ties)
+        expected = preferences_of(content, HOLDS[name])
         read = [(found.tasks[act.task_id], "", 0, [act]) for act in found.judgments]
-        assert preferences_of(read, turns=True, ties=True) == expected
+        assert preferences_of(read, turns=True) == expected
         # Each pair of each labeler is a row or an entry in the report.
         num_pairs = sum(
             len(task.responses) * (len(task.responses) - 1) // 2 * len(judgments) for task, _, _, judgments in content
@@ -286,7 +278,6 @@ def test_what_measures_labelers_is_no_training_data(
         ("hh", Task("t", (Message("system", "s"), *PAIR.prompt), ("a", "b"), ("x", "y")), "not a transcript"),
         ("hh", Task("t", (Message("assistant", "s"),), ("a", "b"), ("x", "y")), "no user's turn"),
         ("trl_text", Task("t", (*PAIR.prompt, *PAIR.prompt), ("a", "b"), ("x", "y")), "prompt of several turns"),
-        ("ultrafeedback_binarized", PAIR, "no ratings"),
     ],
 )
 def test_what_a_format_cannot_hold_is_said(

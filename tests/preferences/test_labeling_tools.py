@@ -1,7 +1,7 @@
-"""Argilla and Label Studio: files that their own packages made, projects that their own packages load, round trips.
+"""Argilla and Label Studio: files that their own packages made, a project that Label Studio loads, round trips.
 
 `samples/` has the files, and the scripts that made them with argilla 2.8.0 and label-studio 1.23.2. Tests with the
-packages need a Python that has them: this one, or the one that ARGILLA_PYTHON or LABEL_STUDIO_PYTHON names.
+packages need a Python that has them: this one, or the one that LABEL_STUDIO_PYTHON names.
 """
 
 import importlib.util
@@ -230,32 +230,31 @@ def test_ratings_alone_order_the_responses_by_the_objective_or_their_mean() -> N
 
 
 @pytest.mark.parametrize("num_responses", [2, 3])
-@pytest.mark.parametrize("name", ["argilla", "label-studio"])
 def test_a_project_written_and_read_holds_all_but_revisions(
-    name: str, num_responses: int, filled: Callable[[int], LabelStore], tmp_path: Path
+    num_responses: int, filled: Callable[[int], LabelStore], tmp_path: Path
 ) -> None:
-    report, num_rows = export(filled(num_responses), format_to_write(name), tmp_path / "project", with_names=True)
+    report, num_rows = export(
+        filled(num_responses), format_to_write("label-studio"), tmp_path / "project", with_names=True
+    )
     assert (num_rows, report.counts()) == (3, {"superseded": 1})
-    found = read(tmp_path / "project", name)
+    found = read(tmp_path / "project", "label-studio")
     assert found.report.counts() == {}
     expected = judged(num_responses)
     assert [*found.tasks.values()] == [task for task, _ in expected]
     final = [replace(one, revision=0) for _, judgments in expected for one in judgments if one != expected[1][1][0]]
     fields = ["task_id", "labeler", "revision", "kind", "ranks", "ratings", "flags", "note"]
-    fields += ["created_at", "milliseconds"] if name == "label-studio" else []
+    fields += ["created_at", "milliseconds"]
     assert [[getattr(one, field) for field in fields] for one in found.judgments] == [
         [getattr(one, field) for field in fields] for one in final
     ]
 
 
-def test_what_the_formats_cannot_hold_is_reported(new_store: Callable[[], LabelStore], tmp_path: Path) -> None:
+def test_what_label_studio_cannot_hold_is_reported(new_store: Callable[[], LabelStore], tmp_path: Path) -> None:
     store = new_store()
     odd = event(BIRDS, "ann", (1, 2), ratings=(0.5, 11.0), flags=(("",), ("a\x01b",)))
     store.add_tasks([BIRDS, replace(OPEN, gold_ranks=(1, 2)), third(TALK)], batch="b", num_labelers=2)
     store.import_judgments("b", [odd, event(BIRDS, "eve", (2, 1), kind="adjudication")])
     store.import_judgments("b", [event(third(TALK), "ann", (1, 1, 2))])
-    report, _ = export(store, format_to_write("argilla"), tmp_path / "argilla")
-    assert report.counts() == {"superseded": 1, "gold task": 1, "other number of responses": 1}
     report, _ = export(store, format_to_write("label-studio"), tmp_path / "studio", with_names=True)
     assert report.counts() == {"superseded": 1, "gold task": 1}
     assert [(one.labeler, one.kind) for one in read(tmp_path / "studio", "label-studio").judgments] == [
@@ -264,8 +263,6 @@ def test_what_the_formats_cannot_hold_is_reported(new_store: Callable[[], LabelS
     alone = new_store()
     alone.add_tasks([BIRDS], batch="b", num_labelers=1)
     alone.import_judgments("b", [odd])
-    report, _ = export(alone, format_to_write("argilla"), tmp_path / "again")
-    assert report.counts() == {"unwritable ratings": 1, "unwritable flag": 1}
     report, _ = export(alone, format_to_write("label-studio"), tmp_path / "studio again")
     assert report.counts() == {"unwritable flag": 2}
     assert read(tmp_path / "studio again", "label-studio").judgments[0].ratings == (0.5, 11.0)
@@ -274,22 +271,25 @@ def test_what_the_formats_cannot_hold_is_reported(new_store: Callable[[], LabelS
 def test_a_project_is_a_folder_and_a_suffix_writes_the_rows_alone(
     filled: Callable[[int], LabelStore], tmp_path: Path, heed_label: Any
 ) -> None:
-    for name, files in (
-        ("argilla", {".argilla/settings.json", ".argilla/dataset.json", "records.json"}),
-        ("label-studio", {"label_config.xml", "tasks.json"}),
-    ):
-        store = filled(2)
-        export(store, format_to_write(name), tmp_path / name, with_names=True)
-        written = {str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("*") if path.is_file()}
-        assert written == files
-        export(store, format_to_write(name), tmp_path / f"{name}.json", with_names=True)
-        assert said(read(tmp_path / f"{name}.json", name)) == said(read(tmp_path / name, name))
-        with pytest.raises(ValueError, match="already exists; a new path was expected"):
-            export(store, format_to_write(name), tmp_path / name)
-        code, out, err = heed_label("import", str(tmp_path / name), "--check")
-        assert code == 0
-        assert "3 tasks, 4 judgments by ann, bo, cy; checked" in out
-        assert f"format: {name} (" in err
+    form, name, store, folder = format_to_write("label-studio"), "label-studio", filled(2), tmp_path / "project"
+    export(store, form, folder, with_names=True)
+    assert {path.name for path in folder.iterdir()} == {"label_config.xml", "tasks.json"}
+    export(store, form, tmp_path / "rows.json", with_names=True)
+    assert said(read(tmp_path / "rows.json", name)) == said(read(folder, name))
+    with pytest.raises(ValueError, match="already exists; a new path was expected"):
+        export(store, form, folder)
+    code, out, err = heed_label("import", str(folder), "--check")
+    assert code == 0
+    assert "3 tasks, 4 judgments by ann, bo, cy; checked" in out
+    assert "format: label-studio (" in err
+
+
+def test_a_folder_of_argillas_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "dataset"
+    (folder / ".argilla").mkdir(parents=True)
+    (folder / ".argilla" / "dataset.json").write_text("{}")
+    (folder / "records.json").write_bytes((SAMPLES / "argilla_records.json").read_bytes())
+    assert said(read(folder, "argilla")) == said(read(SAMPLES / "argilla_records.json", "argilla"))
 
 
 # ---- with the packages ----
@@ -314,30 +314,6 @@ def ran(python: str, script: str, *arguments: str) -> Any:
 
 
 @pytest.mark.parametrize("num_responses", [2, 3])
-def test_argilla_loads_the_project_and_sends_its_records(
-    num_responses: int, filled: Callable[[int], LabelStore], tmp_path: Path
-) -> None:
-    """`Dataset.from_disk` reads settings and records; what it sends to the server is what was written."""
-    python = with_package("argilla", "ARGILLA_PYTHON")
-    export(filled(num_responses), format_to_write("argilla"), tmp_path / "project", with_names=True)
-    sent = ran(python, "load_argilla.py", str(tmp_path / "project"))
-    assert sent["fields"] == ["prompt", *(f"response_{number + 1}" for number in range(num_responses))]
-    assert sent["questions"][0] == "ranking"
-    first, talk, unjudged = sent["records"]
-    ranks = [
-        [one["values"]["ranking"]["value"], one["status"]] for one in first["responses"] if one["values"].get("ranking")
-    ]
-    names = [f"response_{number + 1}" for number in range(num_responses)]
-    assert ranks == [
-        [[{"value": name, "rank": rank} for name, rank in zip(names, own, strict=False)], "submitted"]
-        for own in ((1, 2, 2), (1, 1, 2))
-    ]
-    assert [one["status"] for one in first["responses"]] == ["submitted", "submitted", "discarded"]
-    assert [turn["role"] for turn in talk["fields"]["prompt"]] == ["system", "user", "assistant", "user"]
-    assert unjudged["responses"] == []
-
-
-@pytest.mark.parametrize("num_responses", [2, 3])
 def test_label_studio_accepts_configuration_tasks_and_annotations(
     num_responses: int, filled: Callable[[int], LabelStore], tmp_path: Path
 ) -> None:
@@ -352,10 +328,7 @@ def test_label_studio_accepts_configuration_tasks_and_annotations(
     assert [one.flags for one in whole.judgments if one.kind == "answer"] == [one.flags for one in short.judgments]
 
 
-@pytest.mark.parametrize("name", ["argilla", "label-studio"])
-def test_a_skip_of_somebody_who_was_erased_is_still_one(
-    new_database: Callable[[], str], tmp_path: Path, name: str
-) -> None:
+def test_a_skip_of_somebody_who_was_erased_is_still_one(new_database: Callable[[], str], tmp_path: Path) -> None:
     url = new_database()
     accounts = Accounts(url)
     accounts.accept(accounts.invite("ann", "labeler"))
@@ -365,8 +338,8 @@ def test_a_skip_of_somebody_who_was_erased_is_still_one(
         assert lease is not None
         store.skip(lease, "I am Ann and know no birds", 5, client="page", instructions_version="1")
         pseudonym = accounts.erase("ann")
-        report, _ = export(store, format_to_write(name), tmp_path / "project")
+        report, _ = export(store, format_to_write("label-studio"), tmp_path / "project")
     accounts.close()
     assert report.counts() == {}
-    (skip,) = read(tmp_path / "project", name).judgments
+    (skip,) = read(tmp_path / "project", "label-studio").judgments
     assert (skip.labeler, skip.kind, skip.note) == (pseudonym, "skip", "skipped")

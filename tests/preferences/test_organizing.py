@@ -293,21 +293,17 @@ def test_disagreement_by_hand():
     assert disagreement([(1, 2), (1, 2), (2, 1)]) == pytest.approx(2 / 3)
 
 
-def test_summaries_are_the_statistics(store):
-    """The stored disagreement is that of the Quality page."""
-    from preferences.rankings import current_judgments
-    from preferences.statistics.agreement import disagreements
-    from preferences.statistics.panel import Panel
-
+def test_the_queue_is_ordered_by_the_stored_disagreement(store):
     names = [f"t{number}" for number in range(6)]
     store.add_tasks([make_task(name) for name in names], batch="b", num_labelers=3)
     rankings = [(1, 2, 3), (3, 2, 1), (1, 1, 2), (2, 1, 3), (1, 2, 2)]
     for turn, name in enumerate(("ann", "bob", "cem")):
         for number in range(6):
             say(store, name, rankings[(number * (turn + 1)) % 5])
-    current = current_judgments(store.judgments("b"))
-    panel = Panel.of([one.task for one in store.tasks("b")], current.answers, ["ann", "bob", "cem"])
-    expected = {one.task_id: one.disagreement for one in disagreements(panel, (), limit=9)}
+    given = {}
+    for judgment in store.judgments("b"):
+        given.setdefault(judgment.task_id, []).append(judgment.ranks)
+    expected = {name: found for name, ranks in given.items() if (found := disagreement(ranks))}
     with store.reading() as connection:
         found = adjudication.queued(connection, Threshold("b", 0.0), start=0, limit=9)
         assert {one.task_id: one.disagreement for one in found} == pytest.approx(expected)

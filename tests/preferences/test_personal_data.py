@@ -20,7 +20,7 @@ NAME, NOTE = "Zebulon Quibbleworth", "my neighbour Xanthippe says so"
 LEAD = "Persephone Oglethorpe"
 TASKS = [Task(f"t{n}", (Message("user", f"Say {n}"),), ("a", "b", "c"), ("x", "y", "z")) for n in range(4)]
 pytestmark = pytest.mark.usefixtures("cheap_hashes")
-TRAINING = ("rankings", "consensus", "trl", "hh", "demonstrations", "alpacaeval")
+TRAINING = ("rankings", "consensus", "trl", "hh", "demonstrations")
 
 
 def fill(store: LabelStore, accounts: Accounts) -> None:

@@ -50,8 +50,7 @@ def test_postgresql_takes_the_first_open_place_and_looks_at_no_others(postgres, 
         (lambda at: adjudication.queued(at, Threshold(), start=0, limit=9), "task_summaries_in_all_batches"),
         (lambda at: adjudication.neighbour(at, Threshold("b"), "t1", is_next=True), "task_summaries_by_disagreement"),
         (lambda at: results.batch_counts(at, 0.0), "places_done"),
-        (lambda at: results.events(at, "b", "", "", 0, 9), "judgments USING INTEGER PRIMARY KEY (rowid>?)"),
-        (lambda at: results.events(at, "b", "ann", "", 0, 9), "judgments_by_labeler (labeler=? AND judgment_id>?)"),
+        (lambda at: search.find_answers(at, Search(batch="b", kind="any"), before=9, limit=9), "PRIMARY KEY (rowid<?)"),
     ],
 )
 def test_leads_read_the_index_that_is_meant_for_them(sqlite_tables, tmp_path, read, index):

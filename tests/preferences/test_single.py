@@ -157,8 +157,6 @@ def test_statistics_compare_ratings_and_marks(judged):
     # units (1, 1), (0, 0), (1, 1), (1, 0): α = 1 - (n - 1)·o₁₀/(n₁·n₀), where o₁₀ = 1, n₁ = 5, n₀ = 3
     assert right.alpha.value == pytest.approx(1 - 7 * 1 / 15)
     assert report.rating_alpha.value == pytest.approx(1 - 7 * 1 / 15)
-    assert report.ranks_by_position == ()
-    assert [one.task_id for one in report.disagreements] == ["t3"]
     assert report.as_dict()["shown_first"]["mean"] is None
 
 
@@ -240,7 +238,7 @@ def test_responses_to_one_prompt_make_a_ranking_for_a_reward_model(judged, tmp_p
 
 
 def test_formats_of_pairs_report_single_responses(judged):
-    for name in ("trl", "hh", "arena", "helpsteer3"):
+    for name in ("trl", "hh"):
         rows, left_out = rows_of(judged, name)
         assert (rows, left_out["single response"]) == ([], 8)
     rows, left_out = rows_of(judged, "demonstrations")
@@ -254,14 +252,11 @@ def test_formats_of_pairs_report_single_responses(judged):
     assert turns[2]["labels"] == [0, 0]
 
 
-@pytest.mark.parametrize("name", ["argilla", "label-studio"])
-def test_labeling_tools(judged, sqlite_tables, tmp_path, name):
-    export(judged, format_to_write(name), tmp_path / "project", with_names=True)
-    rows = {"argilla": "records.json", "label-studio": "tasks.json"}[name]
-    config = {"argilla": ".argilla/settings.json", "label-studio": "label_config.xml"}[name]
-    written = (tmp_path / "project" / config).read_text()
+def test_label_studio(judged, sqlite_tables, tmp_path):
+    export(judged, format_to_write("label-studio"), tmp_path / "project", with_names=True)
+    written = (tmp_path / "project" / "label_config.xml").read_text()
     assert ("rating_1" in written, "rank" in written.lower()) == (True, False)
-    found = collect_all(format_to_read(name), read_source(str(tmp_path / "project" / rows)))
+    found = collect_all(format_to_read("label-studio"), read_source(str(tmp_path / "project" / "tasks.json")))
     with LabelStore(shutil.copy(sqlite_tables, tmp_path / "other.db")) as other:
         store_found(other, found, "b")
         said = [(one.labeler, one.task_id, one.ratings, one.flags, one.note) for one in other.judgments("b")]

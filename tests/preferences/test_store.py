@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preferences import results
 from preferences.leases import LeaseLostError, display_order
 from preferences.records import Answer, Coverage, Message, Progress, StoredTask, Task, dense_ranks
 from preferences.store import LabelStore
@@ -322,17 +321,3 @@ def test_other_databases_are_refused():
         LabelStore("mysql://somewhere/labels")
     with pytest.raises(ValueError, match="in memory"):
         LabelStore("sqlite://")
-
-
-def test_a_page_of_events_is_the_same_wherever_the_newest_ones_are(store, monkeypatch):
-    for batch in ("old", "new"):
-        store.add_tasks([make_task(f"{batch}{number}") for number in range(4)], batch=batch, num_labelers=1)
-    for batch in ("old", "new", "old", "new", "old", "old"):
-        store.submit(store.lease("ann", seconds=60, batch=batch), Answer((1, 2, 3), 5), **HOW)
-    pages = [(batch, start, limit) for batch in ("old", "new") for start in (0, 1, 3) for limit in (1, 2, 9)]
-    whole = [store.events(batch, start=start, limit=limit) for batch, start, limit in pages]
-    assert [len(found) for found in whole] == [1, 2, 4, 1, 2, 3, 1, 1, 1, 1, 2, 2, 1, 1, 1, 0, 0, 0]
-    assert [event.task_id for event in whole[2]] == ["old3", "old2", "old1", "old0"]
-    for num_recent in (0, 1, 2, 4):
-        monkeypatch.setattr(results, "NUM_RECENT", num_recent)
-        assert [store.events(batch, start=start, limit=limit) for batch, start, limit in pages] == whole

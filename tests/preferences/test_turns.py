@@ -130,7 +130,7 @@ def test_malformed_rows_are_refused_by_field(rated, message):
 
 def test_what_cannot_hold_them_says_so(store):
     answer(store, "ann")
-    for name in ("rankings", "trl", "criteria", "argilla", "label-studio"):
+    for name in ("rankings", "trl", "criteria", "label-studio"):
         report = Report()
         assert rows_of(store, name, report)
         assert report.counts()["turns"] == 1, name
@@ -161,17 +161,15 @@ def test_conversations_with_tools_are_exported_unchanged(store):
 
 def test_formats_of_plain_turns_leave_them_out_or_write_text(store):
     answer(store, "ann")
-    for name in ("arena", "helpsteer3", "hh"):
-        report = Report()
-        assert rows_of(store, name, report) == []
-        assert report.counts().keys() & {"tool calls", "not a transcript"}, name
-    for name, turns in (("argilla", ("fields", "prompt")), ("label-studio", ("data", "prompt"))):
-        report = Report()
-        (row,) = rows_of(store, name, report)
-        shown = row[turns[0]][turns[1]]
-        assert shown[2]["content"] == 'Let me look.\nsearch({"query": "Dante\'s death", "limit": 3})'
-        assert all(turn.keys() == {"role", "content"} for turn in shown)
-        assert report.outcomes()["tool calls (written as text)"] == 1, name
+    report = Report()
+    assert rows_of(store, "hh", report) == []
+    assert report.counts()["not a transcript"] == 1
+    report = Report()
+    (row,) = rows_of(store, "label-studio", report)
+    shown = row["data"]["prompt"]
+    assert shown[2]["content"] == 'Let me look.\nsearch({"query": "Dante\'s death", "limit": 3})'
+    assert all(turn.keys() == {"role", "content"} for turn in shown)
+    assert report.outcomes()["tool calls (written as text)"] == 1
 
 
 @pytest.mark.parametrize(
@@ -223,10 +221,10 @@ def test_statistics_of_turns(store):
     answer(store, "bob", said=replace(SAID, turns=(TurnRating(2, "right", 1), TurnRating(4, "right", 1))))
     answer(store, "cem", said=Annotations())
     (turns,) = summary([TASK], store.judgments("b")).turns
-    assert (turns.name, turns.num_ratings, turns.mean_rating) == ("right", 4, 0.75)
+    assert (turns.name, turns.num_answers, turns.mean_rating) == ("right", 4, 0.75)
     assert (turns.agreement.mean, turns.alpha.value) == (0.5, 0.0)  # 1 - 3·1/(1·3), as by chance
     report = summary([replace(TASK, gold_ranks=(1, 2))], store.judgments("b")).turns[0]
-    assert (report.num_ratings, report.agreement.num_tasks, report.alpha.reason != "") == (4, 0, True)
+    assert (report.num_answers, report.agreement.num_tasks, report.alpha.reason != "") == (4, 0, True)
 
 
 def test_labels_of_turns_are_by_one_criterion_and_yes_or_no(store):

@@ -15,13 +15,12 @@ function keepDraft() {
   Object.keys(sessionStorage).filter((one) => one.startsWith("draft ") && one !== key).forEach((one) => sessionStorage.removeItem(one));
   if (draft && isEmpty) {
     const { ticked, texts } = JSON.parse(draft);
-    for (const name of Object.keys(texts)) addPassagesUpTo(form, name);
     said().forEach((one) => {
       if (isTicked(one)) one.checked = ticked.includes(`${one.name}=${one.value}`);
       else if (one.name in texts) one.value = texts[one.name];
     });
     form.querySelectorAll("details.marks").forEach((box) => { box.open = box.querySelector("input:checked") !== null; });
-    form.querySelectorAll("details.passages, details.edit").forEach((box) => {
+    form.querySelectorAll("details.edit").forEach((box) => {
       box.open = [...box.querySelectorAll("textarea")].some((one) => one.value !== one.defaultValue);
     });
   }
@@ -35,65 +34,6 @@ function keepDraft() {
   });
   form.addEventListener("submit", (event) => { // a question is sent alone, and the same task comes again
     if (event.submitter?.hasAttribute("formaction")) keep({ question: "" });
-  });
-}
-
-// ---- passages: the selected text of a response becomes a row of its form ----
-
-const MAX_PASSAGES = 20;
-const letters = (text) => text.replace(/[^\p{L}\p{N}]/gu, "");
-
-function addPassage(box) {
-  const rows = box.querySelectorAll(".passage");
-  if (rows.length >= MAX_PASSAGES) return null;
-  const added = rows[rows.length - 1].cloneNode(true);
-  added.querySelectorAll("[name]").forEach((one) => { one.name = one.name.replace(/\d+$/, rows.length); one.value = ""; });
-  added.querySelector("legend").textContent = added.querySelector("legend").textContent.replace(/\d+/, rows.length + 1);
-  box.querySelector(".rows").append(added);
-  return added;
-}
-
-function addPassagesUpTo(form, name) {
-  const found = /^span_quote_(\d+)_\d+$/.exec(name);
-  const box = found && form.querySelector(`.response[data-place="${found[1]}"] details.passages`);
-  while (box && !form.elements[name] && addPassage(box)) { /* until the draft's row is there */ }
-}
-
-// Fills in a blank row with the selection. Returns what to say about it.
-function quoteSelection() {
-  const selection = document.getSelection();
-  const quote = selection.toString().trim();
-  const start = selection.rangeCount && selection.getRangeAt(0).startContainer;
-  const shown = start && (start.nodeType === 1 ? start : start.parentElement).closest(".said-here .text, .said-here .raw");
-  const box = shown && shown.closest(".response").querySelector("details.passages");
-  if (!quote || !box) return "Select a passage of a response first.";
-  const before = document.createRange();
-  before.selectNodeContents(shown);
-  before.setEnd(selection.getRangeAt(0).startContainer, selection.getRangeAt(0).startOffset);
-  const [whole, sought, offset] = [letters(shown.textContent), letters(quote), letters(before.toString()).length];
-  let [nth, count] = [0, 0];
-  for (let at = whole.indexOf(sought); sought && at >= 0; at = whole.indexOf(sought, at + 1)) {
-    count += 1;
-    if (at <= offset) nth = count;
-  }
-  const isBlank = (one) => !one.querySelector("textarea").value.trim();
-  const row = [...box.querySelectorAll(".passage")].find(isBlank) ?? addPassage(box);
-  if (!row) return `At most ${MAX_PASSAGES} passages of a response can be marked.`;
-  row.querySelector("textarea").value = quote;
-  row.querySelector("input[type=number]").value = count > 1 ? nth : "";
-  const label = row.querySelector("select");
-  if (label.options.length === 2) label.selectedIndex = 1;
-  box.open = true;
-  label.focus();
-  row.dispatchEvent(new Event("input", { bubbles: true }));
-  return "Choose what this passage is.";
-}
-
-function offerPassages(said) {
-  document.querySelectorAll("[data-script]").forEach((one) => { one.hidden = false; });
-  document.querySelectorAll("button.quote-it").forEach((button) => {
-    button.addEventListener("mousedown", (event) => event.preventDefault()); // or the selection would be lost
-    button.addEventListener("click", () => { said.textContent = quoteSelection(); });
   });
 }
 
@@ -129,7 +69,6 @@ function offerCopy() {
   const lines = places.map((place) => [...place.querySelectorAll("[data-rating]")]);
   const current = places.map(() => 0); // each place's line of ratings that Shift and a digit fill in
   let chosen = 0;
-  offerPassages(said);
 
   keys.hidden = false;
   switched.checked = localStorage.getItem("keys") !== "off";
@@ -203,8 +142,6 @@ function offerCopy() {
       said.textContent = lines[chosen][current[chosen]].dataset.rating;
     } else if (event.key.toUpperCase() === "J" || event.key.toUpperCase() === "U") {
       chooseTurn(event.key.toUpperCase() === "J" ? 1 : -1);
-    } else if (event.key.toUpperCase() === "P" && form.querySelector("details.passages")) {
-      said.textContent = quoteSelection();
     } else if (event.key.toUpperCase() === "W") {
       const box = responses[chosen]?.querySelector("details.edit");
       if (box) { box.open = true; box.querySelector("textarea").focus(); }

@@ -21,7 +21,7 @@ from preferences.accounts import Accounts, Role
 from preferences.page.app import make_app
 from preferences.page.client import LabelClient
 from preferences.page.config import LabelingConfig
-from preferences.page.serve import Deadlines, listening, server_settings
+from preferences.page.serve import listening, server_settings
 from preferences.records import Answer, Labeler, ShownTask, Skip, Task
 from preferences.store import LabelStore
 
@@ -212,12 +212,12 @@ class Running:
 
 
 @pytest.fixture
-def serve_app() -> Callable[[Any, Deadlines], tuple[str, Callable[[], None]]]:
+def serve_app() -> Callable[[Any], tuple[str, Callable[[], None]]]:
     """Serves an application as `serve` does, in a thread of this process; returns its address and a stop function."""
 
-    def run(app: Any, deadlines: Deadlines) -> tuple[str, Callable[[], None]]:
+    def run(app: Any) -> tuple[str, Callable[[], None]]:
         listener = listening("127.0.0.1", 0)
-        server = uvicorn.Server(server_settings(app, deadlines))
+        server = uvicorn.Server(server_settings(app))
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
 

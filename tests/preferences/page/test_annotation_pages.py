@@ -1,4 +1,4 @@
-"""Criteria, passages and edits on the page: as forms without JavaScript, by keyboard, and for the lead."""
+"""Criteria and edits on the page: as forms without JavaScript, by keyboard, and for the lead."""
 
 import hashlib
 import html
@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from preferences.annotations import Annotations, CriterionRatings, Span
+from preferences.annotations import Annotations, CriterionRatings
 from preferences.page.config import LabelCriterion, LabelingConfig
-from preferences.page.forms import max_edit, occurrences
+from preferences.page.forms import max_edit
 from preferences.records import Message, Task
 
 CONFIG = LabelingConfig(
@@ -17,7 +17,6 @@ CONFIG = LabelingConfig(
     asks_ratings=False,
     flags=(),
     criteria=(LabelCriterion(name="helpful", question="Does it help?"), LabelCriterion(name="correct", kind="yes_no")),
-    span_labels=("wrong", "rude"),
     asks_edits=True,
 )
 TASK = Task(
@@ -35,7 +34,7 @@ def order_of(page):
     return (0, 1) if html.unescape(first[1]) == TASK.responses[0] else (1, 0)
 
 
-def filled(page, *, edit="It is never so.", quote="never so. Never"):
+def filled(page, *, edit="It is never so."):
     """A whole answer, as a browser without JavaScript sends it: every text field, with \\r\\n."""
     order = order_of(page)
     fields = hidden(page)
@@ -43,10 +42,7 @@ def filled(page, *, edit="It is never so.", quote="never so. Never"):
         text = (edit if index == 0 else TASK.responses[1]).replace("\n", "\r\n")
         own = {"rank": index + 1, "criterion_0": 7 - index, "criterion_1": 1 - index, "edit": text}
         fields |= {f"{name}_{place}": str(value) for name, value in own.items()}
-        fields |= {f"span_quote_{place}_{row}": "" for row in range(2)}
-        fields |= {f"span_label_{place}_{row}": "" for row in range(2)}
-    place = order.index(0)
-    return fields | {f"span_quote_{place}_1": quote, f"span_label_{place}_1": "wrong", f"span_nth_{place}_1": ""}
+    return fields
 
 
 def test_a_form_without_javascript(world, visit):
@@ -59,21 +55,16 @@ def test_a_form_without_javascript(world, visit):
     assert len(re.findall('<details class="edit">', page.text)) == 2  # closed
     (judgment,) = world.store.judgments("main")
     criteria = (CriterionRatings("helpful", (7, 6)), CriterionRatings("correct", (1, 0)))
-    span = Span(0, TASK.responses[0].index("never"), TASK.responses[0].index(", I"), "wrong")
-    assert judgment.annotations == Annotations(criteria, (span,), ("It is never so.", ""))
+    assert judgment.annotations == Annotations(criteria, ("It is never so.", ""))
     assert judgment.ranks == (1, 2)
 
-    # The lead reads it, with the passage itself on the task's page; and it is filled in for a change.
+    # The lead reads it, and it is filled in for a change.
     lead = visit("eve", CONFIG, has_read=False)
     text = lead.get("/lead/task?task=t1").text
-    assert "<q>never** so.\nNever</q>" in text
     assert "Better version of" in text
     assert "helpful A" in text
-    assert "characters 9 to 25" in lead.get("/lead/answers").text
     change = ann.get(re.search(r'href="(/task\?task=[^"]+)"', ann.get("/answers").text)[1])
     place = order_of(page).index(0)
-    assert f'name="span_quote_{place}_0" rows="2" dir="auto">\nnever** so.\nNever</textarea>' in change.text
-    assert "<option selected>wrong</option>" in change.text
     assert f'name="edit_{place}"' in change.text
     checked = re.findall(r'name="(criterion_\d_\d)" value="(\d)"[^>]* checked', change.text)
     assert dict(checked) == {
@@ -88,8 +79,6 @@ def test_a_form_without_javascript(world, visit):
         ({"criterion_0_0": ""}, "Response A has no helpful."),
         ({"criterion_0_1": "8"}, "The helpful of response B is 8; it must be 1 to 7."),
         ({"criterion_1_1": "2"}, "The correct of response B is 2; it must be 0 to 1."),
-        ({"span_quote_0_0": "it is", "span_label_0_0": ""}, "The passage “it is” of response A has no label."),
-        ({"span_quote_1_0": "purple", "span_label_1_0": "rude"}, "“purple” is not in response B."),
         ({"edit_0": "x" * 20_001}, "Your version of response A has 20,001 characters"),
     ],
 )
@@ -99,26 +88,9 @@ def test_mistakes_are_named_and_nothing_is_lost(world, visit, change, message):
     fields = filled(ann.get("/task")) | change
     page = ann.post("/task/answer", data=fields)
     assert (page.status_code, message in html.unescape(page.text)) == (422, True), page.text
-    assert "never so. Never</textarea>" in page.text
     if "edit_0" not in change:  # only the changed version is open, although browsers send other line breaks
         assert page.text.count('<details class="edit" open>') == 1
     assert world.store.judgments("main") == []
-
-
-def test_a_word_that_occurs_twice_is_told_apart(world, visit):
-    world.add(TASK)
-    ann = visit("ann", CONFIG)
-    page = ann.get("/task")
-    place = order_of(page).index(0)
-    fields = filled(page, quote="I")
-    refused = ann.post("/task/answer", data=fields | {f"span_quote_{place}_1": "s"})
-    assert "“s” occurs 3 times in response" in refused.text
-    refused = ann.post("/task/answer", data=fields | {f"span_quote_{place}_1": "s", f"span_nth_{place}_1": "5"})
-    assert "so there is no number 5" in refused.text
-    ann.post("/task/answer", data=fields | {f"span_quote_{place}_1": "s", f"span_nth_{place}_1": "2"})
-    (judgment,) = world.store.judgments("main")
-    (span,) = judgment.annotations.spans
-    assert (span.start, TASK.responses[0][span.start : span.end]) == (TASK.responses[0].index("so."), "s")
 
 
 def test_responses_that_no_form_could_hold_are_not_offered_for_an_edit(world, visit):
@@ -131,24 +103,9 @@ def test_responses_that_no_form_could_hold_are_not_offered_for_an_edit(world, vi
     assert max_edit(["字" * 19_999] * 3) == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "quote", "found"),
-    [
-        ("Use `a_b` **now**", "a_b now", ["a_b` **now"]),
-        ("a. A a", "a", ["a", "a"]),
-        ('He said "no".', '"no".', ['"no".']),
-        ("नमस्ते दुनिया", "नमस्ते", ["नमस्ते"]),
-        ("?! ?!", "?!", ["?!", "?!"]),
-        ("one", "two", []),
-    ],
-)
-def test_quotes_are_found_whatever_the_punctuation(text, quote, found):
-    assert [text[start:end] for start, end in occurrences(text, quote)] == found
-
-
 def test_other_criteria_are_another_version_and_none_are_none():
     plain = LabelingConfig()
-    changed = {CONFIG.model_copy(update={"span_labels": ()}).version, CONFIG.version, plain.version}
+    changed = {CONFIG.model_copy(update={"asks_edits": False}).version, CONFIG.version, plain.version}
     assert len(changed) == 3
     content = json.dumps([plain.instructions, plain.flags, plain.asks_ratings])  # as before there were criteria
     assert plain.version == hashlib.sha256(content.encode()).hexdigest()[:12]
@@ -163,12 +120,6 @@ def test_other_criteria_are_another_version_and_none_are_none():
         ('criteria = [{ nam = "a" }]', "criteria.0.nam: unknown key; did you mean name?"),
         ('criteria = "helpful"', "criteria: a list was expected, found 'helpful'"),
         ('criteria = ["helpful"]', "criteria.0: a table was expected, found 'helpful'"),
-        (
-            'quiz = [{ question = "Why?", choices = ["a", "b"], correct = "a" }]',
-            "quiz.0.answer: this key is missing; "
-            "quiz.0.correct: unknown key; known keys are answer, choices, explanation, question",
-        ),
-        ('span_labels = ["a", "a"]', "span_labels: different labels"),
     ],
 )
 def test_a_wrong_configuration_is_named(tmp_path, text, message):

@@ -69,14 +69,6 @@ def test_progress_links_every_listed_export_with_its_description(world, eve):
     assert "The batch has nothing that this format holds." in eve.get("/lead/export?batch=main&format=edits").text
 
 
-def test_the_quality_page_knows_a_new_overlap(world, eve):
-    world.add(make_task("t1"))
-    say(world, "ann", (1, 2))
-    assert "1 of 1 answers (100%)" in eve.get("/lead/quality").text
-    posted(eve, "/lead/batch/labelers", batch="main", num_labelers="4")
-    assert "1 of 4 answers (25%)" in eve.get("/lead/quality").text
-
-
 def reloaded(client, path, until_gone):
     """Opens a page until it no longer says something."""
     deadline = time.monotonic() + 60
@@ -104,18 +96,6 @@ def test_a_large_batchs_statistics_come_from_another_process_and_may_be_older(wo
     assert ("being computed" in (erased := eve.get("/lead/quality").text), "bob" in erased) == (True, False)
     erased = reloaded(eve, "/lead/quality", "being computed")
     assert ("2 answers to" in erased, "bob" in erased, "statistics as of" in erased) == (True, False, False)
-
-
-def test_progress_does_not_wait_until_very_many_events_are_read(world, eve, api, monkeypatch):
-    monkeypatch.setattr("preferences.progress.MAX_READ_AT_ONCE", 0)
-    world.add(*(make_task(f"t{number}") for number in range(3)), num_labelers=2)
-    say(world, "ann", (1, 2))
-    first = eve.get("/lead").text
-    assert ("1 of 6 judgments" in first, "Estimates and hours are being computed" in first) == (True, True)
-    assert "judgments left" not in first
-    assert "5 judgments left" in (page := reloaded(eve, "/lead", "being computed"))
-    assert '<th scope="row">ann</th><td class="number">0.0</td><td class="number">1</td>' in page
-    assert api.get("/api/progress").json()["batches"]["main"]["num_left"] == 5  # programs wait
 
 
 def test_a_lead_widens_closes_and_reopens_a_batch(world, visit, eve):
@@ -243,25 +223,18 @@ def test_a_lead_searches_and_changes_what_is_found(world, visit, eve):
     assert posted(ann, "/lead/tasks", "/answers", action="archive", query="", which="all").status_code == 403
 
 
-def test_the_api_does_what_the_pages_do(world, api):
+def test_programs_organize_labeling_too(world, api):
     disagree(world, "t1", "t2")
     assert api.get("/api/queue").json()["num_left"] == 2
-    assert [one["task_id"] for one in api.get("/api/search/tasks?words=t2").json()] == ["t2"]
-    found = api.get("/api/search/answers?labeler=ann&kind=answer").json()
-    assert [one["task_id"] for one in found] == ["t2", "t1"]
-    older = api.get(f"/api/search/answers?labeler=ann&before={found[0]['number']}").json()
-    assert [one["task_id"] for one in older] == ["t1"]
     assert api.post("/api/batches/labelers", json={"batch": "main", "num_labelers": 3}).status_code == 204
     assert api.post("/api/tasks/labelers", json={"task_ids": ["t2"], "num_labelers": 4}).status_code == 204
     assert [one.num_labelers for one in world.store.tasks("main")] == [3, 4]
     assert api.post("/api/batches/closed", json={"batch": "main", "is_closed": True}).status_code == 204
-    assert api.post("/api/batches/tags", json={"batch": "main", "tags": ["law"]}).status_code == 204
     assert api.post("/api/tasks/tags", json={"task_ids": ["t1"], "tags": ["x"]}).status_code == 204
     assert api.post("/api/tasks/archived", json={"task_ids": ["t1"], "is_archived": True}).status_code == 204
-    assert api.post("/api/accounts/assignment", json={"name": "ann", "tags": ["law"]}).status_code == 204
     told = api.get("/api/progress").json()
     assert told["batches"]["main"] == {
-        "is_closed": True, "requires": ["law"], "num_left": 2, "hours": None, "finished_at": None, "num_days": 0,
+        "is_closed": True, "requires": [], "num_left": 2, "hours": None, "finished_at": None, "num_days": 0,
         "reason": "no estimate yet: 4 answers in the last 14 days, 20 are needed",
     }  # fmt: skip
     assert [person["name"] for person in told["people"]] == ["ann", "bob"]
@@ -271,4 +244,4 @@ def test_the_api_does_what_the_pages_do(world, api):
     ):
         assert api.post(f"/api/{path}", json=body).status_code == 409
     del api.headers["Authorization"]
-    assert api.get("/api/search/tasks").status_code == 401
+    assert api.get("/api/queue").status_code == 401

@@ -4,9 +4,7 @@ import html
 import re
 
 import pytest
-from fastapi.testclient import TestClient
 
-from preferences.page.app import make_app
 from preferences.page.config import LabelingConfig
 from preferences.records import Message, Task
 from preferences.store import LabelStore
@@ -78,32 +76,6 @@ def test_nobody_asks_about_what_they_were_not_shown(world, visit):
     page = ann.post("/questions/write", data=fields | {"csrf": hidden(ann.get("/task").text)["csrf"], "text": "Me too"})
     assert (page.status_code, csrf != "") == (403, True)
     assert len(world.store.threads()) == 1
-
-
-def test_by_the_api(world):
-    world.add(make_task("gold-1"))
-    client = TestClient(make_app(world.store, world.accounts, PLAIN, clock=world.clock))
-
-    def call(name, method, path, body=None):
-        head = {"Authorization": f"Bearer {world.accounts.open_session(name)}"}
-        return client.request(method, f"/api{path}", json=body, headers=head)
-
-    world.accounts.confirm_reading("ann", PLAIN.version)
-    head = {"Authorization": f"Bearer {world.accounts.open_session('ann')}"}
-    form = client.post("/api/lease", headers=head).json()["form"]
-    assert client.post("/api/questions", json={"form": form, "text": "Why?"}, headers=head).status_code == 204
-    (thread,) = call("eve", "GET", "/questions").json()
-    assert (thread["state"], thread["task_id"], thread["labeler"]) == ("question", "gold-1", "ann")
-    message = {"task": thread["task"], "labeler": "ann", "text": "Because."}
-    assert call("bob", "POST", "/questions/messages", message).status_code == 403
-    assert call("eve", "POST", "/questions/messages", message | {"text": " "}).status_code == 409
-    assert call("eve", "POST", "/questions/messages", message).status_code == 204
-    (thread,) = call("ann", "GET", "/questions").json()
-    assert [(one["author"], one["text"]) for one in thread["said"]] == [("ann", "Why?"), ("lead", "Because.")]
-    assert "gold" not in str({name: value for name, value in thread.items() if name != "prompt"})
-    done = {"task": thread["task"], "resolved": True}
-    assert call("ann", "POST", "/questions/messages", done).status_code == 204
-    assert call("ann", "GET", "/questions").json()[0]["state"] == "resolved"
 
 
 def test_an_erasure_empties_what_the_person_wrote(new_database, clock):

@@ -92,10 +92,10 @@ def test_the_lead_is_told_what_was_judged_over_http(over_http):
 
 
 def test_every_statistic_holds_the_truth(labeled):
-    """47 intervals of 95%: more than 7 of independent ones would miss once in a thousand worlds."""
+    """34 intervals of 95%: more than 6 of independent ones would miss once in a thousand worlds."""
     found = list(held_against_truth(labeled.report))
     missed = [(what, who) for what, who, estimate, truth in found if not is_covered(estimate, truth)]
-    assert len(found) == 47
+    assert len(found) == 34
     assert len(missed) <= stats.binom.ppf(0.999, len(found), 1 - LEVEL), missed
 
 
@@ -122,12 +122,12 @@ def test_what_was_planted_is_found(labeled, who, what):
 
 def test_a_wrong_truth_is_missed(labeled):
     """Compared with the next labeler's true value, far more intervals miss."""
-    held = [found for found in held_against_truth(labeled.report) if found[1] and found[0] != "drift of ratings"]
+    held = [found for found in held_against_truth(labeled.report) if found[1]]
     truths = {(what, who): truth for what, who, _, truth in held}
     names = [traits.name for traits in TRAITS]
     after = dict(zip(names, names[1:] + names[:1], strict=True))
     missed = [(what, who) for what, who, estimate, _ in held if not is_covered(estimate, truths[what, after[who]])]
-    assert len(missed) >= 15, missed
+    assert len(missed) >= 10, missed
 
 
 def test_flags_skips_and_ties_are_counted_to_the_last(labeled):

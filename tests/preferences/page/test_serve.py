@@ -13,7 +13,6 @@ from preferences.accounts import Accounts
 from preferences.database import require_store
 from preferences.page.app import make_app
 from preferences.page.config import LabelingConfig
-from preferences.page.serve import Deadlines
 from preferences.page.serve import serve as serve_store
 from preferences.records import Message, Task
 from preferences.store import LabelStore
@@ -179,7 +178,7 @@ def test_no_part_of_an_answer_waits_for_an_acknowledgement(world, serve_app):
     If parts waited, no page would take less than 40 ms; on a busy machine, some of many take less than 30.
     """
     config = LabelingConfig()
-    address, stop = serve_app(make_app(world.store, world.accounts, config), Deadlines())
+    address, stop = serve_app(make_app(world.store, world.accounts, config))
     seconds = []
     with httpx.Client(base_url=address) as client:
         while len(seconds) < 20 or (min(seconds[12:]) >= 0.03 and len(seconds) < 300):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,11 +11,10 @@ import pytest
 from pygments.lexers import get_lexer_by_name
 
 from preferences.page import shown
-from preferences.page.cache import ByteCache
 from preferences.page.config import LabelingConfig
 from preferences.page.rendering import LANGUAGES
-from preferences.page.shown import CPU_SECONDS, FAILED, TOO_LONG, show
-from preferences.page.text import MAX_FORMATTED_CHARACTERS, render
+from preferences.page.shown import CPU_SECONDS, FAILED, TOO_LONG, TextCache, show
+from preferences.page.text import MAX_FORMATTED_CHARACTERS, RenderedText, render
 from preferences.records import Message, Task
 
 SLOW_CODE = "```c\n" + "\n " * 9_990 + "\n```"  # Pygments needs minutes
@@ -29,7 +29,7 @@ def children_seconds():
 
 @pytest.fixture(autouse=True)
 def _empty_cache(monkeypatch):
-    monkeypatch.setattr(shown, "_CACHE", ByteCache(shown.MAX_CACHE_BYTES))
+    monkeypatch.setattr(shown, "_CACHE", TextCache())
 
 
 @pytest.mark.parametrize("part", ["_", "(_a_)", "x._a_.", "[_a_]", "*_", "a*b*", "a_", "_a.", "*", "\\", "a__"])
@@ -121,14 +121,13 @@ def test_ten_labelers_on_texts_that_take_too_long(world, visit):
 
 
 def test_a_cache_is_bounded_by_bytes():
-    cache = ByteCache[str, str](100)
+    one = RenderedText("f" * 1_000, "r" * 1_000)
+    size = sum(map(sys.getsizeof, ("key 0", one.formatted, one.raw)))
+    cache = TextCache(3 * size)
     for number in range(10):
-        cache.put(f"key {number}", "x", 30)
-    assert (cache.num_bytes, cache.get("key 6"), cache.get("key 7")) == (90, None, "x")
-    cache.put("key 9", "y", 50)  # the least recently used one goes
-    assert (cache.get("key 7"), cache.get("key 8"), cache.get("key 9")) == ("x", None, "y")
-    cache.put("large", "z", 101)
-    assert (cache.num_bytes, cache.get("large")) == (80, None)
-    cache.remove("key 9")
-    cache.remove("key 9")
-    assert cache.num_bytes == 30
+        cache.put(f"key {number}", one)
+    assert (cache.num_bytes, cache.get("key 6"), cache.get("key 7")) == (3 * size, None, one)
+    cache.put("key x", one)  # the least recently used one goes
+    assert (cache.get("key 7"), cache.get("key 8"), cache.get("key x")) == (one, None, one)
+    cache.put("large", RenderedText("f" * 10_000, ""))
+    assert (cache.num_bytes, cache.get("large")) == (3 * size, None)

@@ -98,7 +98,7 @@ def label(command: str, links: dict[str, str], folder: Path, environment: dict[s
         with httpx.Client(base_url=found[1], follow_redirects=True, timeout=120) as lead:
             lead.post(own["you"])
             assert "36 of 36 judgments" in lead.get("/lead").text
-            assert lead.get("/lead/answers").text.count("for nice to see you") == 24
+            assert lead.get("/lead/search?kind=any").text.count("for nice to see you") == 24
     finally:
         server.send_signal(signal.SIGINT)
         assert server.wait(60) == 0, log.read_text()

@@ -47,7 +47,7 @@ def test_each_turn_is_rated_without_javascript_and_the_lead_sees_it(world, visit
     assert judgment.annotations.turns == (TurnRating(2, "right", 1), TurnRating(4, "right", 0))
 
     lead = visit("eve", CONFIG, has_read=False)
-    assert "turn 3: right 1<br>turn 5: right 0" in lead.get("/lead/answers").text
+    assert "turn 3: right 1<br>turn 5: right 0" in lead.get("/lead/search?kind=any").text
     assert "turn 3: right 1<br>turn 5: right 0" in lead.get("/lead/task?task=t1").text
     quality = re.sub(r"<[^>]*>|\s+", " ", lead.get("/lead/quality").text)
     assert re.search(r"Earlier turns.*right +2 +0\.50", quality), quality
