@@ -17,13 +17,13 @@ import pytest
 import tomli_w
 
 from heed.cli import main
-from heed.jobs.estimate import GPUS
 from heed.jobs.job_file import load_job
 from heed.jobs.plan import Setting, make_plan
 from heed.jobs.registry import BUILT_IN
 from heed.jobs.report import write_run_report
 from heed.jobs.run import Run, inputs_of
 from heed.jobs.submission import Shipment
+from heed.jobs.times import GPUS
 from training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[3]

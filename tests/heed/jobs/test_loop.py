@@ -33,12 +33,12 @@ from heed import cli
 from heed.commands.jobs import submit
 from heed.jobs import loop as controller
 from heed.jobs import recovery
-from heed.jobs.estimate import GPUS
 from heed.jobs.job_file import load_job
 from heed.jobs.loop import run_loop, why_stopped
 from heed.jobs.plan import Setting, make_plan
 from heed.jobs.report import write_run_report
 from heed.jobs.run import Run
+from heed.jobs.times import GPUS
 from heed.jobs.watch import now_of
 from heed.loop.collect import (
     TASKS,

@@ -13,11 +13,11 @@ import tomli_w
 
 from cluster.connection import connect, disconnect
 from heed.jobs import recovery
-from heed.jobs.estimate import GPUS, RANK
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import check_data, run_job
-from heed.jobs.plan import Setting, make_plan
+from heed.jobs.plan import RANK, Setting, make_plan
 from heed.jobs.run import Run
+from heed.jobs.times import GPUS
 from lm.config import ModelConfig
 from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
