@@ -84,11 +84,6 @@ def estimate(work: Work | None, times: Times) -> StagePlan:
     return replace(plan, memory={k: replace(of, held={**of.held, **reserved}) for k, of in plan.memory.items()})
 
 
-def _ranks(layout: Layout) -> dict[str, int]:
-    split = {"ranks that split a row": layout.sequence_ranks} if layout.sequence_ranks > 1 else {}
-    return {"ranks": layout.ranks, **split}
-
-
 def _training(work: Training, times: Times) -> StagePlan:
     """Plans the training of one model, with what is sampled before it."""
     config, layout, model, lengths, per_unit = work.config, times.layout, work.model, work.lengths, work.rows_per_unit
@@ -111,11 +106,10 @@ def _training(work: Training, times: Times) -> StagePlan:
     numbers = {
         "batch_size": config.batch.batch_size,
         **config.batch.given_size,
-        **_ranks(layout),
+        "ranks": layout.ranks,
         "micro-batches per rank and step": micro_batches,
         "steps": work.num_steps,
         "tokens per step": tokens,
-        **({"heads, one per objective": work.num_scores} if work.num_scores > 1 else {}),
         **({"responses per comparison": per_unit} if per_unit > 1 else {}),
     }
     step = times.step(counts, tokens / layout.ranks, of.num_tokens, mean, head_share)
@@ -150,7 +144,7 @@ def _sampling(work: Sampling, times: Times) -> StagePlan:
         phases["measure"] = per_rank.measuring_phase(model, layout, seq_len, new)
     num_responses = math.ceil(work.num_prompts * work.responses_per_prompt / layout.ranks)
     seconds = times.sampling(counts, num_responses, round(work.lengths.mean), new)
-    numbers = {"prompts": work.num_prompts, "responses per prompt": work.responses_per_prompt, **_ranks(layout)}
+    numbers = {"prompts": work.num_prompts, "responses per prompt": work.responses_per_prompt, "ranks": layout.ranks}
     return StagePlan("responses", numbers, {RANK: Memory(held, phases)}, 1, seconds)
 
 
@@ -163,13 +157,11 @@ def _ppo(work: PPOIteration, times: Times) -> StagePlan:
     rank = _ppo_work(work, times)
     numbers = {
         "rollout_batch_size": config.rollout_batch_size,
-        "samples per prompt": config.advantage.samples_per_prompt,
         "batch_size": batch.batch_size,
         **batch.given_size,
-        **_ranks(layout),
+        "ranks": layout.ranks,
         "micro-batches per rank and update": rank.num_micro_batches,
         "updates per iteration": config.updates_per_iteration,
-        "iterations": config.num_iterations,
         "updates": config.num_iterations * config.updates_per_iteration,
         "responses": config.num_iterations * config.rollout_batch_size,
         "tokens per iteration": config.rollout_batch_size * mean,
@@ -441,7 +433,7 @@ def changes_that_fit(path: Path | None, overrides: Sequence[str], plan: Plan) ->
     kept, best = list[str](), plan
     while best.excess:
         for change in _changes(best):
-            changed = [*(other for other in kept if _key(other) != _key(change)), change]
+            changed = [*(other for other in kept if not other.startswith(change.partition("=")[0] + "=")), change]
             tried = _replanned(path, [*overrides, *changed], best)
             if tried is not None and tried.excess < best.excess:
                 kept, best = changed, tried
@@ -454,10 +446,6 @@ def changes_that_fit(path: Path | None, overrides: Sequence[str], plan: Plan) ->
         if tried is not None and tried.fits:
             kept, best = fewer, tried
     return kept, best
-
-
-def _key(change: str) -> str:
-    return change.partition("=")[0]
 
 
 def _changes(plan: Plan) -> Iterator[str]:
