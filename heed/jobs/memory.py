@@ -170,8 +170,8 @@ def count(
 
 
 def states(counts: Counts, layout: Layout) -> tuple[Parts, Parts]:
-    """Returns what training holds between steps, on the device and in CPU memory. There are copies of what checkpoints
-    are written from. Without ZeRO, several ranks keep gradients in DDP's buckets, and autocast rounded weights.
+    """Returns what training holds between steps, on the device and in CPU memory, with the copies that checkpoints
+    are written from. Without ZeRO, several ranks keep gradients in DDP's buckets, and autocast keeps rounded weights.
     """
     p, N, w = counts.trained, layout.ranks, layout.weight_bytes
     parts = {"weights": w * counts.total, "fp32 masters": 4 * p // N, "moments": 8 * p // N}
@@ -182,23 +182,15 @@ def states(counts: Counts, layout: Layout) -> tuple[Parts, Parts]:
     elif layout.zero_stage == 3:
         parts |= {"weights": w * counts.total // N, "gradients": w * p // N}
         parts |= {"reduce bucket": w * min(REDUCE_BUCKET, p), "small weights, whole": w * counts.kept_whole}
-        if (sharing := node_copies(counts, layout)) > 1:
-            parts["weights of the node"] = w * counts.total // sharing
-    moved = {
-        "optimizer": ("fp32 masters", "moments", "gradients"),
-        "parameters": ("weights", "weights of the node"),
-    }
+        whole = w * counts.total  # a second copy on each node, of which each of its ranks has a part
+        sharing = ranks_sharing_weights(whole, N, layout.ranks_per_node, layout.node_weights_limit)
+        parts |= {"weights of the node": whole // sharing} if sharing > 1 else {}
+    moved = {"optimizer": ("fp32 masters", "moments", "gradients"), "parameters": ("weights", "weights of the node")}
     away = {part for name in layout.offload for part in moved[name]} if layout.is_gpu else set[str]()
     held = {part: size for part, size in parts.items() if part not in away}
     host = {part: size for part, size in parts.items() if part in away}
     (host if layout.is_gpu else held)["copy for checkpoints"] = 4 * (p + counts.moments) // N
     return held, host
-
-
-def node_copies(counts: Counts, layout: Layout) -> int:
-    """Returns how many ranks of a node share a second copy of ZeRO-3's weights; 1 = there is none."""
-    weights = layout.weight_bytes * counts.total
-    return ranks_sharing_weights(weights, layout.ranks, layout.ranks_per_node, layout.node_weights_limit)
 
 
 def forward_pass(layout: Layout, rows: int, seq_len: int, *, dropout: float = 0.0, is_trained: bool = False) -> Pass:
