@@ -23,6 +23,7 @@ from lm.layers import rounded_weights
 from lm.lora import LoRAConfig, add_adapters
 from lm.model import ScalarModel, freeze_all_but_last
 from lm.native.kernels import library
+from lm.samplers.draws import AT_ONCE
 from lm.sampling import LOGITS_AT_ONCE, PART_NUMBERS
 from lm.source import on_meta
 from lm.tensor_parallel import config_of_part, parameters_of_part
@@ -232,13 +233,15 @@ def training_phase(counts: Counts, layout: Layout, of: Pass, num_logits: int, nu
     inside = block + 2 * of.compute_bytes * of.num_tokens * exchanged_numbers(config, of)
     if layout.recomputes:
         kept, inside = counts.trained_layers * of.num_tokens * config.hidden_size * of.stream_bytes, block + inside
+    gradients = {0: 4 * p, 1: w * p, 2: w * p // N, 3: 0}[stage]
+    before = 0 if num_micro_batches == 1 else gradients  # of earlier micro-batches, to which that of the head is added
+    logits, own = (logit_bytes(config, layout, of, num_logits, with_gradient=both) for both in (True, False))
+    own += w * min(counts.largest, p) if before and num_logits else 0
     backward = {
         "activations": kept + (1 + is_double) * ends_bytes(config, of),
-        "logits, or a block's backward": max(logit_bytes(config, layout, of, num_logits, with_gradient=True), inside),
+        "logits, or a block's backward": max(logits, own, inside),
     }
     bucket, num_buckets = w * min(REDUCE_BUCKET, p), 2 if layout.is_gpu else 1  # one is filled while another is reduced
-    gradients = {0: 4 * p, 1: w * p, 2: w * p // N, 3: 0}[stage]
-    before = 0 if num_micro_batches == 1 else gradients  # of earlier micro-batches
     step = {"fp32 gradients": (4 + w * layout.is_bf16) * p // N, "gradients": gradients}
     backward["gradients"] = before
     if stage == 0:  # DDP's buckets are among the states
@@ -381,6 +384,8 @@ def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
         phases["measure"] = scoring_phase(
             policy, layout, replace(work.trained, rows=3 * work.trained.rows), work.num_logits
         )
+        if layout.is_gpu:  # logits, their log-probs and probabilities
+            phases["measure"]["test of draws"] = (layout.compute_bytes + 8) * min(work.num_logits, AT_ONCE)
         phases["score by the reward model"] = scoring_phase(policy, layout, work.scored)
     else:
         if value is not None:
