@@ -192,19 +192,11 @@ def plan(
     override: Overrides = None,
     workers: Workers = 0,
     gpu: Annotated[str, typer.Option(help="b200, h200, h100, a100, l40s, or cpu for this machine.")] = "cpu",
-    nodes: Annotated[
-        int, typer.Option(help="Nodes of the cluster (default: as many as the job needs).", min=0, show_default=False)
-    ] = 0,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs per node.", min=1)] = 8,
-    node_memory: Annotated[
-        int,
-        typer.Option(
-            help="CPU memory of a node, or limit of a pod, in GiB (default: not checked).", min=0, show_default=False
-        ),
-    ] = 0,
     price: Annotated[
-        float, typer.Option(help="Dollars per GPU-hour (default: a rough built-in price).", min=-1, show_default=False)
-    ] = -1,
+        float | None,
+        typer.Option(help="Dollars per GPU-hour (default: a rough built-in price).", min=0, show_default=False),
+    ] = None,
     network: Annotated[
         float | None,
         typer.Option(
@@ -232,10 +224,13 @@ def plan(
 
     Exit code 1: the job does not fit.
     """
-    from heed.jobs.plan import Machines, show_plan
+    from heed.jobs.plan import show_plan
 
-    machines = Machines(gpu, nodes, gpus_per_node, node_memory, price, network)
-    if not show_plan(out, job, all_overrides(override, workers), machines, share, rows):
+    overrides = all_overrides(override, workers)
+    if not show_plan(
+        out, job, overrides, gpu=gpu, gpus_per_node=gpus_per_node, price=price, network_gbit=network,
+        share_of_peak=share, assumed_rows=rows,
+    ):  # fmt: skip
         raise typer.Exit(1)
 
 

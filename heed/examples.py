@@ -51,7 +51,7 @@ heed evaluate old=old.jsonl new=runs/mine/ppo/model --suite gsm8k --max-items 20
     "heed plan": """
 heed plan mine.toml                                 # on this machine's CPU
 heed plan mine.toml --gpu h100 --gpus-per-node 1
-heed plan configs/jobs/cluster/hh-8b-8gpus.toml --gpu h100 --nodes 1 --node-memory 1000 --price 2.50
+heed plan configs/jobs/cluster/hh-8b-8gpus.toml --gpu h100 --price 2.50
 """,
     "heed report": """
 heed report runs/mine

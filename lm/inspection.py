@@ -220,25 +220,6 @@ def ends_bytes(config: ModelConfig, batch: Pass) -> int:
     return batch.num_tokens * (kept + config.hidden_size * batch.compute_bytes) + table
 
 
-def gradient_bytes(config: ModelConfig, batch: Pass) -> int:
-    """Returns the most bytes that a block's backward pass needs in addition to what the forward pass kept.
-
-    The peak is in the MLP, with its activation's gradients, or in attention, with the gradients of its weights and of
-    its scores. By then, the memory that the MLP and the last norm kept is free again.
-    """
-    inner = config.intermediate_size * batch.compute_bytes
-    widths = {"swiglu": 2, "geglu": 4}.get(config.mlp, 1)
-    mlp = widths * inner - (config.hidden_size * batch.compute_bytes if config.is_gated else 0)
-    tables = 0 if batch.is_fused or _is_tiled(config, batch) else 2 * _score_bytes(config, batch)
-    after = (
-        _branch_bytes(config, batch)
-        + _mlp_bytes(config, batch)
-        + _norm_bytes(config, batch)
-        + config.hidden_size * batch.compute_bytes
-    )
-    return batch.num_tokens * max(mlp, tables - after)
-
-
 def forward_bytes(config: ModelConfig, batch: Pass) -> int:
     """Returns the peak bytes of a pass without gradients, which keeps only the residual stream.
 

@@ -64,8 +64,6 @@ def plan(planner: Planner, config: PPOConfig) -> PPOIteration:
         tuple(planner.shape(judge.model) for judge in config.local_judges),
         _ptx_tokens(planner, config),
     )
-    if config.lora is not None and config.lora.sends == "adapter":
-        planner.sizes.assume('lora.sends "adapter": the time to read the initial policy again is not counted')
     if not config.placement.roles_share_ranks:
         planner.sizes.assume("the scorers' time is counted with the learners'")
     if config.local_judges:

@@ -1,6 +1,6 @@
 """What a stage tells `heed plan`: what it trains, what it samples, and how long the rows are.
 
-A stage's `plan` function describes the stage's work. `heed.jobs.estimate` computes memory and time from that, so
+A stage's `plan` function describes the stage's work. `heed.jobs.plan` computes memory and time from that, so
 training imports neither. Anything that depends on data that does not exist yet is an upper bound or an assumption, and
 each of those is reported (stages/sizes.py).
 """
@@ -19,7 +19,7 @@ from training.data import DataConfig, OnOverlong, SourceConfig
 
 
 class Work:
-    """What a stage does. `heed.jobs.estimate` knows how to estimate each kind."""
+    """What a stage does. `heed.jobs.plan` estimates each kind."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,16 @@
 """Work and memory of a row, as `heed plan` counts them (docs/plan.md)."""
 
 from benchmarks.gpu.rows import Generation, Iteration, Pretraining
-from heed.jobs.memory import Layout, count, forward_pass, sampling_phase, training_memory
-from heed.jobs.ppo_memory import PPOModels, PPOWork, ppo_memory
+from heed.jobs.memory import (
+    Layout,
+    PPOModels,
+    PPOWork,
+    count,
+    forward_pass,
+    ppo_memory,
+    sampling_phase,
+    training_memory,
+)
 from lm.config import ModelConfig
 from lm.inspection import cache_bytes_per_token, flops_per_token
 from training.config import OptimizerConfig
@@ -46,7 +54,7 @@ def _planned_pretraining(sizes: Pretraining) -> int:
     counts = count(sizes.model, OPTIMIZER)
     of = forward_pass(LAYOUT, sizes.micro_batch, sizes.seq_len)
     num_logits = sizes.micro_batch * sizes.seq_len * sizes.model.vocab_size
-    return training_memory(sizes.model, counts, LAYOUT, of, num_logits, sizes.num_micro_batches).peak
+    return training_memory(counts, LAYOUT, of, num_logits, sizes.num_micro_batches).peak
 
 
 def _planned_iteration(sizes: Iteration) -> int:
@@ -55,5 +63,5 @@ def _planned_iteration(sizes: Iteration) -> int:
     of = forward_pass(LAYOUT, sizes.micro_batch, bucket(tokens))
     num_logits = sizes.micro_batch * sizes.response_tokens * sizes.model.vocab_size
     micro_batches = sizes.minibatch // sizes.micro_batch
-    work = PPOWork(of, of, of, num_logits, sizes.rollout, sizes.prompt_tokens, sizes.response_tokens, micro_batches)
-    return ppo_memory(PPOModels(sizes.model, sizes.critic, policy, value, value), LAYOUT, work).peak
+    work = PPOWork(of, of, num_logits, sizes.rollout, sizes.prompt_tokens, sizes.response_tokens, micro_batches)
+    return ppo_memory(PPOModels(policy, value, value), LAYOUT, work).peak

@@ -20,11 +20,11 @@ from benchmarks.speed.own import OneRow
 from benchmarks.speed.process import peak_growth, run
 from benchmarks.speed.table import taken_on
 from benchmarks.speed.work import Sizes, write_work
-from heed.jobs.estimate import GIB, RANK, Hardware
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import load_job
 from heed.jobs.memory import Memory
-from heed.jobs.plan import Setting, make_plan
+from heed.jobs.plan import RANK, Setting, make_plan
+from heed.jobs.times import GIB, Hardware
 from lm.model import LanguageModel
 from lm.weights import ModelFolder
 from ppo.controller import PPOController

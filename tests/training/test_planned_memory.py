@@ -1,4 +1,4 @@
-"""The memory that `heed plan` estimates against the tensors of real training steps on CPU ranks.
+"""The bound of `heed plan` against the tensors of real training steps on CPU ranks.
 
 This file is also the ranks' program: `python test_planned_memory.py FOLDER`. docs/plan.md has its figures; run `pytest
 tests/training/test_planned_memory.py -s` to see them.
@@ -35,13 +35,12 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 ADAMW = OptimizerConfig(learning_rate=1e-3, schedule="constant")
 ROWS, MICRO_BATCHES, STEPS = 4, 2, 3  # DDP rebuilds its buckets after the first step
-TOLERANCE = 0.03
+AT_LEAST, AT_MOST = 0.97, 1.15  # of what is measured
 # ZeRO stage, precision, and whether the backward pass recomputes blocks.
 CASES: list[tuple[Any, Precision, bool]] = [
-    (0, "fp32", False), (0, "fp32", True), (0, "bf16", False),
-    (1, "fp32", False), (2, "fp32", False), (3, "fp32", False), (3, "bf16", False),
+    (0, "fp32", True), (0, "bf16", False), (1, "fp32", False), (2, "fp32", False), (3, "bf16", False),
 ]  # fmt: skip
-OF_CI = [CASES[1], CASES[3], CASES[6]]
+OF_CI = [CASES[0], CASES[2], CASES[4]]
 MEGABYTE = 2**20
 
 
@@ -89,7 +88,7 @@ def planned(zero_stage: int, precision: Precision, recomputes: bool) -> Memory:
     layout = Layout(2, zero_stage, is_bf16=precision == "bf16", is_gpu=False, recomputes=recomputes)
     tokens = CONFIG.max_position_embeddings - 1
     of = forward_pass(layout, ROWS, tokens)
-    return training_memory(CONFIG, count(CONFIG, ADAMW), layout, of, ROWS * tokens * CONFIG.vocab_size, MICRO_BATCHES)
+    return training_memory(count(CONFIG, ADAMW), layout, of, ROWS * tokens * CONFIG.vocab_size, MICRO_BATCHES)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +101,9 @@ def two_ranks(
 
 
 @pytest.mark.parametrize("case", in_ci(CASES, OF_CI), ids=str)
-def test_two_ranks_take_what_the_plan_says(two_ranks: dict[str, Any], case: tuple[Any, Precision, bool]) -> None:
+def test_two_ranks_take_no_more_than_the_plan_says(
+    two_ranks: dict[str, Any], case: tuple[Any, Precision, bool]
+) -> None:
     memory, measured = planned(*case), two_ranks[str(case)]
     zero_stage, precision, recomputes = case
     cells = [f"| {zero_stage} | {precision}{', recomputed' * recomputes} | {memory.peak_phase}"]
@@ -110,8 +111,8 @@ def test_two_ranks_take_what_the_plan_says(two_ranks: dict[str, Any], case: tupl
         found = measured[name]
         cells.append(f"{planned_bytes / MEGABYTE:,.1f} | {found / MEGABYTE:,.1f} | {planned_bytes / found - 1:+.1%}")
     print("\n" + " | ".join(cells) + " |")
-    assert sum(memory.held.values()) == pytest.approx(measured["held"], rel=TOLERANCE)
-    assert memory.peak == pytest.approx(measured["peak"], rel=TOLERANCE)
+    assert AT_LEAST <= sum(memory.held.values()) / measured["held"] <= AT_MOST
+    assert AT_LEAST <= memory.peak / measured["peak"] <= AT_MOST
 
 
 def test_the_model_is_not_tiny() -> None:

@@ -19,7 +19,7 @@ from benchmarks.gpu.ceiling import by_events
 from benchmarks.gpu.device import now, peak_bytes
 from benchmarks.gpu.first_quarter.run import write_json
 from benchmarks.gpu.rows import SMALL
-from heed.jobs.estimate import GPUS, Hardware
+from heed.jobs.times import GPUS, Hardware
 from lm.config import ModelConfig
 from lm.model import initial_weight
 from lm.source import AnyModel, Rows, on_meta, rows_of

@@ -21,7 +21,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from cluster.jobs import JobSource, UnreachableError
 from files.atomic import atomic_folder, write_text
 from heed.jobs.job import JobConfig
-from heed.jobs.plan import places
 
 CPUS_PER_GPU = 4  # a rank's own thread, its data, and its share of writing checkpoints
 KEYS = ("HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_TOKEN")  # what runs read themselves
@@ -53,7 +52,7 @@ class Machines:
                 " cluster.use_gpus = true"
             )
         if is_gpu:
-            places(nodes, gpus_per_node, job.num_ranks)
+            _check_room(nodes, gpus_per_node, job.num_ranks)
         ranks_per_node = min(gpus_per_node, job.num_ranks) if is_gpu else math.ceil(job.num_ranks / (nodes or 1))
         needed = math.ceil(job.num_ranks / ranks_per_node)
         if nodes > needed:
@@ -64,6 +63,15 @@ class Machines:
         if is_gpu:
             return cls(needed, ranks_per_node, CPUS_PER_GPU * ranks_per_node, gpu)
         return cls(needed, 0, ranks_per_node)
+
+
+def _check_room(nodes: int, gpus_per_node: int, num_ranks: int) -> None:
+    needed = math.ceil(num_ranks / gpus_per_node)
+    if nodes and needed > nodes:
+        raise ValueError(
+            f"the job has {num_ranks} ranks with one GPU each, but {nodes} nodes with {gpus_per_node} GPUs each"
+            f" have only {nodes * gpus_per_node}; {needed} nodes are needed"
+        )
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from evaluation.compare.judges import BY_RUBRIC, Asking, Judging, open_judges
 from evaluation.judges.judge import pairs_of
 from evaluation.verdicts import Response
 from heed.jobs import recovery
-from heed.jobs.estimate import GPUS
 from heed.jobs.job_file import load_job, open_world
 from heed.jobs.pipeline import run_job
 from heed.jobs.plan import Setting, make_plan
 from heed.jobs.submission import named_paths
+from heed.jobs.times import GPUS
 from heed.worlds.gold import gold_score
 from lm.config import ModelConfig
 from lm.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ def test_a_plan_counts_the_judge(judge: Path) -> None:
     held = {part: size for part, size in local.memory["rank"].held.items() if part not in remote.memory["rank"].held}
     file = (judge / "model.safetensors").read_bytes()
     num_bytes = len(file) - 8 - int.from_bytes(file[:8], "little")  # after the header
-    assert held == {"judge": num_bytes // 2}  # bf16 on a GPU, saved in fp32
+    assert held == {"judge 1": num_bytes // 2}  # bf16 on a GPU, saved in fp32
     assert local.seconds_per_step > remote.seconds_per_step
 
 

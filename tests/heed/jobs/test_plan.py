@@ -16,16 +16,26 @@ from typer.testing import CliRunner
 from cluster.connection import connect, disconnect
 from heed.cli import app
 from heed.commands.inspect import read_shape
-from heed.jobs.estimate import GIB, GPUS, hardware
 from heed.jobs.job_file import load_job
-from heed.jobs.memory import Layout, Memory, activation_bytes, count, forward_pass, states, training_memory
+from heed.jobs.memory import (
+    Layout,
+    Memory,
+    Mode,
+    PPOModels,
+    PPOWork,
+    count,
+    forward_pass,
+    ppo_memory,
+    states,
+    training_memory,
+    training_phase,
+)
 from heed.jobs.pipeline import run_job
-from heed.jobs.plan import Plan, Setting, make_plan, places
-from heed.jobs.ppo_memory import Mode, PPOModels, PPOWork, ppo_memory
+from heed.jobs.plan import Plan, Setting, make_plan
+from heed.jobs.times import GIB, GPUS, hardware
 from lm import layers
 from lm.config import ModelConfig
-from lm.inspection import block_bytes, forward_bytes
-from lm.lora import LoRAConfig
+from lm.inspection import forward_bytes
 from training.config import OptimizerConfig
 
 ROOT = Path(__file__).parents[3]
@@ -88,7 +98,7 @@ def test_a_slower_network_takes_longer_and_the_command_takes_its_speed() -> None
     for gbit in ("400", "10"):
         ran = CliRunner().invoke(app, ["plan", str(path), "--gpu", "h100", "--network", gbit])
         assert ran.exit_code == 0, ran.output
-        assert f"{gbit} Gbit/s to others" in " ".join(ran.output.split()).replace("10.0 ", "10 ")
+        assert f"{gbit} Gbit/s between nodes" in " ".join(ran.output.split())
         slow = replace(GPUS["h100"], network_bytes_per_second=float(gbit) * 1e9 / 8)
         seconds.append(make_plan(load_job(path, opens_models=False), Setting(slow, 0.65, 100_000)).stages[0].seconds)
     assert seconds[1] > 2 * seconds[0]
@@ -102,25 +112,22 @@ def test_nodes_keep_a_copy_of_sharded_weights_which_the_plan_counts() -> None:
         make_plan(job, Setting(GPUS["h100"], 0.65, 100_000, gpus_per_node=number)).stages[0].memory["rank"].held
         for number in (8, 32)
     )
-    assert few.pop("copy of the weights on each node") == 2 * 8_030_261_248 // 8
+    assert few.pop("weights of the node") == 2 * 8_030_261_248 // 8
     assert few == all_in_one
 
 
 def test_vllm_takes_its_part_of_a_gpu() -> None:
-    """40% of a shared GPU, held while it samples and is sent weights; 90% of its own; and 8B in bf16 needs 15 GiB."""
+    """40% of a shared GPU, held while it samples and is sent weights; 90% of its own; more if the weights need it."""
     path, vllm = JOBS / "cluster" / "hh-8b-8gpus.toml", "ppo.sampler={kind='vllm'}"
     shared = stage_of(plan_of(path, overrides=(vllm,)), "ppo").memory["rank"].phases
-    heeds = stage_of(plan_of(path), "ppo").memory["rank"].phases
     for phase in ("generate", "sync"):
-        taken = shared[phase]["generator"] + shared[phase]["vLLM's cache and work space"]
-        assert taken == round(0.4 * 79 * GIB)
-    assert "generator" not in shared["policy backward"]
-    assert "key-value cache" in heeds["generate"]
+        assert shared[phase]["vLLM"] == round(0.4 * 79 * GIB)
+    assert "vLLM" not in shared["policy"]
+    assert "key-value cache" not in shared["generate"]
     apart = ("ppo.placement={kind='disaggregated', num_generators=8, num_scorers=8}", vllm)
     held = stage_of(plan_of(path, overrides=apart), "ppo").memory["generator"].held
-    assert held["generator"] + held["vLLM's cache and work space"] == round(0.9 * 79 * GIB)
+    assert held["vLLM"] == round(0.9 * 79 * GIB)
     tight = stage_of(plan_of(path, "l40s", (vllm, "model=gpt3-13b")), "ppo")
-    assert tight.memory["rank"].phases["generate"]["part of the GPU that vLLM leaves to others"] > 0
     assert tight.peak > GPUS["l40s"].memory_bytes
 
 
@@ -160,23 +167,6 @@ def test_the_references_pass_is_counted_once() -> None:
     epoch = sigmoid.num_steps * sigmoid.seconds_per_step / load_job(path, opens_models=False).dpo.num_epochs
     assert 0.2 < sigmoid.once_seconds / epoch < 0.6
     assert sigmoid.seconds == sigmoid.num_steps * sigmoid.seconds_per_step + sigmoid.once_seconds
-
-
-def test_an_adapter_is_sent_in_fp32() -> None:
-    """Generators merge it before they round, so it takes 4 bytes per number, and merged weights take 2."""
-    path = JOBS / "cluster" / "hh-8b-8gpus.toml"
-    apart = "ppo.placement={kind='disaggregated', num_generators=8, num_scorers=8}"
-    rate = 0.8 * min(GPUS["h100"].link_bytes_per_second, GPUS["h100"].network_bytes_per_second)
-
-    def seconds(sends: str) -> float:
-        lora = f"ppo.lora={{rank=256, sends='{sends}'}}"
-        found: float = stage_of(plan_of(path, overrides=(apart, lora, "engine.zero_stage=1")), "ppo").seconds_per_step
-        return found
-
-    model = load_job(path, opens_models=False).model
-    counts = count(model, ADAMW, lora=LoRAConfig(rank=256))
-    expected = (2 * counts.total - 4 * counts.trained) / rate
-    assert seconds("merged") - seconds("adapter") == pytest.approx(expected, rel=0.02)
 
 
 def test_batches_by_hand() -> None:
@@ -220,7 +210,7 @@ def test_gpt3_has_its_published_size() -> None:
     counts = count(config, ADAMW)
     assert counts.total == pytest.approx(175e9, rel=0.01)
     # 16 bytes per parameter over 1,024 ranks, and DeepSpeed's bucket of half a billion bf16 numbers.
-    held = states(counts, Layout(1024, 3, is_bf16=True, is_gpu=True))
+    held, _ = states(counts, Layout(1024, 3, is_bf16=True, is_gpu=True))
     # The two norms and all biases of each layer and the last norm, which ZeRO-3 keeps whole.
     assert held.pop("small weights, whole") == 2 * (96 * (2 * 2 + 3 + 1 + 4 + 1) + 2) * 12288
     assert sum(held.values()) == pytest.approx(16 * counts.total / 1024 + 1e9, rel=1e-6)
@@ -228,22 +218,22 @@ def test_gpt3_has_its_published_size() -> None:
 
 @pytest.mark.parametrize(
     ("stage", "bytes_per_parameter"),
-    # For four ranks in bf16: fp32 weights, moments and DDP's buckets; bf16 weights, a quarter of masters and moments; a
-    # quarter of everything.
-    [(0, 4 + 8 + 4), (1, 2 + 12 / 4), (2, 2 + 12 / 4), (3, (2 + 2 + 12) / 4)],
+    # For four ranks in bf16: fp32 weights with casts, moments and DDP's buckets; bf16 weights, a quarter of masters and
+    # moments; a quarter of everything.
+    [(0, 4 + 2 + 8 + 4), (1, 2 + 12 / 4), (2, 2 + 12 / 4), (3, (2 + 2 + 12) / 4)],
 )
 def test_states_by_zero_stage(stage: int, bytes_per_parameter: float) -> None:
     counts = count(read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml"), ADAMW)
-    held = states(counts, Layout(4, stage, is_bf16=True, is_gpu=True))
+    held, _ = states(counts, Layout(4, stage, is_bf16=True, is_gpu=True))
     for part in ("reduce bucket", "small weights, whole"):
         held.pop(part, None)
-    assert sum(held.values()) == pytest.approx(bytes_per_parameter * counts.total, rel=1e-6)
+    assert sum(held.values()) == pytest.approx(bytes_per_parameter * counts.total, rel=0.01)
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_checkpoints_are_written_from_a_copy_of_weights_and_moments(stage: int) -> None:
     counts = count(read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml"), ADAMW)
-    held = states(counts, Layout(4, stage, is_bf16=True, is_gpu=False))
+    held, _ = states(counts, Layout(4, stage, is_bf16=True, is_gpu=False))
     assert held["copy for checkpoints"] == 12 * counts.total // 4
 
 
@@ -252,15 +242,13 @@ def test_muon_keeps_one_moment_and_frozen_layers_none() -> None:
     layout = Layout(1, 0, is_bf16=True, is_gpu=True)
     muon = count(config, ADAMW.model_copy(update={"kind": "muon"}))
     matrices = 12 * (4 * 768**2 + 2 * 768 * 3072)
-    assert muon.by_muon == matrices
-    assert states(muon, layout)["moments"] == 8 * muon.total - 4 * matrices
+    assert states(muon, layout)[0]["moments"] == 8 * muon.total - 4 * matrices
     last = count(config, ADAMW.model_copy(update={"trained_layers": 2}))
     block = 4 * 768**2 + 2 * 768 * 3072 + 9 * 768 + 3072 + 4 * 768  # matrices, their biases, two norms
     assert last.trained == pytest.approx(2 * block, rel=1e-3)
     of = forward_pass(layout, 8, 1024)
     few, all_of_them = (
-        training_memory(config, counts, layout, of, 0, 1).phases["backward"]["activations"]
-        for counts in (last, count(config, ADAMW))
+        training_phase(counts, layout, of, 0, 1)["activations"] for counts in (last, count(config, ADAMW))
     )
     assert few < all_of_them / 3
 
@@ -272,11 +260,10 @@ def test_with_more_micro_batches_gradients_are_held_with_activations() -> None:
     def growth(ranks: int) -> int:
         layout = Layout(ranks, 0, is_bf16=True, is_gpu=True)
         of = forward_pass(layout, 8, 1024)
-        one, two = (training_memory(config, counts, layout, of, 10**8, number).peak for number in (1, 2))
+        one, two = (training_memory(counts, layout, of, 10**8, number).peak for number in (1, 2))
         return two - one
 
-    head = 4 * 50257 * 768  # its gradient is complete before it is added
-    assert 4 * counts.total <= growth(ranks=1) <= 4 * counts.total + head
+    assert growth(ranks=1) == 4 * counts.total
     # DDP's buckets hold only the gradients of the last layer.
     assert growth(ranks=2) == growth(ranks=1)
 
@@ -289,7 +276,7 @@ def test_ranks_that_split_rows_keep_their_share_of_activations_and_logits(monkey
     def turn(by: int, *, recomputes: bool, num_logits: int = num_logits) -> list[int]:
         layout = Layout(8, 3, is_bf16=True, is_gpu=True, recomputes=recomputes, sequence_ranks=by)
         of = forward_pass(layout, 1, 65536, is_trained=True)
-        return list(training_memory(config, counts, layout, of, num_logits, 8).phases["backward"].values())[:2]
+        return list(training_phase(counts, layout, of, num_logits, 8).values())[:2]
 
     for recomputes in (False, True):
         whole, split = turn(1, recomputes=recomputes), turn(8, recomputes=recomputes)
@@ -297,7 +284,7 @@ def test_ranks_that_split_rows_keep_their_share_of_activations_and_logits(monkey
         assert split[1] < whole[1] / 7
     # All counted positions may be in one rank's slice.
     few = 8192 * config.vocab_size
-    assert turn(8, recomputes=False, num_logits=few)[1] == turn(1, recomputes=False, num_logits=few)[1]
+    assert turn(8, recomputes=False, num_logits=few)[1] >= 2 * 2 * few
     # A frozen model reads whole rows.
     assert forward_pass(Layout(8, 3, is_bf16=True, is_gpu=True, sequence_ranks=8), 1, 65536).num_tokens == 65536
 
@@ -309,29 +296,25 @@ def test_what_is_offloaded_or_computed_again_is_not_held() -> None:
         Layout(8, 3, is_bf16=True, is_gpu=True, offload=offload) for offload in ((), ("optimizer", "parameters"))
     )
     gone = {"fp32 masters", "moments", "gradients", "weights"}
-    assert set(states(counts, plain)) - set(states(counts, moved)) == gone
+    (held, host), (kept, away) = states(counts, plain), states(counts, moved)
+    assert set(held) - set(kept) == set(away) - set(host) == gone
     on_cpu = Layout(8, 3, is_bf16=True, is_gpu=False, offload=("optimizer",))
     # There is nowhere else to put it, and the buffers from which checkpoints are written are there too.
-    assert set(states(counts, on_cpu)) == set(states(counts, plain)) | {"copy for checkpoints"}
+    assert set(states(counts, on_cpu)[0]) == set(held) | {"copy for checkpoints"}
     again = Layout(8, 3, is_bf16=True, is_gpu=True, recomputes=True)
     of = forward_pass(again, 8, 1024)
-    few, many = (activation_bytes(config, of, counts, layout) for layout in (again, plain))
-    # Inputs of twelve blocks; the rest of one block is recomputed when its backward begins.
+    few, many = (training_phase(counts, layout, of, 0, 1)["activations"] for layout in (again, plain))
+    # Inputs of twelve blocks.
     least = 12 * 8 * 1024 * 768 * 2
     assert least < few < least + many / 20
-    backward = {
-        layout: training_memory(config, counts, layout, of, 0, 1).phases["backward"] for layout in (again, plain)
-    }
-    one, other = (backward[layout]["logits, or a block's backward"] for layout in (again, plain))
-    assert one - other == block_bytes(config, of) - 8 * 1024 * 768 * 2
 
 
 def colocated(config: ModelConfig, layout: Layout, mode: Mode = "fast", *, has_values: bool = True) -> Memory:
     """A rank of PPO with small batches."""
     policy, value = count(config, ADAMW), count(config, ADAMW, num_scores=1)
     of = forward_pass(layout, 1, 64)
-    work = PPOWork(of, of, of, 0, rollout_rows=1, prompt_tokens=32, response_tokens=32, num_micro_batches=1, mode=mode)
-    return ppo_memory(PPOModels(config, config, policy, value if has_values else None, value), layout, work)
+    work = PPOWork(of, of, 0, rollout_rows=1, prompt_tokens=32, response_tokens=32, num_micro_batches=1, mode=mode)
+    return ppo_memory(PPOModels(policy, value if has_values else None, value), layout, work)
 
 
 def test_without_a_value_function_a_learner_has_half_the_weights() -> None:
@@ -342,7 +325,7 @@ def test_without_a_value_function_a_learner_has_half_the_weights() -> None:
     assert gone
     assert all(name.startswith("value: ") for name in gone)
     assert {name: size for name, size in with_values.held.items() if name not in gone} == without.held
-    assert set(with_values.phases) - set(without.phases) == {"values", "value backward", "value step"}
+    assert set(with_values.phases) - set(without.phases) == {"values", "value"}
 
 
 def test_a_colocated_worker_holds_every_role() -> None:
@@ -366,36 +349,31 @@ def test_a_colocated_worker_holds_every_role() -> None:
     assert balanced.phases["score by the reference"]["reference"] == 2 * P
     assert sum(balanced.host.values()) - sum(memory.host.values()) == pytest.approx((4 + 2) * P / 8 + 2 * V / 8)
     assert sum(small.held.values()) == pytest.approx(learning - 12 * (P + V) / 8, rel=1e-6)
-    assert small.phases["policy backward"]["value: moments"] == 8 * V // 8
+    assert small.phases["policy"]["value: moments"] == 8 * V // 8
     assert not {"policy: moments", "value: moments"} & set(small.phases["generate"])
-    D, M = config.hidden_size, config.intermediate_size
-    assert small.phases["score by the reference"]["one of its layers"] == 2 * (2 * D * M + M + D)
+    D, M, A = config.hidden_size, config.intermediate_size, 40 * 128
+    block = 4 * D * A + 3 * A + D + 2 * D * M + M + D
+    assert small.phases["score by the reference"]["one of its blocks"] == 2 * block
     # Embedding, head, positions, and the weights and biases of two norms per layer and a last one.
     outside = (2 * 50257 + 2048 + 4 * 40 + 2) * D
-    assert small.phases["score by the reference"]["reference outside its layers"] == 2 * outside
+    assert small.phases["score by the reference"]["reference outside its blocks"] == 2 * outside
 
 
-def test_a_teacher_is_one_more_frozen_model_and_one_more_pass() -> None:
-    """A teacher of the policy's shape takes what the reference takes, in memory and in time."""
+@pytest.mark.parametrize("memory", ["fast", "balanced", "small"])
+def test_a_teacher_is_one_more_frozen_model_and_one_more_pass(memory: str) -> None:
+    """A teacher of the policy's shape takes what the reference takes."""
     path, teacher = JOBS / "cluster" / "hh-8b-8gpus.toml", '{ model = "meta-llama/Meta-Llama-3-8B" }'
-    for memory in ("fast", "balanced", "small"):
-        plans = [
-            plan_of(path, overrides=(f"ppo.memory={memory}", f"ppo.teachers=[{', '.join([teacher] * number)}]"))
-            for number in range(3)
-        ]
-        stages = [stage_of(plan, "ppo") for plan in plans]
-        found = stages[1].memory["rank"]
-        for parts in (found.held, found.host):
-            sizes = {name: size for name, size in parts.items() if "teacher" in name}
-            reference = {name: size for name, size in parts.items() if "reference" in name}
-            assert sizes == {name.replace("reference", "teacher 1"): size for name, size in reference.items()}
-        assert any("teacher 1" in name for name in {**found.held, **found.host})
-        phase = found.phases["score by the teacher 1"]
-        named = {name.replace("teacher 1", "reference"): size for name, size in phase.items()}
-        assert named == found.phases["score by the reference"]
-        seconds = [stage.seconds_per_step for stage in stages]
-        assert seconds[1] > seconds[0]
-        assert seconds[2] - seconds[1] == pytest.approx(seconds[1] - seconds[0])
+    alone, taught = (
+        stage_of(plan_of(path, overrides=(f"ppo.memory={memory}", f"ppo.teachers={teachers}")), "ppo")
+        for teachers in ("[]", f"[{teacher}]")
+    )
+    found = taught.memory["rank"]
+    for parts in (found.held, found.host, found.phases["score by the teacher 1"]):
+        sizes = {name: size for name, size in parts.items() if "teacher" in name}
+        assert all(size == {**parts, **found.phases["score by the reference"]}[name.replace("teacher 1", "reference")]
+                   for name, size in sizes.items())  # fmt: skip
+    assert any("teacher 1" in name for name in {**found.held, **found.host})
+    assert taught.seconds_per_step > alone.seconds_per_step
 
 
 def test_rows_are_planned_as_wide_as_they_are_packed() -> None:
@@ -406,20 +384,21 @@ def test_rows_are_planned_as_wide_as_they_are_packed() -> None:
         stage, model = stage_of(plan, "ppo"), plan.job.model
         assert stage.batch["micro-batches per rank and update"] == 128 // 8 // 2  # of two rows of 2,048
         phases = stage.memory["rank"].phases
-        assert phases["values"]["a pass"] == forward_bytes(model, forward_pass(plan.layout, rows, 2304))
-        two_rows = activation_bytes(model, forward_pass(plan.layout, 2, 2048), count(model, ADAMW), plan.layout)
-        assert phases["policy backward"]["activations"] == two_rows
+        read = forward_bytes(model, forward_pass(plan.layout, rows, 2304))
+        assert phases["values"]["a pass, or logits"] == read
+        two_rows = training_phase(count(model, ADAMW), plan.layout, forward_pass(plan.layout, 2, 2048), 0, 1)
+        assert phases["policy"]["activations"] == two_rows["activations"]
 
 
-def test_under_autocast_frozen_models_keep_their_matrices_in_bf16() -> None:
-    """A tied head is the embedding's table, which is read in fp32; a score head has its own row, a matrix."""
+def test_under_autocast_frozen_models_keep_their_blocks_in_bf16() -> None:
+    """A tied head is the embedding's table, which is read in fp32."""
     config = read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml").model_copy(update={"tie_word_embeddings": True})
     layout = Layout(1, 0, is_bf16=True, is_gpu=True)
     policy, value = count(config, ADAMW), count(config, ADAMW, num_scores=1)
     held = colocated(config, layout).held
-    matrices = 12 * (4 * 768**2 + 2 * 768 * 3072)
-    assert held["reference"] == 4 * policy.total - 2 * matrices
-    assert held["reward model"] == 4 * value.total - 2 * (matrices + 768)
+    blocks = 12 * (4 * 768**2 + 2 * 768 * 3072 + 4 * 768 + 3072 + 768)
+    assert held["reference"] == 4 * policy.total - 2 * blocks
+    assert held["reward model"] == 4 * value.total - 2 * blocks
     assert held["moving average"] == 4 * policy.total
 
 
@@ -453,14 +432,6 @@ def test_sampling_ahead_costs_the_longer_of_sampling_and_learning() -> None:
     assert ahead.dollars == pytest.approx(hours * (ahead.layout.ranks + 4 + 1) * price)
 
 
-def test_places() -> None:
-    assert places(0, 8, 17) == 3
-    assert places(4, 8, 32) == 4
-    says = r"the job has 33 ranks with one GPU each, but 4 nodes with 8 GPUs each have only 32; 5 nodes are needed"
-    with pytest.raises(ValueError, match=says):
-        places(4, 8, 33)
-
-
 def test_hardware() -> None:
     with pytest.raises(ValueError, match=r"--gpu 'h900': one of cpu, b200, h200, h100, a100, l40s was expected"):
         hardware("h900", 1, "fp32")
@@ -478,8 +449,8 @@ def test_a_cpus_rate_is_that_of_the_layers_products(monkeypatch: pytest.MonkeyPa
         dtypes.update((x.dtype, weight.dtype))
         next(now)  # takes a second, as a look at the clock does
 
-    monkeypatch.setattr("heed.jobs.estimate.linear", slow_linear)
-    monkeypatch.setattr("heed.jobs.estimate.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr("heed.jobs.times.linear", slow_linear)
+    monkeypatch.setattr("heed.jobs.times.time", SimpleNamespace(perf_counter=lambda: next(now)))
     assert hardware("cpu", 2, "bf16").flops == 2 * 1024**3 / 2 / 2
     assert dtypes == {torch.bfloat16}
 
@@ -489,7 +460,7 @@ def test_the_command_prints_tables_and_says_what_does_not_fit() -> None:
     path = str(JOBS / "cluster" / "hh-8b-8gpus.toml")
     fits = runner.invoke(app, ["plan", path, "--gpu", "h100"])
     assert fits.exit_code == 0, fits.output
-    for words in ("8 workers on 1 node x 8 h100, ZeRO 3, bf16", "rollout_batch_size", "moving average", "dollars"):
+    for words in ("8 workers on 1 node x 8 h100, ZeRO 3, bf16", "rollout_batch_size", "policy: moments", "dollars"):
         assert words in fits.output
     refused = runner.invoke(app, ["plan", path, "--gpu", "l40s"])
     assert refused.exit_code == 1

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from heed.cli import app
-from heed.jobs.estimate import GIB, RANK, Hardware
 from heed.jobs.job_file import load_job
-from heed.jobs.plan import Plan, Setting, make_plan
+from heed.jobs.plan import RANK, Plan, Setting, make_plan
+from heed.jobs.times import GIB, Hardware
 from lm.config import ModelConfig
 from lm.gguf_files import export_gguf
 from lm.model import LanguageModel
@@ -214,7 +214,7 @@ def test_logits_of_the_fullest_pass_are_counted(folder: Path, tokenizer: Tokeniz
     ((*passes,),) = split_passes(units, 1, pass_tokens(batch, units, with_gradients=True))
     most_logits = max(len(found) for found in passes) * new_tokens * VOCABULARY
     width = plan.layout.compute_bytes
-    backward = plan.stages[0].memory[RANK].phases["policy backward"]["logits, or a block's backward"]
+    backward = plan.stages[0].memory[RANK].phases["policy"]["logits, or a block's backward"]
     assert most_logits > 4 * new_tokens * VOCABULARY, "else there would be nothing to notice"
     assert backward >= 2 * width * most_logits
 
@@ -250,7 +250,7 @@ def test_comparisons_are_as_long_as_they_are(folder: Path, section: str) -> None
     assert "pairs.jsonl: 100 prompts with a response of " in said
     assert stage.batch["tokens per step"] < 8 * 2 * 60
     if section == "dpo":
-        logits = stage.memory[RANK].phases["backward"]["logits, or a block's backward"]
+        logits = stage.memory[RANK].phases["train"]["logits, or a block's backward"]
         of_all_tokens = plan.layout.compute_bytes * 2 * 16 * int(said.split()[-3]) * VOCABULARY
         assert logits < of_all_tokens, "prompts have no logits"
 

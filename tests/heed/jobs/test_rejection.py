@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from heed.jobs.estimate import GPUS
 from heed.jobs.job_file import load_job
 from heed.jobs.plan import Setting, make_plan
 from heed.jobs.recovery import Workers
 from heed.jobs.run import Run
+from heed.jobs.times import GPUS
 from lm.tokenizer import CHAT_TEMPLATES
 from sft.rejection import STAGE, load_tokenizer
 

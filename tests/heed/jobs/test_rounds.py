@@ -11,11 +11,11 @@ import pytest
 from cluster.connection import connect, disconnect
 from files.hashes import derive_seed
 from heed.jobs import recovery
-from heed.jobs.estimate import GPUS
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
 from heed.jobs.plan import Setting, make_plan
 from heed.jobs.run import Run
+from heed.jobs.times import GPUS
 from ppo.stage import was_measured
 from preferences.store import LabelStore
 

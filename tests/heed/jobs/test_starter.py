@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from heed.jobs.estimate import GIB, Hardware
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import check_data, run_job
 from heed.jobs.plan import Plan, Setting, make_plan
 from heed.jobs.run import Run
 from heed.jobs.starter import ALGORITHMS, POLICY_GRADIENTS, Starter, batch_for, batch_toml
+from heed.jobs.times import GIB, Hardware
 from lm.tokenizer import Tokenizer
 from preferences.rankings import is_heldout
 from reward.config import RankingsConfig
