@@ -38,7 +38,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "heed": Budget(13_600, 62, 28),
+    "heed": Budget(13_510, 62, 27),
     "evaluation": Budget(12_500, 58, 14),
     "classify": Budget(1_580, 8, 30),
     "sft": Budget(1_050, 5, 37),

@@ -4,7 +4,6 @@ Write your own in the same way: a file in the folder in which `heed` runs, `func
 function from prompts and responses to numbers. None (or an exception) leaves a response out.
 """
 
-from heed.worlds.arithmetic import is_solved
 from heed.worlds.gold import gold_score
 
 
@@ -12,9 +11,3 @@ def gold(prompts: list[list[dict[str, str]]], responses: list[str]) -> list[floa
     """Returns the playground's gold scores, from 0 to 1, which labelers and reward models see only through noise."""
     asked = [messages[-1]["content"] for messages in prompts]
     return [gold_score(prompt, response) for prompt, response in zip(asked, responses, strict=True)]
-
-
-def solved(prompts: list[list[dict[str, str]]], responses: list[str]) -> list[float]:
-    """Returns 1 for each counting task whose steps are all right and all there, otherwise 0."""
-    asked = [messages[-1]["content"] for messages in prompts]
-    return [float(is_solved(prompt, response)) for prompt, response in zip(asked, responses, strict=True)]

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from files.atomic import write_jsonl
 from heed.worlds.answers import write_answer
-from heed.worlds.arithmetic import calculations, calls, careless_steps, draw_prompt
+from heed.worlds.arithmetic import calculations, calls
 from heed.worlds.corpus import draw_rows, write_text
 from heed.worlds.gold import gold_score, graded_rows, num_answers
 from heed.worlds.grammar import CATEGORIES
@@ -82,11 +82,6 @@ class PlaygroundConfig(BaseModel):
     )
     num_calculations: int = Field(
         default=0, ge=0, description="Sums with their answers, and as many calls of a calculator to learn from."
-    )
-    num_counting: int = Field(
-        default=0,
-        ge=0,
-        description="Tasks of several steps: as many prompts as demonstrations.",
     )
     num_labelers: int = Field(default=4, gt=0, description="Scripted labelers.")
     labelers_rate: bool = Field(default=False, description="Whether labelers also rate each response from 1 to 7.")
@@ -160,8 +155,6 @@ class PlaygroundWorld:
         )
         for name, rows in chain.from_iterable(files):
             write_jsonl(folder / f"{name}.jsonl", rows)
-        if self.config.num_counting:
-            write_counting(folder, self.config.num_counting, seed)
 
     def _pretraining_files(self, seed: int) -> Iterator[NamedRows]:
         config, seen = self.config, set[str]()
@@ -268,29 +261,3 @@ def _messages(prompt: str, response: str | None = None) -> list[dict[str, str]]:
     if response is not None:
         messages.append({"role": "assistant", "content": response})
     return messages
-
-
-def write_counting(folder: Path, num_tasks: int, seed: int) -> None:
-    """Write tasks of several steps: counting_prompts and counting_demonstrations, with a tenth more of these held out,
-    and up to 200 tasks, counting_compare, that occur in none of the others. There are few enough distinct tasks that
-    they occur several times.
-    """
-
-    def rng(name: str) -> random.Random:
-        return random.Random(f"{seed}/counting_{name}")
-
-    prompts = rng("prompts")
-    rows = [{"messages": _messages(draw_prompt(prompts)), "kind": "counting"} for _ in range(num_tasks)]
-    write_jsonl(folder / "counting_prompts.jsonl", rows)
-    compared, others = rng("compare"), dict[str, None]()
-    while len(others) < min(200, num_tasks):
-        others[draw_prompt(compared, is_heldout=True)] = None
-    write_jsonl(
-        folder / "counting_compare.jsonl",
-        [{"messages": _messages(prompt), "kind": "counting"} for prompt in others],
-    )
-    for name, size in (("demonstrations", num_tasks), ("demonstrations_heldout", max(1, num_tasks // 10))):
-        drawn = rng(name)
-        asked = [draw_prompt(drawn) for _ in range(size)]
-        answers = [{"messages": _messages(prompt, "\n".join(careless_steps(prompt, drawn)))} for prompt in asked]
-        write_jsonl(folder / f"counting_{name}.jsonl", answers)
