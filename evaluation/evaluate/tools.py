@@ -3,13 +3,14 @@
 import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import evaluation.suites
 from evaluation.evaluate.models import Answering, Asked, of_suite, open_model
 from evaluation.inputs import named_specs
-from evaluation.suites.suite import Asks, Item, Request, Suite
+from evaluation.suites.suite import Asks, Item, Request, Suite, Tools
 from files.importing import load_module
 from reward.endpoint import Answer
 
@@ -37,6 +38,9 @@ def open_suite(name: str) -> Suite:
         own = getattr(load_module(place, "suite"), attribute or "SUITE", None)
         if not isinstance(own, Suite):
             raise ValueError(f"suite {name!r}: {place} holds no `evaluation.suites.suite.Suite` {attribute or 'SUITE'}")
+        tools = {field.name for field in fields(Tools)}
+        if unknown := (own.needs | own.uses) - tools:
+            raise ValueError(f"suite {name!r}: needs or uses {sorted(unknown)}; some of {sorted(tools)} were expected")
         return own
     if name.replace("_", "-") not in suite_names():
         raise ValueError(f"--suite {name!r}: one of {', '.join(suite_names())}, or FILE.py:NAME, was expected")

@@ -1,7 +1,7 @@
 """Exports of what labelers said beyond ranks: by one criterion, ratings by all criteria, labels of turns, and edits.
 
 criteria   one row per response and labeler, with a field per criterion, as HelpSteer2 has them (arXiv 2406.08673)
-turns      one row per response and labeler: the conversation with a label for each turn, for a reward model of steps
+turns      one row per response and labeler: the conversation with a label for each turn
 grouped    a ranking of responses to one prompt that a labeler rated one at a time, for a reward model
 edits      a labeler's better version of a response, preferred over the original, as TRL's preferences
 

@@ -110,7 +110,7 @@ _ALL = (
     Format("trl", "TRL's preferences, conversational or texts", pairs.recognise, pairs.read, pairs.write),
     Format("trl_text", "TRL's preferences, written as texts", _never, pairs.read, pairs.write_text),
     Format("criteria", "ratings by criterion, as in HelpSteer2", _never, None, annotated.write_criteria),
-    Format(annotated.TURNS, "labels of each turn, for a reward model of steps", _never, None, annotated.write_turns),
+    Format(annotated.TURNS, "labels of each turn", _never, None, annotated.write_turns),
     Format("grouped", "rankings of responses that were rated alone", _never, None, annotated.write_grouped),
     Format("edits", "labelers' versions, preferred over the originals", _never, None, annotated.write_edits),
     Format("demonstrations", "the best responses, for SFT", _never, None, native.write_demonstrations),

@@ -367,7 +367,7 @@ def _path_of(handle: str) -> str:
 
 
 class Questions:
-    """What the pages and the API do with questions."""
+    """What the pages do with questions."""
 
     def __init__(self, store: LabelStore) -> None:
         self.store = store

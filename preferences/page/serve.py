@@ -23,6 +23,7 @@ from preferences.store import LabelStore
 MAX_HEADER_BYTES = 32_000
 SHUTDOWN_SECONDS = 10
 KEEP_ALIVE_SECONDS = 15  # how long a connection may idle between requests
+MAX_CONNECTIONS = 1_000  # above it, requests are answered with 503
 EVERYWHERE = ("0.0.0.0", "::", "")  # no link can use these addresses
 
 
@@ -81,6 +82,7 @@ def server_settings(app: Any) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
     )

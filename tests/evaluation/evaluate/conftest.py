@@ -86,6 +86,7 @@ SUITE = Suite("foxes", "Questions about foxes", "conversations", MEASURES, read,
 LIKELY = Suite("likely", "Continuations", "logprobs", (Measure("logprob", "Nats."),), read, likely, uses=BOTH)
 PREFERRED = Suite("preferred", "Rewards", "rewards", (Measure("reward", "The reward."),), read, preferred, uses=BOTH)
 NEEDY = Suite("needy", "Foxes", "conversations", MEASURES, read, foxes, needs=frozenset({"judge"}))
+SCORED = Suite("scored", "Foxes", "conversations", MEASURES, read, foxes, needs=frozenset({"scorer"}))
 EMPTY = 5
 '''
 NUM_ITEMS = 6

@@ -282,6 +282,7 @@ def test_a_model_without_a_chat_template_is_refused_in_a_line(
         (["{place}/models/one/model"], "PREFERRED", "is a language model; suite 'preferred' needs rewards"),
         (["{place}/other.jsonl"], "LIKELY", "is a file of answers; suite 'likely' needs log-probabilities"),
         (["{place}/models/one/model"], "NEEDY", "suite 'needy' needs --judge SPEC"),
+        (["{place}/models/one/model"], "SCORED", "needs or uses ['scorer']; some of ['baseline', "),
         (["{place}/models/one/model"], "EMPTY", "holds no `evaluation.suites.suite.Suite` EMPTY"),
         (["{place}/models/one/model", "--judge", "{place}/other.jsonl"], "SUITE", "a language model was expected"),
         (["{place}/models/one/model", "--baseline", "{place}/models/reward"], "SUITE", "is a reward model; a language"),

@@ -31,7 +31,7 @@ def browse(link: str, prefers: str) -> int:
         page = client.post("/instructions", data=form(client.get("/").text, "/instructions")).text
         num_answers = 0
         while "Nothing to judge just now" not in page:
-            likes = [prefers in part for part in page.split('data-place="')[1:]]
+            likes = [prefers in part for part in page.split('<section class="response"')[1:]]
             ranks = {f"rank_{place}": "1" if like else "2" for place, like in enumerate(likes)}
             assert sorted(ranks.values()) == ["1", "2"], page
             page = client.post(
