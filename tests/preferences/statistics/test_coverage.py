@@ -21,7 +21,7 @@ def covered():
 
 def test_intervals_cover_as_often_as_they_say(covered):
     shares = {what: round(found.share, 3) for what, found in covered.items()}
-    assert len(shares) == 13
+    assert len(shares) == 10
     assert {what: share for what, share in shares.items() if not LEAST <= share <= MOST} == {}
 
 
