@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -78,6 +79,16 @@ def test_the_tutorial(tmp_path: Path, model_folder: Path) -> None:
     assert (tmp_path / "runs" / "team" / "report.html").is_file()
 
 
+def answers(lead: httpx.Client) -> Iterator[str]:
+    """The pages of all answers, newest first."""
+    query: str | None = "?kind=any"
+    while query is not None:
+        page = lead.get(f"/lead/search{query}").text
+        yield page
+        older = re.search(r'href="(\?[^"]+)">Older', page)
+        query = html.unescape(older[1]) if older else None
+
+
 def label(command: str, links: dict[str, str], folder: Path, environment: dict[str, str]) -> None:
     """Serve the pages, on a free port, while three labelers answer and the lead reads."""
     log = folder / "serve.log"
@@ -98,7 +109,7 @@ def label(command: str, links: dict[str, str], folder: Path, environment: dict[s
         with httpx.Client(base_url=found[1], follow_redirects=True, timeout=120) as lead:
             lead.post(own["you"])
             assert "36 of 36 judgments" in lead.get("/lead").text
-            assert lead.get("/lead/search?kind=any").text.count("for nice to see you") == 24
+            assert sum(page.count("for nice to see you") for page in answers(lead)) == 24
     finally:
         server.send_signal(signal.SIGINT)
         assert server.wait(60) == 0, log.read_text()
