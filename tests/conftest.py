@@ -70,10 +70,10 @@ gc.disable()  # while tests are imported
 
 
 # The files that take longest, first: a long one that starts last would leave the other processes without work.
-# `test_chaos`, `test_two_hosts` and `test_hangs` mostly wait. They are far apart in this list, so that they run one
-# after another, at the same time as files that compute.
+# `test_two_hosts` and `test_hangs` mostly wait. They are far apart in this list, so that they run one after another, at
+# the same time as files that compute.
 LONGEST = [
-    "research/chaos/test_chaos.py", "heed/jobs/test_kill.py", "test_splits.py", "fake_cuda/test_fake_cuda.py",
+    "heed/jobs/test_kill.py", "test_splits.py", "fake_cuda/test_fake_cuda.py",
     "heed/jobs/test_loop.py", "lm/test_kernels_both_ways.py", "test_tutorials.py", "real/test_smollm2.py",
     "real/test_training.py",
     "cluster/test_two_hosts.py", "heed/jobs/test_stage_jobs.py", "preferences/page/test_browser.py",

@@ -32,7 +32,7 @@ from research.chaos.result import (
     summary,
 )
 from research.chaos.round import Driver
-from tests.tiers import in_ci, tried
+from tests.tiers import tried
 
 ROOT = Path(__file__).parents[3]
 DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
@@ -40,8 +40,6 @@ DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
 SHORT = ("workers=2", "ppo.num_iterations=2", "pretrain.num_steps=16", "compare.best_of=2")
 IMPOSSIBLE = {"partition": why_no_network(), "disk": why_no_disk()}
 STRUCK = ("worker", "node", "driver", "hang", "partition", "disk", "folder")
-# Other tests of CI have a driver and workers that are killed, and a folder that is away.
-OF_CI = ("node", "hang", "partition")
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +59,8 @@ def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return result
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", in_ci(STRUCK, OF_CI))
+@pytest.mark.nightly  # CI has a test of each kind for itself: test_kill.py, test_hangs.py, test_two_hosts.py, ...
+@pytest.mark.parametrize("kind", STRUCK)
 def test_a_run_survives_a_fault_of_every_kind(kind: str, request: pytest.FixtureRequest) -> None:
     if IMPOSSIBLE.get(kind):
         pytest.skip(IMPOSSIBLE[kind])
@@ -75,7 +73,7 @@ def test_a_run_survives_a_fault_of_every_kind(kind: str, request: pytest.Fixture
         assert fault.outcome == RESTARTED
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_no_bit_differs_after_faults_of_every_kind(result: ChaosResult) -> None:
     assert result.differing == ()
     assert not result.has_failed
