@@ -19,7 +19,7 @@ from lm.adapters import adapted, save_trained
 from lm.lora import is_adapter, merged, without_adapters
 from lm.model import LanguageModel, ScalarModel
 from lm.progress import note_progress
-from lm.samplers.draws import NO_EVIDENCE, Evidence
+from lm.samplers.draws import NO_EVIDENCE, Draws, Evidence, evidence
 from lm.samplers.engine import SentWeights, chunks, noted
 from lm.source import ModelSource, on_meta
 from lm.transfer import upload
@@ -66,7 +66,7 @@ class Learners:
     ) -> Pending[Tensor]:
         """Start computing log π of each response token [B, R], nats, at the sampling temperature; 0 at padding.
 
-        With `tests_draws`, learners also collect evidence on whether the tokens are draws from π (`take_evidence`).
+        With `tests_draws`, learners also keep tokens, to test whether they are draws from π (`take_evidence`).
         That requires all responses that were sampled with these weights, not a selection.
 
         Responses are packed as the updates on `minibatches` (row numbers of the rollout) will pack them. With `keeps`,
@@ -217,9 +217,12 @@ class Learner(Rank):
         )
 
     def take_evidence(self) -> Evidence:
-        """Returns the evidence that this rank has collected since the last call."""
-        found, self.evidence = self.evidence, NO_EVIDENCE
-        return found
+        """Returns the evidence from the tokens that this rank has kept since the last call."""
+        if not self.tested:
+            return NO_EVIDENCE
+        logits, draws = zip(*self.tested, strict=True)
+        self.tested = []
+        return evidence(torch.cat(logits), Draws.cat(draws), self.config.temperature, self.tokenizer.end_ids)
 
     def _measure(
         self,

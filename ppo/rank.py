@@ -20,7 +20,7 @@ from lm.hub import on_this_machine
 from lm.layers import Fp32Linear
 from lm.model import SCORE, LanguageModel, ScalarModel
 from lm.progress import note_progress
-from lm.samplers.draws import NO_EVIDENCE, PARTS, TESTED, Draws, evidence
+from lm.samplers.draws import PARTS, TESTED, Draws
 from lm.sampling import token_logprobs
 from lm.sequence_parallel import SequenceGroup
 from lm.source import ModelSource, on_meta
@@ -160,7 +160,7 @@ class Rank:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.num_workers = 1  # ranks that share this role's batches
         self.sequences: SequenceGroup | None = None  # ranks that split the tokens of this role's rows
-        self.evidence = NO_EVIDENCE  # that sampled tokens are not draws from the policy
+        self.tested = list[tuple[Tensor, Draws]]()  # logits and tokens that `Learner.take_evidence` tests
         self.compute_dtype = torch.bfloat16 if engine_config.resolved_precision() == "bf16" else torch.float32
 
     @property
@@ -197,19 +197,19 @@ class Rank:
             logprobs_C = token_logprobs(logits_CV, targets_C, temperature)
         else:  # logits are those of this rank's slice of the rows
             logprobs_C = self.sequences.logprobs(logits_CV, targets_C, packed.states_LT, temperature)
-        self._test_draws(logits_CV, logprobs_C, packed, rollout, drawn)
+        self._keep_draws(logits_CV, logprobs_C, packed, rollout, drawn)
         return packed.spread(logprobs_C)
 
-    def _test_draws(
+    def _keep_draws(
         self, logits_CV: Tensor, logprobs_C: Tensor, packed: "PackedRollout", rollout: Rollout, drawn: Drawn
     ) -> None:
-        """Add evidence from every n-th token, where n depends only on sizes. If the choice depended on the responses,
-        the chosen tokens would no longer be draws from the policy.
+        """Keep every n-th token and its logits, to test them together once all passes are done. n depends only on
+        sizes: if the choice depended on the responses, the chosen tokens would no longer be draws from the policy.
         """
         R, V = rollout.max_new_tokens, logits_CV.shape[1]
         every = -(-drawn.num_rows * R * V // (self.num_workers * TESTED[self.device.type]))
         own_C = torch.arange(len(packed.places_C)) if self.sequences is None else self.sequences.own(packed.states_LT)
-        places_C = packed.places_C.cpu()[own_C]
+        places_C = packed.places_C[own_C]
         rows_C, steps_C = places_C // R, places_C % R
         # A prime factor lets neighbouring rows test other places, and one row of many if n exceeds R.
         tested = ((7919 * drawn.rows_B[rows_C] + steps_C) % every == 0).nonzero()[:, 0]
@@ -226,8 +226,7 @@ class Rank:
             upload(torch.where(is_before_CT, texts_CT, -1), self.device),
             upload(drawn.before_BR[rows_C, steps_C].long(), self.device),
         )
-        temperature, end_ids = self.config.temperature, self.tokenizer.end_ids
-        self.evidence += evidence(logits_CV.detach(), draws, temperature, end_ids, of_logits_C)
+        self.tested.append((logits_CV.detach()[of_logits_C], draws))
 
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
@@ -244,7 +243,8 @@ class Rank:
 @dataclass(frozen=True)
 class PackedRollout:
     """A model's inputs: tokens on the device, segments and states in CPU memory. States are True where the policy wrote
-    the next token. `targets_C` are these tokens, row by row; `places_C` are their indices in a flat [B, R].
+    the next token. `targets_C` are these tokens, row by row; `places_C` are their indices in a flat [B, R], in CPU
+    memory.
     """
 
     tokens_LT: Tensor
@@ -277,7 +277,7 @@ class PackedRollout:
             torch.from_numpy(rows.segments),
             F.pad(counted_LT, (0, 1))[:, 1:],  # a token is predicted from the one before it
             upload(tokens_LT[counted_LT], device),
-            upload(places_C, device),
+            places_C,
             len(rollout),
             R,
         )
@@ -285,7 +285,8 @@ class PackedRollout:
     def spread(self, flat_C: Tensor) -> Tensor:
         """Turn one number per predicted token, row by row, into [B, R]; 0 where the policy wrote none."""
         shape = self.num_responses, self.max_new_tokens
-        return flat_C.new_zeros(shape).flatten().scatter(0, self.places_C, flat_C).view(shape)
+        places_C = upload(self.places_C, flat_C.device)
+        return flat_C.new_zeros(shape).flatten().scatter(0, places_C, flat_C).view(shape)
 
 
 class WeightBroadcast:

@@ -161,7 +161,7 @@ class SharedBodyLearner(Learner):
             logits_CV = read(policy, of_role)
             outputs.append(token_logprobs(logits_CV, packed.targets_C, self.config.temperature))
             if tested is not None:
-                self._test_draws(logits_CV, outputs[0], packed, rollout, tested)
+                self._keep_draws(logits_CV, outputs[0], packed, rollout, tested)
             del logits_CV
         outputs.append(torch.zeros_like(outputs[0]) if value is None else read(value, hidden[2]).float())
         return torch.stack([packed.spread(flat_C) for flat_C in outputs], dim=1)

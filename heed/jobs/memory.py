@@ -23,7 +23,7 @@ from lm.layers import rounded_weights
 from lm.lora import LoRAConfig, add_adapters
 from lm.model import ScalarModel, freeze_all_but_last
 from lm.native.kernels import library
-from lm.samplers.draws import AT_ONCE
+from lm.samplers.draws import AT_ONCE, TESTED
 from lm.sampling import LOGITS_AT_ONCE, PART_NUMBERS
 from lm.source import on_meta
 from lm.tensor_parallel import config_of_part, parameters_of_part
@@ -384,14 +384,17 @@ def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
         phases["measure"] = scoring_phase(
             policy, layout, replace(work.trained, rows=3 * work.trained.rows), work.num_logits
         )
-        if layout.is_gpu:  # logits, their log-probs and probabilities
-            phases["measure"]["test of draws"] = (layout.compute_bytes + 8) * min(work.num_logits, AT_ONCE)
         phases["score by the reward model"] = scoring_phase(policy, layout, work.scored)
     else:
         if value is not None:
             phases["values"] = scoring_phase(value, layout, work.scored)
         if policy.has_adapters:  # the reference is then the policy without them
             phases["score by the reference"] = scoring_phase(policy, layout, work.trained, work.num_logits)
+    if layout.is_gpu:
+        tested = min(TESTED["cuda"], work.rollout_rows * work.response_tokens * policy.config.vocab_size)
+        held["logits for the test of draws"] = layout.compute_bytes * tested
+        # Joined, and the log-probs, probabilities and products of these in fp32.
+        phases["test of draws"] = {"bets": layout.compute_bytes * tested + 16 * min(tested, AT_ONCE["cuda"])}
     average = 4 * policy.trained // layout.ranks if work.has_average else 0
     (held if work.mode == "fast" or not layout.is_gpu else host)["moving average"] = average
     (host if layout.is_gpu else held)["copy of the average for checkpoints"] = average

@@ -13,21 +13,24 @@ grows exponentially.
 
 Each q is π tilted by a feature f of tokens: q ∝ π exp(λ f). With λ = -∞, tokens with the feature are never drawn.
 
-Shape letters: C tested tokens, V vocabulary, T tokens of a text, N bets.
+Shape letters: C tested tokens, V vocabulary, T tokens of a text, F bets on features of FEATURES, K bets on log π,
+N all bets, E end tokens.
 """
 
+import itertools
 import json
 import math
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+from lm.transfer import upload
 
 FALSE_ALARM = 1e-5  # upper bound on the probability of a false alarm, over all tokens of a run
 ALARM = -math.log(FALSE_ALARM)  # nats of evidence
@@ -39,9 +42,8 @@ CLASSES = 61  # token ids are grouped by remainder: a token that is never drawn 
 RARE = (1e-2, 1e-3, 1e-4)  # probabilities below which tokens count as unlikely
 PARTS = 8  # a rollout's rows are split into these: one broken rank of several shows in its part
 TEMPERATURES = (-0.6, -0.2, -0.05, 0.05, 0.2, 0.6)  # λ of bets on log π; each means a temperature of 1 / (1 + λ)
-AT_ONCE = 2**22  # probabilities in memory at once
-# Probabilities that a rank tests per iteration of PPO. The test takes less than 1% of an iteration's time.
-TESTED = {"cpu": 2**24, "cuda": 2**27}
+AT_ONCE = {"cpu": 2**22, "cuda": 2**27}  # probabilities in memory at once
+TESTED = {"cpu": 2**24, "cuda": 2**27}  # probabilities that a rank tests per iteration of PPO
 
 
 @dataclass(frozen=True)
@@ -79,122 +81,70 @@ class Draws:
         steps_C, parts_C, before_C = (torch.tensor(numbers, device=device) for numbers in (steps, parts, before))
         return cls(tokens_C, weights_C, steps_C, parts_C, text_CT, before_C)
 
-    def __getitem__(self, part: slice) -> "Draws":
-        return Draws(*(getattr(self, name)[part] for name in self.__dataclass_fields__))
+    @classmethod
+    def cat(cls, parts: Sequence[Self]) -> Self:
+        longest = max(part.text_CT.shape[1] for part in parts)
+        padded = [
+            replace(part, text_CT=F.pad(part.text_CT, (0, longest - part.text_CT.shape[1]), value=-1)) for part in parts
+        ]
+        return cls(*(torch.cat([getattr(part, name) for part in padded]) for name in cls.__dataclass_fields__))
+
+    def __getitem__(self, part: slice) -> Self:
+        return type(self)(*(getattr(self, name)[part] for name in self.__dataclass_fields__))
 
 
-@dataclass(frozen=True)
-class Feature:
-    """A feature f of tokens: its value for the sampled token and its mean under π.
+class Bet(NamedTuple):
+    """A bet that tokens follow π tilted by a feature."""
 
-    `tilts_CN` are q(v) / π(v) for each λ of `tilts`. Where `counts_C` is False, the bets on the feature keep their
-    stake.
-    """
-
-    name: str
-    value_C: Tensor
-    mean_C: Tensor
-    tilts_CN: Tensor
-    counts_C: Tensor
+    name: str  # of the feature
+    column: int  # of the feature, in FEATURES; or of the tilt in TEMPERATURES, where the feature is log π
+    tilt: float  # λ
+    where: int  # the column of PLACES that says which tokens count; the others leave the stake as it is
+    share: float  # of the stakes
 
 
-def _indicator(name: str, has_C: Tensor, chance_C: Tensor, tilts: Collection[float], counts_C: Tensor) -> Feature:
-    """Returns a feature that is 1 or 0, where `chance_C` is its probability of being 1."""
-    value_C, chance_C = has_C.float(), chance_C.clamp(0, 1)
-    never_C = (1 - value_C) / (1 - chance_C).clamp(min=LEAST_CHANCE)
-    tilted = [
-        never_C if tilt == NEVER else (tilt * value_C).exp() / (1 + chance_C * math.expm1(tilt)) for tilt in tilts
+FEATURES = (
+    "end tokens",
+    "the likeliest token",
+    "tokens that the text already has",
+    *(f"tokens of a probability below {below:g}" for below in RARE),
+    "the token that the row before has at this place",
+    *(f"tokens with id % {CLASSES} = {number}" for number in range(CLASSES)),
+)  # each is 1 or 0
+LOG_PROB = "sum of log-probs"
+PLACES = ("", "", " at the first place", *(f" in part {part + 1} of {PARTS} of the rows" for part in range(PARTS)))
+ANYWHERE, AFTER_A_ROW, FIRST, PART = 0, 1, 2, 3
+
+
+def _bets() -> tuple[list[Bet], list[Bet]]:
+    """Returns the bets on FEATURES and those on log π. Each group of them has the same share of the stakes."""
+    end, likeliest, repeats, rare, before, classes = 0, 1, 2, 3, 3 + len(RARE), 4 + len(RARE)
+    # (features, tilts of each, where their tokens count, tilts of log π there)
+    groups: list[tuple[Iterable[int], Collection[float], Iterable[int], Collection[float]]] = [
+        ([end], (NEVER, -1, -0.3, 0.3, 1, 2), [ANYWHERE], ()),
+        ([likeliest], (NEVER, -1, -0.3, 0.3, 1), [ANYWHERE], ()),
+        ([repeats], (-1, -0.3, 0.3, 1), [ANYWHERE], ()),
+        (range(rare, before), (NEVER, -0.5, 0.5), [ANYWHERE], ()),
+        ([], (), [ANYWHERE], TEMPERATURES),
+        (range(classes, classes + CLASSES), (-0.5, 0.5), [ANYWHERE], ()),
+        ([before], (NEVER, 0.5, 2), [AFTER_A_ROW], ()),
+        ([likeliest], (-1, 1), [FIRST], (-0.2, 0.2)),
+        ([likeliest], (-1, 1), range(PART, PART + PARTS), (-0.2, 0.2)),
     ]
-    return Feature(name, value_C, chance_C, torch.stack(tilted, dim=1), counts_C)
-
-
-@dataclass(frozen=True)
-class _Policy:
-    """The policy at the tested tokens."""
-
-    logprobs_CV: Tensor
-    draws: Draws
-
-    @cached_property
-    def probs_CV(self) -> Tensor:
-        return self.logprobs_CV.exp()
-
-    @cached_property
-    def chosen_C(self) -> Tensor:
-        return self.logprobs_CV.gather(1, self.draws.tokens_C[:, None])[:, 0]
-
-    @cached_property
-    def all_C(self) -> Tensor:
-        return torch.ones_like(self.draws.tokens_C, dtype=torch.bool)
-
-    def features(self, end_ids: Collection[int]) -> Iterator[list[Feature]]:
-        """Yields groups of features; each group has the same share of the stakes."""
-        draws, ends = self.draws, torch.tensor(sorted(end_ids), device=self.draws.tokens_C.device)
-        is_end_C, end_C = torch.isin(draws.tokens_C, ends), self.probs_CV[:, ends].sum(dim=1)
-        yield [_indicator("end tokens", is_end_C, end_C, (NEVER, -1, -0.3, 0.3, 1, 2), self.all_C)]
-        yield [self._likeliest("", (NEVER, -1, -0.3, 0.3, 1), self.all_C)]
-        yield [self._repeats()]
-        yield [self._rare(below) for below in RARE]
-        yield [self._likelihood("", TEMPERATURES, self.all_C)]
-        yield self._classes()
-        yield [
-            _indicator(
-                "the token that the row before has at this place",
-                draws.tokens_C == draws.before_C,
-                self.probs_CV.gather(1, draws.before_C.clamp(min=0)[:, None])[:, 0],
-                (NEVER, 0.5, 2),
-                draws.before_C >= 0,
-            )
+    on_features, on_log_prob = list[Bet](), list[Bet]()
+    for features, tilts, places, temperatures in groups:
+        of_features = [*itertools.product(features, tilts, places)]
+        of_log_prob = [*itertools.product(temperatures, places)]
+        share = 1 / (len(groups) * (len(of_features) + len(of_log_prob)))
+        on_features += [Bet(FEATURES[of] + PLACES[at], of, tilt, at, share) for of, tilt, at in of_features]
+        on_log_prob += [
+            Bet(LOG_PROB + PLACES[at], TEMPERATURES.index(tilt), tilt, at, share) for tilt, at in of_log_prob
         ]
-        places = {" at the first place": draws.steps_C == 0}
-        parts = {f" in part {part + 1} of {PARTS} of the rows": draws.parts_C == part for part in range(PARTS)}
-        for group in (places, parts):
-            yield [self._likeliest(where, (-1, 1), counts_C) for where, counts_C in group.items()] + [
-                self._likelihood(where, (-0.2, 0.2), counts_C) for where, counts_C in group.items()
-            ]
+    return on_features, on_log_prob
 
-    @cached_property
-    def _best(self) -> tuple[Tensor, Tensor]:
-        """Whether each sampled token is the likeliest, and the likeliest one's probability."""
-        most_C, likeliest_C = self.probs_CV.max(dim=1)
-        return self.draws.tokens_C == likeliest_C, most_C
 
-    def _likeliest(self, where: str, tilts: Collection[float], counts_C: Tensor) -> Feature:
-        return _indicator(f"the likeliest token{where}", *self._best, tilts, counts_C)
-
-    def _repeats(self) -> Feature:
-        text_CT = self.draws.text_CT.sort(dim=1).values
-        is_new_CT = F.pad(text_CT[:, 1:] != text_CT[:, :-1], (1, 0), value=True) & (text_CT >= 0)
-        chance_C = (self.probs_CV.gather(1, text_CT.clamp(min=0)) * is_new_CT).sum(dim=1)
-        has_C = (text_CT == self.draws.tokens_C[:, None]).any(dim=1)
-        return _indicator("tokens that the text already has", has_C, chance_C, (-1, -0.3, 0.3, 1), self.all_C)
-
-    def _rare(self, below: float) -> Feature:
-        chance_C = torch.where(self.probs_CV < below, self.probs_CV, 0.0).sum(dim=1)
-        name = f"tokens of a probability below {below:g}"
-        return _indicator(name, self.chosen_C.exp() < below, chance_C, (NEVER, -0.5, 0.5), self.all_C)
-
-    def _likelihood(self, where: str, tilts: Collection[float], counts_C: Tensor) -> Feature:
-        """Returns log π as a feature, for which q is π at the temperature 1 / (1 + λ)."""
-        tilted = [(tilt * self.chosen_C - self._log_norms[tilt]).exp() for tilt in tilts]
-        return Feature(f"sum of log-probs{where}", self.chosen_C, self._mean_C, torch.stack(tilted, dim=1), counts_C)
-
-    @cached_property
-    def _log_norms(self) -> dict[float, Tensor]:
-        return {tilt: torch.logsumexp((1 + tilt) * self.logprobs_CV, dim=1) for tilt in TEMPERATURES}
-
-    @cached_property
-    def _mean_C(self) -> Tensor:
-        return (self.probs_CV * self.logprobs_CV.clamp(min=-1e4)).sum(dim=1)
-
-    def _classes(self) -> list[Feature]:
-        padded_CV = F.pad(self.probs_CV, (0, -self.probs_CV.shape[1] % CLASSES))
-        chances = padded_CV.unflatten(1, (-1, CLASSES)).sum(dim=1).unbind(dim=1)
-        own_C = self.draws.tokens_C % CLASSES
-        return [
-            _indicator(f"tokens with id % {CLASSES} = {number}", own_C == number, chance_C, (-0.5, 0.5), self.all_C)
-            for number, chance_C in enumerate(chances)
-        ]
+ON_FEATURES, ON_LOG_PROB = _bets()
+BETS = (*ON_FEATURES, *ON_LOG_PROB)
 
 
 @dataclass(frozen=True)
@@ -242,36 +192,86 @@ NO_EVIDENCE = Evidence((), torch.ones(1, dtype=torch.float64), torch.zeros(3, 1,
 
 
 @torch.no_grad()
-def evidence(
-    logits_CV: Tensor, draws: Draws, temperature: float, end_ids: Collection[int], rows_C: Tensor | None = None
-) -> Evidence:
+def evidence(logits_CV: Tensor, draws: Draws, temperature: float, end_ids: Collection[int]) -> Evidence:
     """Bet against the policy softmax(logits / temperature) on the sampled tokens.
 
-    With `rows_C`, only these rows of the logits predict a token to test, and `draws` has the tokens of these rows.
+    On a GPU, `TESTED` probabilities take about 120 kernels and one wait for the result.
     """
-    size, total = max(1, AT_ONCE // logits_CV.shape[1]), NO_EVIDENCE
-    for first in range(0, max(1, len(draws.tokens_C)), size):
-        part = slice(first, first + size)
-        logits = logits_CV[part] if rows_C is None else logits_CV[rows_C[part]]
-        total += _evidence(logits, draws[part], temperature, end_ids)
-    return total
+    device = logits_CV.device
+    sizes = logits_CV.shape[1], 8 * len(BETS), 2 * draws.text_CT.shape[1]  # the largest tensors, in numbers per token
+    at_once = max(1, AT_ONCE[device.type] // max(sizes))
+    sums_3N = torch.zeros(3, len(BETS), dtype=torch.float64, device=device)
+    for first in range(0, len(draws.tokens_C), at_once):
+        part = slice(first, first + at_once)
+        sums_3N += _sums(logits_CV[part], draws[part], temperature, end_ids)
+    shares_N = torch.tensor([bet.share for bet in BETS], dtype=torch.float64)
+    return Evidence(tuple(bet.name for bet in BETS), shares_N, sums_3N.cpu())
 
 
-def _evidence(logits_CV: Tensor, draws: Draws, temperature: float, end_ids: Collection[int]) -> Evidence:
-    policy = _Policy(torch.log_softmax(logits_CV.float() / temperature, dim=1), draws)
-    weights_C1 = draws.weights_C.clamp(max=LARGEST_WEIGHT)[:, None]
-    names, shares, sums, num_groups = list[str](), list[float](), list[Tensor](), 0
-    for features in policy.features(end_ids):
-        num_groups += 1
-        num_bets = sum(feature.tilts_CN.shape[1] for feature in features)
-        for feature in features:
-            n = feature.tilts_CN.shape[1]
-            gains_CN = torch.log1p(weights_C1 / 2 * (feature.tilts_CN - 1)).double()
-            counted = feature.counts_C.double()
-            totals = [gains_CN.mul(counted[:, None]).sum(dim=0)]
-            totals += [(values * counted).sum().expand(n) for values in (feature.value_C, feature.mean_C)]
-            names += [feature.name] * n
-            shares += [1 / num_bets] * n
-            sums.append(torch.stack(totals))
-    shares_N = torch.tensor(shares, dtype=torch.float64) / num_groups
-    return Evidence(tuple(names), shares_N, torch.cat(sums, dim=1).cpu())
+def _sums(logits_CV: Tensor, draws: Draws, temperature: float, end_ids: Collection[int]) -> Tensor:
+    """Returns `Evidence.sums_3N`."""
+    logprobs_CV = torch.log_softmax(logits_CV.float() / temperature, dim=1)
+    probs_CV, chosen_C1 = logprobs_CV.exp(), logprobs_CV.gather(1, draws.tokens_C[:, None])
+    has_CF, chance_CF = _features(probs_CV, chosen_C1, draws, end_ids)
+    mean_C1 = (probs_CV * logprobs_CV.clamp(min=-1e4)).sum(dim=1, keepdim=True)
+
+    device = logits_CV.device
+    of_F, of_K, where_N = (
+        upload(torch.tensor(columns), device)
+        for columns in (
+            [bet.column for bet in ON_FEATURES], [bet.column for bet in ON_LOG_PROB], [bet.where for bet in BETS]
+        )
+    )  # fmt: skip
+    tilt_N = upload(torch.tensor([bet.tilt for bet in BETS]), device)
+    tilt_F, tilt_K = tilt_N.split([len(ON_FEATURES), len(ON_LOG_PROB)])
+    has_CF, chance_CF, less_F = has_CF[:, of_F], chance_CF[:, of_F], tilt_F.exp() - 1  # q/π is e^λ or 1, over its mean
+    on_features_CF = (1 + has_CF * less_F) / (1 + chance_CF * less_F).clamp(min=LEAST_CHANCE)
+    on_log_prob_CK = (tilt_K * chosen_C1 - _log_norms(logprobs_CV)[:, of_K]).exp()
+    tilts_CN = torch.cat([on_features_CF, on_log_prob_CK], dim=1)
+
+    gains_CN = (draws.weights_C.clamp(max=LARGEST_WEIGHT)[:, None] / 2 * (tilts_CN - 1)).log1p()
+    values_CN = torch.cat([has_CF, chosen_C1.expand(-1, len(ON_LOG_PROB))], dim=1)
+    means_CN = torch.cat([chance_CF, mean_C1.expand(-1, len(ON_LOG_PROB))], dim=1)
+    return (torch.stack([gains_CN, values_CN, means_CN]).double() * _places(draws)[:, where_N]).sum(dim=1)
+
+
+def _log_norms(logprobs_CV: Tensor) -> Tensor:
+    """Returns log Σ π^(1 + λ) for each λ of TEMPERATURES [C, K].
+
+    Each term is a probability to a power between .4 and 1.6, so the sum neither overflows nor vanishes.
+    """
+    return torch.stack([((1 + tilt) * logprobs_CV).exp().sum(dim=1).log() for tilt in TEMPERATURES], dim=1)
+
+
+def _features(probs_CV: Tensor, chosen_C1: Tensor, draws: Draws, end_ids: Collection[int]) -> tuple[Tensor, Tensor]:
+    """Returns whether each sampled token has each of FEATURES, 1 or 0, and the probability of that [C, F]."""
+    tokens_C1, before_C1, text_CT = draws.tokens_C[:, None], draws.before_C[:, None], draws.text_CT.sort(dim=1).values
+    ends_E = upload(torch.tensor(sorted(end_ids), dtype=torch.long), probs_CV.device)
+    most_C1, likeliest_C1 = probs_CV.max(dim=1, keepdim=True)
+    is_new_CT = F.pad(text_CT[:, 1:] != text_CT[:, :-1], (1, 0), value=True) & (text_CT >= 0)
+    of_class = torch.arange(CLASSES, device=probs_CV.device)
+    padded_CV = F.pad(probs_CV, (0, -probs_CV.shape[1] % CLASSES))
+    has = [
+        (tokens_C1 == ends_E).any(dim=1, keepdim=True),
+        tokens_C1 == likeliest_C1,
+        (tokens_C1 == text_CT).any(dim=1, keepdim=True),
+        *(chosen_C1 < math.log(below) for below in RARE),
+        tokens_C1 == before_C1,
+        tokens_C1 % CLASSES == of_class,
+    ]
+    chances = [
+        probs_CV[:, ends_E].sum(dim=1, keepdim=True),
+        most_C1,
+        (probs_CV.gather(1, text_CT.clamp(min=0)) * is_new_CT).sum(dim=1, keepdim=True),
+        *((probs_CV * (probs_CV < below)).sum(dim=1, keepdim=True) for below in RARE),
+        probs_CV.gather(1, before_C1.clamp(min=0)),
+        padded_CV.unflatten(1, (-1, CLASSES)).sum(dim=1),
+    ]
+    return torch.cat(has, dim=1).float(), torch.cat(chances, dim=1).clamp(0, 1)
+
+
+def _places(draws: Draws) -> Tensor:
+    """Returns whether each token counts for the bets in each of PLACES [C, places]."""
+    first_C1, before_C1, parts_C1 = draws.steps_C[:, None], draws.before_C[:, None], draws.parts_C[:, None]
+    is_part_CP = parts_C1 == torch.arange(PARTS, device=parts_C1.device)
+    return torch.cat([first_C1 >= 0, before_C1 >= 0, first_C1 == 0, is_part_CP], dim=1)

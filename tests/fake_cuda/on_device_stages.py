@@ -227,7 +227,9 @@ def test_a_training_step_waits_for_the_device_once(
 
 
 def test_phases_of_ppo_wait_for_the_device_a_stated_number_of_times(run: Path) -> None:
-    """Scoring passes wait once, for their results; an update twice, for its gradient norm and its metrics."""
+    """Scoring passes wait once, for their results; the test of draws once, in few kernels; an update twice, for its
+    gradient norm and its metrics.
+    """
     roles, controller = ppo(run)
     rows = list(range(ROLLOUT))
     rollout = roles.generators.start_sampling(rows, [controller.prompts[row] for row in rows], rows)()
@@ -237,7 +239,8 @@ def test_phases_of_ppo_wait_for_the_device_a_stated_number_of_times(run: Path) -
     phases: dict[str, tuple[int, Callable[[], object]]] = {
         "scores": (1, lambda: roles.scorers.start_scores(rollout)()),
         "reference log-probs": (1, lambda: roles.scorers.start_reference_logprobs(rollout, whole)()),
-        "log-probs": (1, lambda: roles.learners.start_policy_logprobs(rollout, whole)()),
+        "log-probs": (1, lambda: roles.learners.start_policy_logprobs(rollout, whole, tests_draws=True)()),
+        "test of draws": (1, roles.learners.take_evidence),
         "values": (1, lambda: roles.learners.start_values(rollout, whole)()),
         "policy update": (2, lambda: roles.learners.update(Learner.update_policy, policy, 1e-4, 0)),
         "value update": (2, lambda: roles.learners.update(Learner.update_value, value, 1e-4, 0)),
@@ -247,4 +250,5 @@ def test_phases_of_ppo_wait_for_the_device_a_stated_number_of_times(run: Path) -
             work()
         assert counts.num_syncs == syncs, (name, counts.syncs)
         assert counts.uploads.total() == 0, (name, counts.uploads)
+        assert name != "test of draws" or 0 < counts.num_kernels <= 130, counts.kernels
     roles.close()
