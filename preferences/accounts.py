@@ -6,7 +6,8 @@ unless they were erased.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -90,12 +91,22 @@ class Accounts:
         self._clock = clock
         self._reader, self._writer = open_engines(url_or_path)
         self._hasher = KeyHasher()
+        self.num_changes = 0  # of accounts and sessions by this process; those who wait look at it
         self._used_at: dict[
             str, float
         ] = {}  # by the hash of a session's token; in memory, so that reading never writes
 
     def close(self) -> None:
         self._reader.dispose()
+
+    @contextmanager
+    def _changing(self) -> Iterator[Connection]:
+        """Opens a transaction that changes accounts, sessions or links. They are changed one at a time."""
+        with self._writer.begin() as connection:
+            if connection.dialect.name == "postgresql":  # SQLite has a single writer anyway
+                connection.execute(select(func.pg_advisory_xact_lock(_CHANGING)))
+            yield connection
+        self.num_changes += 1
 
     # ---- one-time links ----
 
@@ -112,16 +123,14 @@ class Accounts:
             raise ValueError(f"name {name!r} is reserved, for pseudonyms or for the audit log; another was expected")
         if role not in ROLES:
             raise ValueError(f"role is {role!r}; one of {ROLES} was expected")
-        with self._writer.begin() as connection:
-            _lock(connection)
+        with self._changing() as connection:
             _require_free(connection, name, role, self._clock())
             self._log_about(connection, by, "invited", name)
             return _new_link(connection, name, role, by, self._clock())
 
     def invite_first_lead(self) -> tuple[str, str] | None:
         """Returns name and code of the only link for a first lead; None if there is a lead or one is invited."""
-        with self._writer.begin() as connection:
-            _lock(connection)
+        with self._changing() as connection:
             connection.execute(delete(invitations).where(invitations.c.invited_by == SERVER))
             is_invited = any(link.role == "lead" for link in _open_links(connection, self._clock()))
             if is_invited or connection.scalar(_NUM_LEADS):
@@ -154,8 +163,7 @@ class Accounts:
             return None
         key = new_key()
         key_hash = self._hasher.hash(key)
-        with self._writer.begin() as connection:
-            _lock(connection)
+        with self._changing() as connection:
             link = _use_link(connection, code, self._clock())
             account = self._join(connection, link.name, link.role, key_hash) if link is not None else None
         return (account, key) if account is not None else None
@@ -196,8 +204,7 @@ class Accounts:
         """
         if state not in STATES:
             raise ValueError(f"state is {state!r}; one of {STATES} was expected")
-        with self._writer.begin() as connection:
-            _lock(connection)
+        with self._changing() as connection:
             changed = update(accounts).where(accounts.c.name == name).values(state=state)
             if not is_name(name) or connection.execute(changed).rowcount == 0:
                 raise ValueError(f"name {name!a} has no account")
@@ -266,8 +273,7 @@ class Accounts:
         and gets the role. Raises: ValueError for a name that is taken or malformed, AccountClosedError.
         """
         identity = digest(f"{issuer}\0{subject}")
-        with self._writer.begin() as connection:
-            _lock(connection)
+        with self._changing() as connection:
             found = connection.execute(select(accounts).where(accounts.c.identity == identity)).one_or_none()
             if found is None:
                 self._join_with(connection, identity, name, role)
@@ -334,7 +340,7 @@ class Accounts:
         return _as_account(row)
 
     def sign_out(self, token: str) -> None:
-        with self._writer.begin() as connection:
+        with self._changing() as connection:
             connection.execute(delete(sessions).where(sessions.c.token_hash == digest(token)))
 
     # ---- audit log ----
@@ -373,8 +379,7 @@ class Accounts:
 
         Raises: ValueError for an unknown name.
         """
-        with self._writer.begin() as connection:
-            _lock(connection)
+        with self._changing() as connection:
             who = personal_data.erase(connection, name)
             recording.log(connection, by if by != name else who, "erased", who, self._clock())
         personal_data.purge(self._writer)
@@ -395,12 +400,6 @@ class Accounts:
         """Returns what a version of the instructions said, or None for a version that is not stored."""
         with self._reader.begin() as connection:
             return connection.scalar(select(instructions.c.text).where(instructions.c.version == version))
-
-
-def _lock(connection: Connection) -> None:
-    """Serialises changes of accounts and links until the transaction ends. SQLite has a single writer anyway."""
-    if connection.dialect.name == "postgresql":
-        connection.execute(select(func.pg_advisory_xact_lock(_CHANGING)))
 
 
 def _as_account(row: Row[Any]) -> Account:
