@@ -6,7 +6,7 @@ unless they were erased.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -280,12 +280,30 @@ class Accounts:
             else:
                 name = found.name
                 if found.role != role and found.state != "closed":
-                    connection.execute(update(accounts).where(accounts.c.name == name).values(role=role))
-                    self._log_about(connection, SERVER, f"made a {role} of", name)
+                    self._set_role(connection, name, role)
         token = self._open_session(name)
         if token is None:
             raise AccountClosedError("your account is closed; ask a labeling lead to admit you")
         return token
+
+    def apply_oidc(self, domains: Collection[str], leads: Collection[str]) -> None:
+        """Makes labelers of company accounts that may no longer lead, and ends the sessions of all that may not sign in.
+
+        An account is judged by its name, the address at the first sign-in. After a change, the next sign-in corrects it.
+        """
+        with self._changing() as connection:
+            for row in connection.execute(select(accounts).where(accounts.c.identity != "")).all():
+                if row.role == "lead" and row.name not in leads:
+                    self._set_role(connection, row.name, "labeler")
+                if row.name.rpartition("@")[2] not in domains:
+                    connection.execute(delete(sessions).where(sessions.c.account == row.name))
+
+    def _set_role(self, connection: Connection, name: str, role: Role) -> None:
+        """Changes a role, which ends the account's sessions and voids its link."""
+        connection.execute(update(accounts).where(accounts.c.name == name).values(role=role))
+        connection.execute(delete(sessions).where(sessions.c.account == name))
+        connection.execute(delete(invitations).where(invitations.c.name == name))
+        self._log_about(connection, SERVER, f"made a {role} of", name)
 
     def _join_with(self, connection: Connection, identity: str, name: str, role: Role) -> None:
         require_name(name)

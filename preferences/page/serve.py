@@ -55,6 +55,8 @@ def serve(
                     warning = warning_of(config, connection)
                 if warning:
                     announce(f"warning: {warning}")
+                domains, leads = (config.oidc.domains, config.oidc.leads) if config.oidc is not None else ((), ())
+                accounts.apply_oidc(domains, leads)
                 first = accounts.invite_first_lead()
                 if first is not None:
                     announce(f"there is no lead yet; one-time link for {first[0]!r}: {server.link(first[1])}")
