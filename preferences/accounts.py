@@ -287,9 +287,9 @@ class Accounts:
         return token
 
     def apply_oidc(self, domains: Collection[str], leads: Collection[str]) -> None:
-        """Makes labelers of company accounts that may no longer lead, and ends the sessions of all that may not sign in.
+        """Makes labelers of company accounts that may no longer lead, and ends the sessions of those outside `domains`.
 
-        An account is judged by its name, the address at the first sign-in. After a change, the next sign-in corrects it.
+        It goes by the account's name, which is the address at the first sign-in; the next sign-in goes by the new one.
         """
         with self._changing() as connection:
             for row in connection.execute(select(accounts).where(accounts.c.identity != "")).all():
