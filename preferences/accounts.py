@@ -6,7 +6,7 @@ unless they were erased.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,15 +118,37 @@ class Accounts:
         Raises: ValueError for a malformed name or role, and for a name that has the other role, is closed, or looks
         like another name.
         """
-        require_name(name)
-        if is_reserved(name):
-            raise ValueError(f"name {name!r} is reserved, for pseudonyms or for the audit log; another was expected")
+        return self.invite_all([name], role, by=by)[0]
+
+    def invite_all(self, names: Sequence[str], role: Role, *, tags: Iterable[object] = (), by: str) -> list[str]:
+        """Invites all of these people or nobody, and adds `tags` to theirs. Returns the codes of their links.
+
+        Raises: ValueError as `invite`, and for a bad tag.
+        """
+        wanted = as_tags("tags", tags)
+        for name in names:
+            require_name(name)
+            if is_reserved(name):
+                raise ValueError(
+                    f"name {name!r} is reserved, for pseudonyms or for the audit log; another was expected"
+                )
         if role not in ROLES:
             raise ValueError(f"role is {role!r}; one of {ROLES} was expected")
         with self._changing() as connection:
-            _require_free(connection, name, role, self._clock())
-            self._log_about(connection, by, "invited", name)
-            return _new_link(connection, name, role, by, self._clock())
+            return [self._invite(connection, name, role, wanted, by) for name in names]
+
+    def _invite(self, connection: Connection, name: str, role: Role, tags: tuple[str, ...], by: str) -> str:
+        now = self._clock()
+        _require_free(connection, name, role, now)
+        if tags:  # a new account holds them, and gets its key from the link
+            found = connection.scalar(select(accounts.c.tags).where(accounts.c.name == name))
+            if found is None:
+                new = {"name": name, "role": role, "key_hash": "", "state": "new", "read_version": ""}
+                connection.execute(insert(accounts).values(**new, created_at=now))
+            both = list(as_tags("tags", {*(found or ()), *tags}))
+            connection.execute(update(accounts).where(accounts.c.name == name).values(tags=both))
+        self._log_about(connection, by, f"gave {', '.join(tags)} to and invited" if tags else "invited", name)
+        return _new_link(connection, name, role, by, now)
 
     def invite_first_lead(self) -> tuple[str, str] | None:
         """Returns name and code of the only link for a first lead; None if there is a lead or one is invited."""
@@ -307,11 +329,15 @@ class Accounts:
 
     def _join_with(self, connection: Connection, identity: str, name: str, role: Role) -> None:
         require_name(name)
-        if is_reserved(name) or connection.scalar(select(accounts.c.name).where(accounts.c.name == name)):
+        found = connection.execute(select(accounts).where(accounts.c.name == name)).one_or_none()
+        if is_reserved(name) or (found is not None and (found.key_hash or found.identity)):
             raise ValueError(f"name {name!r} is taken by another account; a lead can erase that one")
         _require_free(connection, name, role, self._clock())
-        new = {"name": name, "role": role, "key_hash": "", "state": "new", "read_version": "", "identity": identity}
-        connection.execute(insert(accounts).values(**new, created_at=self._clock()))
+        if found is not None:  # a lead invited the address, and nobody has used the link
+            connection.execute(update(accounts).where(accounts.c.name == name).values(identity=identity))
+        else:
+            new = {"name": name, "role": role, "key_hash": "", "state": "new", "read_version": "", "identity": identity}
+            connection.execute(insert(accounts).values(**new, created_at=self._clock()))
         if role == "lead":
             connection.execute(delete(invitations).where(invitations.c.invited_by == SERVER))
         self._log_about(connection, name, "joined", name)
