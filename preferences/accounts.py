@@ -208,6 +208,20 @@ class Accounts:
 
     # ---- accounts ----
 
+    def end_access_of_copies(self, place: int) -> int:
+        """Ends all sessions and links if the store was last served at another place (`database.place_of`).
+
+        Returns how many ended, or -1 if the store is where it was or has not been served.
+        """
+        if not place:
+            return -1
+        with self._changing() as connection:
+            before = connection.exec_driver_sql("PRAGMA user_version").scalar() or place
+            connection.exec_driver_sql(f"PRAGMA user_version = {place}")
+            if before == place:
+                return -1
+            return sum(connection.execute(delete(table)).rowcount for table in (sessions, invitations))
+
     def all(self) -> list[Account]:
         """Returns all accounts, by name."""
         with self._reader.begin() as connection:
