@@ -6,7 +6,8 @@ unless they were erased.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -90,12 +91,22 @@ class Accounts:
         self._clock = clock
         self._reader, self._writer = open_engines(url_or_path)
         self._hasher = KeyHasher()
+        self.num_changes = 0  # of accounts and sessions by this process; those who wait look at it
         self._used_at: dict[
             str, float
         ] = {}  # by the hash of a session's token; in memory, so that reading never writes
 
     def close(self) -> None:
         self._reader.dispose()
+
+    @contextmanager
+    def _changing(self) -> Iterator[Connection]:
+        """Opens a transaction that changes accounts, sessions or links. They are changed one at a time."""
+        with self._writer.begin() as connection:
+            if connection.dialect.name == "postgresql":  # SQLite has a single writer anyway
+                connection.execute(select(func.pg_advisory_xact_lock(_CHANGING)))
+            yield connection
+        self.num_changes += 1
 
     # ---- one-time links ----
 
@@ -107,21 +118,41 @@ class Accounts:
         Raises: ValueError for a malformed name or role, and for a name that has the other role, is closed, or looks
         like another name.
         """
-        require_name(name)
-        if is_reserved(name):
-            raise ValueError(f"name {name!r} is reserved, for pseudonyms or for the audit log; another was expected")
+        return self.invite_all([name], role, by=by)[0]
+
+    def invite_all(self, names: Sequence[str], role: Role, *, tags: Iterable[object] = (), by: str) -> list[str]:
+        """Invites all of these people or nobody, and adds `tags` to theirs. Returns the codes of their links.
+
+        Raises: ValueError as `invite`, and for a bad tag.
+        """
+        wanted = as_tags("tags", tags)
+        for name in names:
+            require_name(name)
+            if is_reserved(name):
+                raise ValueError(
+                    f"name {name!r} is reserved, for pseudonyms or for the audit log; another was expected"
+                )
         if role not in ROLES:
             raise ValueError(f"role is {role!r}; one of {ROLES} was expected")
-        with self._writer.begin() as connection:
-            _lock(connection)
-            _require_free(connection, name, role, self._clock())
-            self._log_about(connection, by, "invited", name)
-            return _new_link(connection, name, role, by, self._clock())
+        with self._changing() as connection:
+            return [self._invite(connection, name, role, wanted, by) for name in names]
+
+    def _invite(self, connection: Connection, name: str, role: Role, tags: tuple[str, ...], by: str) -> str:
+        now = self._clock()
+        _require_free(connection, name, role, now)
+        if tags:  # a new account holds them, and gets its key from the link
+            found = connection.scalar(select(accounts.c.tags).where(accounts.c.name == name))
+            if found is None:
+                new = {"name": name, "role": role, "key_hash": "", "state": "new", "read_version": ""}
+                connection.execute(insert(accounts).values(**new, created_at=now))
+            both = list(as_tags("tags", {*(found or ()), *tags}))
+            connection.execute(update(accounts).where(accounts.c.name == name).values(tags=both))
+        self._log_about(connection, by, f"gave {', '.join(tags)} to and invited" if tags else "invited", name)
+        return _new_link(connection, name, role, by, now)
 
     def invite_first_lead(self) -> tuple[str, str] | None:
         """Returns name and code of the only link for a first lead; None if there is a lead or one is invited."""
-        with self._writer.begin() as connection:
-            _lock(connection)
+        with self._changing() as connection:
             connection.execute(delete(invitations).where(invitations.c.invited_by == SERVER))
             is_invited = any(link.role == "lead" for link in _open_links(connection, self._clock()))
             if is_invited or connection.scalar(_NUM_LEADS):
@@ -154,8 +185,7 @@ class Accounts:
             return None
         key = new_key()
         key_hash = self._hasher.hash(key)
-        with self._writer.begin() as connection:
-            _lock(connection)
+        with self._changing() as connection:
             link = _use_link(connection, code, self._clock())
             account = self._join(connection, link.name, link.role, key_hash) if link is not None else None
         return (account, key) if account is not None else None
@@ -178,6 +208,20 @@ class Accounts:
 
     # ---- accounts ----
 
+    def end_access_of_copies(self, place: int) -> int:
+        """Ends all sessions and links if the store was last served at another place (`database.place_of`).
+
+        Returns how many ended, or -1 if the store is where it was or has not been served.
+        """
+        if not place:
+            return -1
+        with self._changing() as connection:
+            before = connection.exec_driver_sql("PRAGMA user_version").scalar() or place
+            connection.exec_driver_sql(f"PRAGMA user_version = {place}")
+            if before == place:
+                return -1
+            return sum(connection.execute(delete(table)).rowcount for table in (sessions, invitations))
+
     def all(self) -> list[Account]:
         """Returns all accounts, by name."""
         with self._reader.begin() as connection:
@@ -196,8 +240,7 @@ class Accounts:
         """
         if state not in STATES:
             raise ValueError(f"state is {state!r}; one of {STATES} was expected")
-        with self._writer.begin() as connection:
-            _lock(connection)
+        with self._changing() as connection:
             changed = update(accounts).where(accounts.c.name == name).values(state=state)
             if not is_name(name) or connection.execute(changed).rowcount == 0:
                 raise ValueError(f"name {name!a} has no account")
@@ -266,28 +309,49 @@ class Accounts:
         and gets the role. Raises: ValueError for a name that is taken or malformed, AccountClosedError.
         """
         identity = digest(f"{issuer}\0{subject}")
-        with self._writer.begin() as connection:
-            _lock(connection)
+        with self._changing() as connection:
             found = connection.execute(select(accounts).where(accounts.c.identity == identity)).one_or_none()
             if found is None:
                 self._join_with(connection, identity, name, role)
             else:
                 name = found.name
                 if found.role != role and found.state != "closed":
-                    connection.execute(update(accounts).where(accounts.c.name == name).values(role=role))
-                    self._log_about(connection, SERVER, f"made a {role} of", name)
+                    self._set_role(connection, name, role)
         token = self._open_session(name)
         if token is None:
             raise AccountClosedError("your account is closed; ask a labeling lead to admit you")
         return token
 
+    def apply_oidc(self, domains: Collection[str], leads: Collection[str]) -> None:
+        """Makes labelers of company accounts that may no longer lead, and ends the sessions of those outside `domains`.
+
+        It goes by the account's name, which is the address at the first sign-in; the next sign-in goes by the new one.
+        """
+        with self._changing() as connection:
+            for row in connection.execute(select(accounts).where(accounts.c.identity != "")).all():
+                if row.role == "lead" and row.name not in leads:
+                    self._set_role(connection, row.name, "labeler")
+                if row.name.rpartition("@")[2] not in domains:
+                    connection.execute(delete(sessions).where(sessions.c.account == row.name))
+
+    def _set_role(self, connection: Connection, name: str, role: Role) -> None:
+        """Changes a role, which ends the account's sessions and voids its link."""
+        connection.execute(update(accounts).where(accounts.c.name == name).values(role=role))
+        connection.execute(delete(sessions).where(sessions.c.account == name))
+        connection.execute(delete(invitations).where(invitations.c.name == name))
+        self._log_about(connection, SERVER, f"made a {role} of", name)
+
     def _join_with(self, connection: Connection, identity: str, name: str, role: Role) -> None:
         require_name(name)
-        if is_reserved(name) or connection.scalar(select(accounts.c.name).where(accounts.c.name == name)):
+        found = connection.execute(select(accounts).where(accounts.c.name == name)).one_or_none()
+        if is_reserved(name) or (found is not None and (found.key_hash or found.identity)):
             raise ValueError(f"name {name!r} is taken by another account; a lead can erase that one")
         _require_free(connection, name, role, self._clock())
-        new = {"name": name, "role": role, "key_hash": "", "state": "new", "read_version": "", "identity": identity}
-        connection.execute(insert(accounts).values(**new, created_at=self._clock()))
+        if found is not None:  # a lead invited the address, and nobody has used the link
+            connection.execute(update(accounts).where(accounts.c.name == name).values(identity=identity))
+        else:
+            new = {"name": name, "role": role, "key_hash": "", "state": "new", "read_version": "", "identity": identity}
+            connection.execute(insert(accounts).values(**new, created_at=self._clock()))
         if role == "lead":
             connection.execute(delete(invitations).where(invitations.c.invited_by == SERVER))
         self._log_about(connection, name, "joined", name)
@@ -334,7 +398,7 @@ class Accounts:
         return _as_account(row)
 
     def sign_out(self, token: str) -> None:
-        with self._writer.begin() as connection:
+        with self._changing() as connection:
             connection.execute(delete(sessions).where(sessions.c.token_hash == digest(token)))
 
     # ---- audit log ----
@@ -373,8 +437,7 @@ class Accounts:
 
         Raises: ValueError for an unknown name.
         """
-        with self._writer.begin() as connection:
-            _lock(connection)
+        with self._changing() as connection:
             who = personal_data.erase(connection, name)
             recording.log(connection, by if by != name else who, "erased", who, self._clock())
         personal_data.purge(self._writer)
@@ -395,12 +458,6 @@ class Accounts:
         """Returns what a version of the instructions said, or None for a version that is not stored."""
         with self._reader.begin() as connection:
             return connection.scalar(select(instructions.c.text).where(instructions.c.version == version))
-
-
-def _lock(connection: Connection) -> None:
-    """Serialises changes of accounts and links until the transaction ends. SQLite has a single writer anyway."""
-    if connection.dialect.name == "postgresql":
-        connection.execute(select(func.pg_advisory_xact_lock(_CHANGING)))
 
 
 def _as_account(row: Row[Any]) -> Account:

@@ -118,6 +118,12 @@ def num_queued(connection: Connection, threshold: Threshold) -> int:
     return connection.scalar(select(func.count()).select_from(some)) or 0
 
 
+def has_overlap(connection: Connection, batch: str) -> bool:
+    """Whether any task of a batch ("" = of all) has answers of two labelers. Without one, no disagreement is known."""
+    is_of_batch = (task_summaries.c.batch == batch,) if batch else ()
+    return connection.scalar(select(exists().where(task_summaries.c.num_answers > 1, *is_of_batch))) or False
+
+
 def neighbour(connection: Connection, threshold: Threshold, task_id: str, *, is_next: bool) -> str:
     """Returns the id of the queue's task after or before this one, which may have left the queue; "" if there is none.
 

@@ -123,6 +123,7 @@ def _snapshot(url_or_path: str | Path, out: Path) -> None:
             copy.execute("PRAGMA secure_delete = ON")
             for table in _LEFT_OUT:
                 copy.execute(f"DELETE FROM {table.name}")
+            copy.execute("PRAGMA user_version = 0")  # not served yet
             copy.commit()
     _close_file(out)
 

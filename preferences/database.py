@@ -1,11 +1,13 @@
 """Opening the label store's database: a SQLite file, or PostgreSQL by its URL."""
 
+import hashlib
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, select, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DatabaseError, InterfaceError, InternalError, OperationalError, TimeoutError
 
@@ -16,7 +18,8 @@ POOL_SIZE = 8
 MAX_CHECKED_BYTES = 2 * 2**30  # files up to this size are checked at each start, which takes some seconds
 _BEGIN = "heed_begin"
 _MIGRATING = 7_243_001  # key of the migration's advisory lock; any number that only Heed uses
-OLDEST_REVISION = "0017"  # earlier ones, and tables without a revision, belonged to unreleased versions
+OLDEST_REVISION = "0009"  # earlier ones, and tables without a revision, are not read
+FIRST_MIGRATION = "0017"  # the rows of earlier stores, which unreleased versions wrote, are copied
 
 
 class StoreClosedError(ValueError):
@@ -129,6 +132,18 @@ def _require_sound(path: Path) -> None:
         )
 
 
+def place_of(url_or_path: str | Path) -> int:
+    """Returns a number that stands for the place of a SQLite store, its path and inode; 0 for a database server.
+
+    A copy has another inode, unless it is on another file system and by chance, and another path, unless a disk image
+    was copied as a whole.
+    """
+    path = store_file(url_or_path)
+    if path is None:
+        return 0
+    return int.from_bytes(hashlib.sha256(f"{path.resolve()}\0{path.stat().st_ino}".encode()).digest()[:4]) >> 1 or 1
+
+
 def require_locks(folder: Path) -> None:
     """Checks that SQLite can lock and write a database in a folder.
 
@@ -170,19 +185,57 @@ def migrate(engine: Engine) -> None:
         if found == newest:
             return
         store = f"label store {engine.url.render_as_string()}"
-        is_unreleased = found < OLDEST_REVISION if found else inspect(connection).has_table("tasks")
-        if is_unreleased:
+        is_unreleased = found < FIRST_MIGRATION if found else inspect(connection).has_table("tasks")
+        if is_unreleased and (not found or found < OLDEST_REVISION or engine.dialect.name != "sqlite"):
             raise ValueError(
                 f"{store}: an unreleased version of Heed wrote it (revision {found or 'none'}); this version opens"
-                f" revision {OLDEST_REVISION} and later. Export it with the version that wrote it"
-                " (heed label export --names), and import that file into a new store"
+                f" revision {OLDEST_REVISION} and later in SQLite, {FIRST_MIGRATION} and later in PostgreSQL. Export it"
+                " with the version that wrote it (heed label export --names), and import that file into a new store"
             )
+        if is_unreleased:
+            _copy_from_unreleased(connection, lambda: command.upgrade(config, "head"))
+            return
         if found is not None and found not in {script.revision for script in scripts.walk_revisions()}:
             raise ValueError(
                 f"{store}: its tables have revision {found}, which this version of Heed does not know (its newest is"
                 f" {newest}); a newer Heed has written it"
             )
         command.upgrade(config, "head")
+
+
+def _copy_from_unreleased(connection: Connection, create_tables: Callable[[], None]) -> None:
+    """Creates new tables in a SQLite store, and moves the rows of the old ones there.
+
+    Columns that the old tables lack have defaults; what is computed from the rows is computed again.
+    """
+    from preferences import adjudication, search
+    from preferences.rows import parts
+    from preferences.schema import metadata, tasks
+
+    connection.exec_driver_sql("DROP TABLE IF EXISTS task_words")
+    objects = "SELECT type, name FROM sqlite_master WHERE sql <> '' AND name NOT LIKE 'sqlite%' ORDER BY rowid DESC"
+    found = connection.execute(text(objects)).all()
+    for kind, name in found:
+        if kind != "table":
+            connection.exec_driver_sql(f"DROP {kind} {name}")
+    old = [name for kind, name in found if kind == "table"]  # each before the tables that it refers to
+    for name in old:
+        connection.exec_driver_sql(f"ALTER TABLE {name} RENAME TO old_{name}")
+    create_tables()
+    for table in metadata.sorted_tables:
+        if table.name in old:
+            known = {column["name"] for column in inspect(connection).get_columns(f"old_{table.name}")}
+            names = ", ".join(f'"{column.name}"' for column in table.columns if column.name in known)
+            rows = f"SELECT {names} FROM old_{table.name} ORDER BY rowid"
+            connection.exec_driver_sql(f"INSERT INTO {table.name} ({names}) {rows}")
+    for name in old:
+        connection.exec_driver_sql(f"DROP TABLE old_{name}")
+    if "task_texts" not in old:
+        positions = list(connection.scalars(select(tasks.c.position)))
+        for part in parts(positions):
+            stored = select(tasks.c.position, tasks.c.prompt, tasks.c.responses).where(tasks.c.position.in_(part))
+            search.index_texts(connection, [(row[0], row[1], row[2]) for row in connection.execute(stored)])
+        adjudication.refresh(connection, positions)
 
 
 def _database_url(url_or_path: str | Path) -> URL:

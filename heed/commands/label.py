@@ -3,25 +3,20 @@
 Tasks are sampled from policies, or made from outputs that models have left in files.
 """
 
-import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from files.conversations import turns_of
-from files.fields import any_text
-from files.fields import names as field_names
 from heed.commands.options import Host, Port, Weights, length_that_fits, read_weights
-from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Message, Task
+from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Task
 from stages.progress import console
 
 if TYPE_CHECKING:
-    from files.rows import Rows
     from preferences.accounts import Accounts
     from preferences.formats.merging import ImportedLabels
     from preferences.formats.parts import Report, RowWarning
@@ -33,7 +28,6 @@ label_app = typer.Typer(no_args_is_help=True, help="Collect labels; import and e
 
 SHOWN_PER_KIND = 10  # warnings of each kind that are printed; a report file has them all
 STATUS_ROWS = 500
-RESPONSE_PREFIXES = ("response_", "output_", "completion_")  # of the fields in files of saved outputs
 
 Strict = Annotated[bool, typer.Option(help="Stop at the first warning instead of reporting it and continuing.")]
 ReportFile = Annotated[Path | None, typer.Option("--report", help="Write every warning to this file, as JSONL.")]
@@ -255,6 +249,7 @@ def label_outputs(
     Repeating the command adds nothing. A changed prompt or response makes a new task, and the old one stays.
     """
     from files.rows import read_source
+    from preferences.formats.exchange import tasks_of_rows
     from stages.reports.text import count_of
 
     if not prompts and (len(outputs) > 1 or "=" in outputs[0]):
@@ -486,90 +481,14 @@ def tasks_of_files(specs: Sequence[str], prompts: str) -> tuple[list[Task], int]
     """
     from evaluation.inputs import named_specs, read_compared_prompts
     from evaluation.policies import SavedPolicy
+    from preferences.formats.exchange import content_warning, different_tasks, task_of_outputs
     from training.data import DataConfig, read_rows
 
     asked = read_compared_prompts(DataConfig(source=prompts))
-    warnings = [_warning_of(where, row) for where, row in read_rows(DataConfig(source=prompts))]
+    warnings = [content_warning(where, row) for where, row in read_rows(DataConfig(source=prompts))]
     policies = [SavedPolicy.open(name, spec, asked, allow_empty=True) for name, spec in named_specs(specs, "outputs")]
     texts = [{row.prompt_id: row.text for row in reversed(policy.responses)} for policy in policies]
     sources = [policy.name for policy in policies]
-    found = [
-        _task_of(prompt.messages, dict(zip(sources, (own[prompt.prompt_id] for own in texts), strict=True)), warning)
-        for prompt, warning in zip(asked, warnings, strict=True)
-    ]
-    return _different_tasks(found)
-
-
-def tasks_of_rows(rows: "Rows") -> tuple[list[Task], int]:
-    """Makes one task per row. A row holds a prompt and the responses to it.
-
-    The responses are in `responses`, a list of texts or an object {model: text}, or in fields such as `response_a` and
-    `response_b`, or `output_1` and `output_2`; a single one may be in `response`. A row may have a `warning`. Returns
-    and raises as `tasks_of_files`.
-    """
-    tasks, is_single, first = list[Task | None](), False, ""
-    for where, row in rows:
-        responses = _responses_of(where, row)
-        if first and (len(responses) == 1) != is_single:
-            one, other = ("one response", "several") if len(responses) == 1 else ("several responses", "one")
-            raise ValueError(
-                f"{where}: {one}, but {first} has {other}; labelers rate one response alone and rank several, so rows"
-                " of one kind were expected"
-            )
-        is_single, first = len(responses) == 1, first or where
-        tasks.append(_task_of(turns_of(where, row, "prompt"), responses, _warning_of(where, row)))
-    return _different_tasks(tasks)
-
-
-def _responses_of(where: str, row: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the responses by model. An unnamed model is called by its field name or its place in the list."""
-    from preferences.formats.labeling_tools import ALONE
-
-    found = row.get("responses")
-    if isinstance(found, list):
-        found = {str(number): text for number, text in enumerate(found, 1)}
-    if found is None:
-        fields = [name for name in row if name.startswith(RESPONSE_PREFIXES) and row[name] is not None]
-        found = {name: row[name] for name in fields or [name for name in ALONE if row.get(name) is not None][:1]}
-    num_found = len(found) if isinstance(found, Mapping) else 0
-    if not 1 <= num_found <= MAX_RESPONSES:
-        what = field_names(row) if num_found == 0 else f"{num_found} responses"
-        raise ValueError(
-            f"{where}: 1 to {MAX_RESPONSES} responses were expected, in 'responses' (a list, or an object"
-            f" {{model: text}}), in fields such as 'response_a' and 'response_b', or a single one in 'response'; found"
-            f" {what}"
-        )
-    return {name: any_text(where, found, name) for name in found}
-
-
-def _warning_of(where: str, row: Mapping[str, Any]) -> str:
-    return any_text(where, row, "warning") if row.get("warning") is not None else ""
-
-
-def _task_of(messages: Sequence[Mapping[str, str]], responses: Mapping[str, str], warning: str) -> Task | None:
-    """Returns the task, or None if all of several responses are the same.
-
-    The same prompt and responses give the same id, so repeating a command adds nothing.
-    """
-    names: dict[str, list[str]] = {}
-    for source, text in responses.items():
-        names.setdefault(text, []).append(source)
-    if len(names) < min(len(responses), MIN_RESPONSES):
-        return None
-    content = json.dumps([list(map(dict, messages)), list(responses.items())])
-    details: dict[str, Any] = {"from": "saved outputs"}
-    if len(names) < len(responses):  # only then: a stored task with other details is refused
-        details["policies"] = list(names.values())
-    return Task(
-        task_id=hashlib.sha256(content.encode("utf-8", "replace")).hexdigest()[:16],
-        prompt=tuple(Message.of(turn) for turn in messages),
-        responses=tuple(names),
-        sources=tuple(", ".join(sources) for sources in names.values()),
-        details=details,
-        warning=warning,
-    )
-
-
-def _different_tasks(tasks: Sequence[Task | None]) -> tuple[list[Task], int]:
-    kept = {task.task_id: task for task in tasks if task is not None}
-    return list(kept.values()), len(tasks) - len(kept)
+    responses = [dict(zip(sources, (own[prompt.prompt_id] for own in texts), strict=True)) for prompt in asked]
+    found = zip(asked, responses, warnings, strict=True)
+    return different_tasks([task_of_outputs(prompt.messages, own, warning) for prompt, own, warning in found])

@@ -1,21 +1,29 @@
 """Importing files into the label store, and exporting the store to files."""
 
 import gzip
+import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
 from files.atomic import atomic_file, atomic_folder
+from files.conversations import turns_of
+from files.fields import any_text, names
+from files.rows import InvalidRows, Rows, read_source
 from preferences.formats.annotated import by_criterion
-from preferences.formats.merging import ImportedLabels, ImportedTask
+from preferences.formats.labeling_tools import ALONE
+from preferences.formats.merging import ImportedLabels, ImportedTask, collect_all
 from preferences.formats.parts import Format, Project, Report
+from preferences.formats.registry import FORMATS
 from preferences.recording import Import
-from preferences.records import named
+from preferences.records import MAX_RESPONSES, MIN_RESPONSES, NO_LOCATIONS, Locations, Message, Task, named
 from preferences.store import LabelStore
 
+RESPONSE_PREFIXES = ("response_", "output_", "completion_")  # of the fields in files of saved outputs
 CONTAINERS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 
 
@@ -165,3 +173,121 @@ def _write_table(path: Path, rows: list[dict[str, Any]], *, is_folder: bool) -> 
     else:
         table.to_parquet(str(path))
     return len(rows)
+
+
+# ---- new tasks ----
+
+
+@dataclass(frozen=True)
+class NewTasks:
+    """Tasks that nobody has judged. `quotas` says how many labelers each wants.
+
+    `num_same` rows are left out, since their responses are all the same or an earlier row has the task.
+    """
+
+    tasks: Sequence[Task]
+    quotas: Sequence[int]
+    num_same: int
+    locations: Locations
+
+
+def read_new_tasks(source: str, num_labelers: int) -> NewTasks:
+    """Reads a file of tasks to label: rows of the format `heed`, or rows without `task_id` as `tasks_of_rows` does.
+
+    `num_labelers` is for the rows that do not say it.
+
+    Raises: ValueError naming file, line and field, and for a file without tasks or with judgments.
+    """
+    invalid = InvalidRows(source, hint="")
+    rows = read_source(source, invalid=invalid)
+    first = list(islice(rows, 1))
+    rows = chain(first, rows)
+    if not first or "task_id" not in first[0][1]:
+        tasks, num_same = tasks_of_rows(rows)
+        invalid.finish()
+        found = NewTasks(tasks, [num_labelers] * len(tasks), num_same, NO_LOCATIONS)
+    else:
+        filled = ((where, {"num_labelers": num_labelers, **row}) for where, row in rows)
+        read = collect_all(FORMATS["heed"], filled, invalid)
+        if read.judgments:
+            raise ValueError(f"{source}: has judgments, which `heed label import` stores; rows without were expected")
+        found = NewTasks([*read.tasks.values()], [*read.quotas.values()], 0, read.locations)
+    if not found.tasks:
+        why = "no prompt has two different responses" if found.num_same else "there are no rows"
+        raise ValueError(f"{source}: {why}; at least one task was expected")
+    return found
+
+
+def tasks_of_rows(rows: Rows) -> tuple[list[Task], int]:
+    """Makes one task per row. A row holds a prompt and the responses to it.
+
+    The responses are in `responses`, a list of texts or an object {model: text}, or in fields such as `response_a` and
+    `response_b`, or `output_1` and `output_2`; a single one may be in `response`. A row may have a `warning`. Returns
+    the tasks, and the number of rows that are left out because all their responses are the same.
+
+    Raises: ValueError naming file and line of a malformed row.
+    """
+    tasks, is_single, first = list[Task | None](), False, ""
+    for where, row in rows:
+        responses = _responses_of(where, row)
+        if first and (len(responses) == 1) != is_single:
+            one, other = ("one response", "several") if len(responses) == 1 else ("several responses", "one")
+            raise ValueError(
+                f"{where}: {one}, but {first} has {other}; labelers rate one response alone and rank several, so rows"
+                " of one kind were expected"
+            )
+        is_single, first = len(responses) == 1, first or where
+        tasks.append(task_of_outputs(turns_of(where, row, "prompt"), responses, content_warning(where, row)))
+    return different_tasks(tasks)
+
+
+def _responses_of(where: str, row: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the responses by model. An unnamed model is called by its field name or its place in the list."""
+    found = row.get("responses")
+    if isinstance(found, list):
+        found = {str(number): text for number, text in enumerate(found, 1)}
+    if found is None:
+        fields = [name for name in row if name.startswith(RESPONSE_PREFIXES) and row[name] is not None]
+        found = {name: row[name] for name in fields or [name for name in ALONE if row.get(name) is not None][:1]}
+    num_found = len(found) if isinstance(found, Mapping) else 0
+    if not 1 <= num_found <= MAX_RESPONSES:
+        what = names(row) if num_found == 0 else f"{num_found} responses"
+        raise ValueError(
+            f"{where}: 1 to {MAX_RESPONSES} responses were expected, in 'responses' (a list, or an object"
+            f" {{model: text}}), in fields such as 'response_a' and 'response_b', or a single one in 'response'; found"
+            f" {what}"
+        )
+    return {name: any_text(where, found, name) for name in found}
+
+
+def content_warning(where: str, row: Mapping[str, Any]) -> str:
+    return any_text(where, row, "warning") if row.get("warning") is not None else ""
+
+
+def task_of_outputs(messages: Sequence[Mapping[str, str]], responses: Mapping[str, str], warning: str) -> Task | None:
+    """Returns the task, or None if all of several responses are the same.
+
+    The same prompt and responses give the same id, so repeating a command adds nothing.
+    """
+    by_text: dict[str, list[str]] = {}
+    for source, text in responses.items():
+        by_text.setdefault(text, []).append(source)
+    if len(by_text) < min(len(responses), MIN_RESPONSES):
+        return None
+    content = json.dumps([list(map(dict, messages)), list(responses.items())])
+    details: dict[str, Any] = {"from": "saved outputs"}
+    if len(by_text) < len(responses):  # only then: a stored task with other details is refused
+        details["policies"] = list(by_text.values())
+    return Task(
+        task_id=hashlib.sha256(content.encode("utf-8", "replace")).hexdigest()[:16],
+        prompt=tuple(Message.of(turn) for turn in messages),
+        responses=tuple(by_text),
+        sources=tuple(", ".join(sources) for sources in by_text.values()),
+        details=details,
+        warning=warning,
+    )
+
+
+def different_tasks(tasks: Sequence[Task | None]) -> tuple[list[Task], int]:
+    kept = {task.task_id: task for task in tasks if task is not None}
+    return list(kept.values()), len(tasks) - len(kept)

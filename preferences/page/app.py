@@ -84,7 +84,7 @@ def make_app(
         QuestionPages(site, questions).router,
         LeadPages(site, lead).router,
         SearchPages(site, service).router,
-        PeoplePages(site).router,
+        PeoplePages(site, store).router,
         SignInPages(site, attempts).router,
         *([ArenaPages(site, arena).router] if arena is not None else []),
     ]

@@ -7,12 +7,16 @@ sides change in the same event, and an error does not say whose it is.
 import asyncio
 import json
 import logging
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from urllib.parse import quote
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, StreamingResponse
 from starlette.datastructures import FormData
+from starlette.types import Receive, Scope, Send
 
 from preferences.accounts import Account
 from preferences.arena_records import OWN, Conversation
@@ -28,9 +32,25 @@ LOG = logging.getLogger(__name__)
 EMPTY = Fields({})
 NUM_CONVERSATIONS = 30  # on the first page
 LOOK_SECONDS = 0.1  # between two looks at a turn; both sides change at the same moment
-PING_SECONDS = 5.0  # after which a silent stream sends a comment, so that proxies keep it
+PING_SECONDS = 5.0  # after which a silent stream sends a comment, so that proxies keep it, and a session is looked up
+MAX_STREAMS = 4  # of a person, who has one running turn; a page without a stream asks again every two seconds
 SESSION_OVER = "Nothing was stored. Sign in again. What you entered is below, so that you can copy it."
 CSP = "Content-Security-Policy"
+
+
+class _Stream(StreamingResponse):
+    """Events for a page. It calls `on_end` however it ends."""
+
+    def __init__(self, events: AsyncIterator[str], on_end: Callable[[], None]) -> None:
+        headers = {"X-Accel-Buffering": "no"}  # nginx would collect the events
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
 
 
 class ArenaPages:
@@ -38,6 +58,7 @@ class ArenaPages:
 
     def __init__(self, site: Site, arena: Arena) -> None:
         self.site, self.arena = site, arena
+        self._num_streams = Counter[str]()  # that are open, by person
         self.router = APIRouter(include_in_schema=False)
         get, post = self.router.get, self.router.post
         get("/arena", response_class=HTMLResponse)(self.home)
@@ -59,26 +80,36 @@ class ArenaPages:
         account, token = self.site.signed_in(request)
         return self._unread(account) or self._page(account, token, handle)
 
-    def events(self, handle: str, request: Request) -> Response:
-        """Streams what both sides show, until the last turn is written."""
-        account, _ = self.site.signed_in(request)
-        turn = len(self.arena.conversation(account, handle).turns) - 1
-        headers = {"X-Accel-Buffering": "no"}  # nginx would collect the events
-        return StreamingResponse(self._looks(handle, turn), media_type="text/event-stream", headers=headers)
+    async def events(self, handle: str, request: Request) -> Response:
+        """Streams what both sides show, until the last turn is written or the session ends.
 
-    async def _looks(self, handle: str, turn: int) -> AsyncIterator[str]:
-        shown, silent_seconds = ("", ""), 0.0
+        Raises: HTTPException if the person has `MAX_STREAMS` already.
+        """
+        account, _ = await run_in_threadpool(self.site.signed_in, request)
+        turns = (await run_in_threadpool(self.arena.conversation, account, handle)).turns
+        if self._num_streams[account.name] >= MAX_STREAMS:
+            raise HTTPException(429, "You watch models write in too many windows.", {"Retry-After": "2"})
+        self._num_streams[account.name] += 1
+        return _Stream(
+            self._looks(request, account, handle, len(turns) - 1),
+            on_end=lambda: self._num_streams.subtract([account.name]),
+        )
+
+    async def _looks(self, request: Request, account: Account, handle: str, turn: int) -> AsyncIterator[str]:
+        shown, sent_at, checked_at, num_changes = ("", ""), time.monotonic(), 0.0, -1
         while (glance := self.arena.look(handle, turn)) is not None:
-            if glance.texts != shown:
-                shown, silent_seconds = glance.texts, 0.0
-                yield f"data: {json.dumps(shown)}\n\n"
+            now = time.monotonic()
+            if num_changes != self.site.accounts.num_changes or now - checked_at >= PING_SECONDS:
+                checked_at, num_changes = now, self.site.accounts.num_changes
+                found, _ = await run_in_threadpool(self.site.who, request)
+                if found is None or found.role != account.role:
+                    break
+            if glance.texts != shown or now - sent_at >= PING_SECONDS:
+                yield f"data: {json.dumps(glance.texts)}\n\n" if glance.texts != shown else ": waiting\n\n"
+                shown, sent_at = glance.texts, now
             if glance.is_over:
                 break
-            if silent_seconds >= PING_SECONDS:
-                silent_seconds = 0.0
-                yield ": waiting\n\n"
             await asyncio.sleep(LOOK_SECONDS)
-            silent_seconds += LOOK_SECONDS
         yield "event: over\ndata:\n\n"
 
     def _unread(self, account: Account) -> Response | None:

@@ -1,21 +1,50 @@
-"""The lead's pages: progress, quality, exports, accounts and links. `labeler_pages` has the page for adjudicating."""
+"""The lead's pages: progress, batches, quality, exports, accounts and links. `labeler_pages` has the one to adjudicate.
+
+The tasks of an uploaded file wait in memory, one file per lead, until the lead has seen their number and stores them.
+"""
 
 import json
+import secrets
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 
-from preferences import organizing
+from preferences import assignment, organizing, recording
 from preferences.accounts import Account, Role, State
 from preferences.formats.annotated import TURNS, WHOLE, CriterionNeededError
+from preferences.formats.exchange import NewTasks, read_new_tasks
 from preferences.formats.parts import Report
 from preferences.formats.registry import FORMATS
 from preferences.page.search_pages import tags_in
+from preferences.page.security import MAX_TASKS_BYTES
 from preferences.page.service import EXPORTS, Exported, LeadView, RefusedError, exported_what, warning_of
-from preferences.page.site import Posted, Site, download, redirect
+from preferences.page.site import Posted, Site, Uploaded, download, redirect
+from preferences.recording import Import
+from preferences.store import LabelStore
 
 JSONL = "application/jsonl"
+MAX_INVITED = 200  # names on one form
+NOBODY: Mapping[str, str] = {}
+UPLOADED = (".jsonl", ".json", ".csv")
 LABELS = (TURNS, "trl_unpaired")  # formats in which a criterion gives labels, and no ranks
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A file's tasks that are not stored yet. `key` identifies the preview that its lead saw."""
+
+    key: str
+    batch: str
+    found: NewTasks
+
+    @property
+    def coming(self) -> Import:
+        return Import(self.batch, self.found.tasks, self.found.quotas, [])
 
 
 class LeadPages:
@@ -23,10 +52,13 @@ class LeadPages:
 
     def __init__(self, site: Site, lead: LeadView) -> None:
         self.site, self.lead = site, lead
+        self._uploads: dict[str, Upload] = {}  # by lead
         self.router = APIRouter(include_in_schema=False)
         get = self.router.get
         post = self.router.post
         get("/lead", response_class=HTMLResponse)(self.progress)
+        post("/lead/batch/new", max_body_size=MAX_TASKS_BYTES)(self.preview_batch)
+        post("/lead/batch/store")(self.store_batch)
         post("/lead/batch/labelers")(self.set_labelers)
         post("/lead/batch/closed")(self.set_closed)
         post("/lead/batch/tags")(self.set_required)
@@ -37,13 +69,72 @@ class LeadPages:
 
     def progress(self, request: Request) -> Response:
         account, token = self.site.lead(request)
+        return self._progress_page(account, token)
+
+    def _progress_page(self, account: Account, token: str, refused: str = "") -> Response:
         batches = self.lead.batches()
         with self.lead.store.reading() as connection:
             wrong = warning_of(self.site.config, connection)
         found = self.lead.pace(batches)
         return self.site.page(
-            "lead", account, token, batches=batches, exports=[FORMATS[name] for name in EXPORTS], wrong=wrong, **found
+            "lead",
+            account,
+            token,
+            422 if refused else 200,
+            batches=batches,
+            exports=[FORMATS[name] for name in EXPORTS],
+            wrong=wrong,
+            refused=refused,
+            **found,
         )
+
+    # ---- new batches ----
+
+    def preview_batch(self, request: Request, uploaded: Uploaded) -> Response:
+        """Checks a file as an import does, and shows what would be stored."""
+        posted, file = uploaded
+        account, token, fields = self.site.lead_form(request, posted)
+        suffix, batch = Path(file.filename or "").suffix.lower(), fields.text("batch").strip()
+        with TemporaryDirectory(prefix="heed-upload-") as folder:
+            path = Path(folder) / f"tasks{suffix}"
+            try:
+                if not batch:
+                    raise ValueError("The batch has no name.")
+                if suffix not in UPLOADED:
+                    raise ValueError(f"The file's name ends in {suffix!r}; one of {', '.join(UPLOADED)} was expected.")
+                path.write_bytes(file.file.read())
+                upload = Upload(
+                    secrets.token_urlsafe(12), batch, read_new_tasks(str(path), fields.number("num_labelers") or 1)
+                )
+                self.lead.store.import_all([upload.coming], files=upload.found.locations, only_check=True)
+            except ValueError as error:
+                return self._progress_page(account, token, str(error).replace(f"{folder}/", ""))
+        self._uploads[account.name] = upload
+        tasks = upload.found.tasks
+        with self.lead.store.reading() as connection:
+            num_new = len(tasks) - len(recording.stored(connection, [task.task_id for task in tasks]))
+        return self.site.page(
+            "new-batch",
+            account,
+            token,
+            upload=upload,
+            num_new=num_new,
+            is_new=batch not in self.lead.store.batches(),
+            num_responses=sorted(Counter(len(task.responses) for task in tasks).items()),
+            num_labelers=sorted(Counter(upload.found.quotas).items()),
+            num_gold=sum(bool(task.gold_ranks) for task in tasks),
+            num_warned=sum(bool(task.warning) for task in tasks),
+        )
+
+    def store_batch(self, request: Request, posted: Posted) -> Response:
+        account, token, fields = self.site.lead_form(request, posted)
+        upload = self._uploads.get(account.name)
+        if upload is None or upload.key != fields.text("upload"):
+            return self._progress_page(account, token, "This preview is out of date. Upload the file again.")
+        self.lead.store.import_all([upload.coming], files=upload.found.locations)
+        self._uploads.pop(account.name, None)
+        self.site.accounts.log(account.name, "added", f"{len(upload.found.tasks)} tasks to {upload.batch}")
+        return redirect("/lead")
 
     # ---- changing batches ----
 
@@ -122,8 +213,8 @@ def _with_names(request: Request) -> bool:
 class PeoplePages:
     """The routes of the pages of accounts, one-time links and personal data."""
 
-    def __init__(self, site: Site) -> None:
-        self.site, self.accounts, self.server = site, site.accounts, site.config.server
+    def __init__(self, site: Site, store: LabelStore) -> None:
+        self.site, self.store, self.accounts, self.server = site, store, site.accounts, site.config.server
         self.router = APIRouter(include_in_schema=False)
         get, post = self.router.get, self.router.post
         get("/lead/people", response_class=HTMLResponse)(self.people)
@@ -142,8 +233,11 @@ class PeoplePages:
         return self._people_page(account, token)
 
     def _people_page(
-        self, account: Account, token: str, link: str = "", invited: str = "", wrong: str = "", erased: str = ""
+        self, account: Account, token: str, links: Mapping[str, str] = NOBODY, wrong: str = "", erased: str = ""
     ) -> Response:
+        """Shows accounts and links. `links` are new ones by name, and `wrong` says why there are none."""
+        with self.store.reading() as connection:
+            requires = {name: assignment.settings_of(connection, name).requires for name in self.store.batches()}
         return self.site.page(
             "people",
             account,
@@ -152,24 +246,30 @@ class PeoplePages:
             accounts=self.accounts.all(),
             has_screening=self.site.config.screening is not None,
             links=self.accounts.links(),
+            requires={name: tags for name, tags in requires.items() if tags},
             events=self.accounts.audit_log(),
             sign_ins=self.accounts.audit_log(sign_ins=True),
             pseudonyms=self.accounts.pseudonyms(),
-            link=link,
-            invited=invited,
+            new_links=links,
+            max_names=MAX_INVITED,
             wrong=wrong,
             erased=erased,
         )
 
     def invite(self, request: Request, posted: Posted) -> Response:
+        """Invites everybody on a list, one name per line, and gives them the tags that a batch requires."""
         account, token, fields = self.site.lead_form(request, posted)
-        name = fields.text("name").strip()
+        names = [*dict.fromkeys(name for line in fields.text("names").splitlines() if (name := line.strip()))]
         role: Role = "lead" if fields.text("role") == "lead" else "labeler"
         try:
-            code = self.accounts.invite(name, role, by=account.name)
+            if not 1 <= len(names) <= MAX_INVITED:
+                raise ValueError(f"{len(names)} names; 1 to {MAX_INVITED} were expected, one per line")
+            with self.store.reading() as connection:
+                tags = assignment.settings_of(connection, fields.text("batch")).requires if role == "labeler" else ()
+            codes = self.accounts.invite_all(names, role, tags=tags, by=account.name)
         except ValueError as error:
             return self._people_page(account, token, wrong=str(error))
-        return self._people_page(account, token, link=self.server.link(code), invited=name)
+        return self._people_page(account, token, dict(zip(names, map(self.server.link, codes), strict=True)))
 
     def revoke(self, request: Request, posted: Posted) -> Response:
         account, token, fields = self.site.lead_form(request, posted)

@@ -88,6 +88,7 @@ class SearchPages:
         with self.store.reading() as connection:
             num_left = adjudication.num_queued(connection, threshold)
             found = adjudication.queued(connection, threshold, start=start, limit=PAGE_SIZE + 1)
+            has_overlap = adjudication.has_overlap(connection, threshold.batch)
         return self.site.page(
             "queue",
             account,
@@ -96,6 +97,7 @@ class SearchPages:
             query=query_of(threshold),
             batches=self.store.batches(),
             num_left=num_left,
+            has_overlap=has_overlap,
             found=found[:PAGE_SIZE],
             has_more=len(found) > PAGE_SIZE,
             prompts=self.store.shown_prompts([one.task_id for one in found[:PAGE_SIZE]]),

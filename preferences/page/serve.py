@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 
 from preferences.accounts import Accounts
-from preferences.database import create_or_check
+from preferences.database import create_or_check, place_of
 from preferences.page.app import make_app
 from preferences.page.arena import ArenaSetup
 from preferences.page.config import LabelingConfig, ServerConfig
@@ -24,6 +24,10 @@ MAX_HEADER_BYTES = 32_000
 SHUTDOWN_SECONDS = 10
 KEEP_ALIVE_SECONDS = 15  # how long a connection may idle between requests
 MAX_CONNECTIONS = 1_000  # above it, requests are answered with 503
+COPIED = (
+    "warning: this store was copied or moved since it was last served: {num_ended} sessions and unused links have"
+    " ended. Who was shut out after a copy was made is not shut out in it; see People, or heed label restore --current"
+)
 EVERYWHERE = ("0.0.0.0", "::", "")  # no link can use these addresses
 
 
@@ -50,11 +54,16 @@ def serve(
                 server = _reached_at(config.server, host, listener.getsockname()[1])
                 if created:
                     announce(created)
+                num_ended = accounts.end_access_of_copies(place_of(url_or_path))
+                if num_ended >= 0:
+                    announce(COPIED.format(num_ended=num_ended))
                 announce(f"{'labeling page' if arena is None else 'arena'}: {server.public_url}")
                 with store.reading() as connection:
                     warning = warning_of(config, connection)
                 if warning:
                     announce(f"warning: {warning}")
+                domains, leads = (config.oidc.domains, config.oidc.leads) if config.oidc is not None else ((), ())
+                accounts.apply_oidc(domains, leads)
                 first = accounts.invite_first_lead()
                 if first is not None:
                     announce(f"there is no lead yet; one-time link for {first[0]!r}: {server.link(first[1])}")

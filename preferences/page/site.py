@@ -10,7 +10,7 @@ from fastapi import Depends, HTTPException, Request, Response
 from fastapi.responses import RedirectResponse, StreamingResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
-from starlette.datastructures import FormData
+from starlette.datastructures import FormData, UploadFile
 
 from preferences.accounts import Account, Accounts
 from preferences.adjudication import MAX_COUNTED
@@ -55,7 +55,19 @@ TEMPLATES.filters["quoted"] = lambda text: quote(text, safe="")
 
 async def _posted(request: Request) -> FormData:
     """Reads a form's fields, without files. Raises: HTTPException for text that no database can store."""
-    posted = await request.form(max_files=0, max_fields=MAX_FIELDS)
+    return _storable(await request.form(max_files=0, max_fields=MAX_FIELDS))
+
+
+async def _uploaded(request: Request) -> tuple[FormData, UploadFile]:
+    """Like `_posted`, for a form with one file, in the field `file`."""
+    posted = await request.form(max_files=1, max_fields=MAX_FIELDS)
+    file = posted.get("file")
+    if not isinstance(file, UploadFile):
+        raise HTTPException(400, "A form with a file was expected.")
+    return _storable(FormData([(name, value) for name, value in posted.multi_items() if value is not file])), file
+
+
+def _storable(posted: FormData) -> FormData:
     for name, value in posted.multi_items():
         if not is_storable(name) or not isinstance(value, str) or not is_storable(value):
             raise HTTPException(400, "A field of the form contains a character that cannot be stored.")
@@ -63,6 +75,7 @@ async def _posted(request: Request) -> FormData:
 
 
 Posted = Annotated[FormData, Depends(_posted)]
+Uploaded = Annotated[tuple[FormData, UploadFile], Depends(_uploaded)]
 
 
 class SignInNeededError(Exception):

@@ -30,6 +30,9 @@ function showLive() {
   source.onmessage = (event) => {
     JSON.parse(event.data).forEach((text, side) => { boxes[side].textContent = text; });
   };
+  source.onerror = () => { // refused for good: as many windows as a person may have show events already
+    if (source.readyState === EventSource.CLOSED) setTimeout(() => refresh("").catch(() => location.reload()), 2000);
+  };
   source.addEventListener("over", () => {
     source.close();
     refresh("Both models have stopped writing.").catch(() => location.reload());

@@ -71,6 +71,7 @@ function offerCopy() {
   let chosen = 0;
 
   keys.hidden = false;
+  document.getElementById("keys-box").open = matchMedia("(min-width: 48rem)").matches; // a phone shows responses first
   switched.checked = localStorage.getItem("keys") !== "off";
   switched.addEventListener("change", () => localStorage.setItem("keys", switched.checked ? "on" : "off"));
 

@@ -4,14 +4,16 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy.exc import OperationalError
 
-from preferences.accounts import Account
+from preferences.accounts import Account, Accounts
 from preferences.arena_records import Conversations
 from preferences.assignment import set_settings
 from preferences.formats.judges import BOTH_BAD as ARENA_FORMAT_BAD
@@ -21,9 +23,11 @@ from preferences.page.app import make_app
 from preferences.page.arena import BOTH_BAD, CHOICES, Arena, ArenaPrompt, ArenaSetup, Given
 from preferences.page.config import LabelingConfig, Screening
 from preferences.page.lockstep import LockstepTurn
+from preferences.page.site import COOKIE
 from preferences.records import Answer, Message, Task
 from preferences.statistics.summary import summary
 from tests.preferences.page.arenas import SECRETS, ScriptedWriters
+from tests.preferences.page.conftest import Running
 
 CONFIG = LabelingConfig(flags=("wrong", "rude"))
 PROMPTS = [ArenaPrompt(f"p{n}", (Message("system", "Be kind."), Message("user", f"Prompt {n}?"))) for n in range(2)]
@@ -67,13 +71,13 @@ def csrf(page: str) -> str:
     return re.findall('name="csrf" value="([^"]+)"', page)[0]
 
 
-def send(client: TestClient, path: str, **fields: Any) -> Any:
+def send(client: Any, path: str, **fields: Any) -> Any:
     """Sends a form with the session's token, and follows to the page that comes next."""
     token = csrf(client.get("/arena").text)
-    return client.post(path, data={"csrf": token, **fields})
+    return client.post(path, data={"csrf": token, **fields}, follow_redirects=True)
 
 
-def begin(client: TestClient, question: str = "Why is the sky blue?") -> str:
+def begin(client: Any, question: str = "Why is the sky blue?") -> str:
     """Begins a conversation; returns its path."""
     path = send(client, "/arena", question=question).url.path
     assert path.startswith("/arena/")
@@ -257,6 +261,81 @@ def test_a_stream_of_events_shows_both_at_once(person: Any, arena: Arena, writer
     sides = arena.conversation(account("ann"), path.rpartition("/")[2]).policy_of
     assert sorted(json.loads(lines[-3].removeprefix("data: "))) == ["12", "abcd"]
     assert json.loads(lines[-3].removeprefix("data: "))[sides.index(0)] == "abcd"
+
+
+@pytest.fixture
+def watching(world: Any, arena: Arena, person: Any) -> Iterator[Callable[[str], httpx.Client]]:
+    """A person's browser at a server of its own, whose streams can stay open."""
+
+    def with_arena(_app: Any) -> Any:
+        return make_app(world.store, world.accounts, CONFIG, clock=world.clock, arena=arena)
+
+    with Running(world.url, CONFIG, around=with_arena) as running, ExitStack() as closing:
+
+        def sign_in(name: str) -> httpx.Client:
+            cookies = {COOKIE: person(name).cookies[COOKIE]}
+            return closing.enter_context(httpx.Client(base_url=running.address, cookies=cookies))
+
+        yield sign_in
+
+
+def opened(client: httpx.Client, path: str) -> httpx.Response:
+    answer = client.send(client.build_request("GET", f"{path}/events"), stream=True)
+    if answer.status_code != 200:
+        answer.read()  # else its connection stays open too
+    return answer
+
+
+def test_streams_of_one_person_lock_nobody_out(watching: Any, person: Any, writers: Any) -> None:
+    writers.is_waiting = True
+    path, ann, bob = begin(person("ann")), watching("ann"), watching("bob")
+    streams = [opened(ann, path) for _ in range(200)]
+    assert [one.status_code for one in streams] == [200] * 4 + [429] * 196
+    assert streams[4].headers["Retry-After"] == "2"
+    assert bob.get("/arena").status_code == 200
+    assert ann.get(path).status_code == 200
+    own = opened(bob, begin(person("bob")))
+    assert own.status_code == 200
+    for asked in writers.asked:
+        asked.end("Because.")
+    for one in (*streams[:4], own):
+        assert one.read().endswith(b"event: over\ndata:\n\n")
+    again = opened(ann, path)  # those that have ended do not count
+    assert again.status_code == 200
+
+
+def elsewhere(world: Any) -> None:
+    accounts = Accounts(world.url, clock=world.clock)  # as in another process, which this one does not hear of
+    accounts.set_state("ann", "closed")
+    accounts.close()
+
+
+@pytest.mark.parametrize(
+    ("ending", "ping_seconds"),
+    [
+        (lambda world, _: world.accounts.set_state("ann", "closed"), 1e6),
+        (lambda world, _: world.join("ann"), 1e6),  # a new key
+        (lambda world, _: world.accounts.erase("ann"), 1e6),
+        (lambda _, ann: ann.post("/sign-out", data={"csrf": csrf(ann.get("/arena").text)}), 1e6),
+        (lambda world, _: elsewhere(world), 0.0),
+    ],
+    ids=["closed", "new key", "erased", "signed out", "closed elsewhere"],
+)
+def test_a_stream_ends_with_its_session(
+    world: Any, watching: Any, arena: Arena, writers: Any, monkeypatch: Any, ending: Any, ping_seconds: float
+) -> None:
+    monkeypatch.setattr(arena_pages, "PING_SECONDS", ping_seconds)
+    writers.is_waiting = True
+    ann = watching("ann")
+    path = begin(ann)
+    lines = opened(ann, path).iter_lines()
+    writers.of(0).write("abc")
+    writers.of(1).write("abc")
+    assert 'data: ["abc", "abc"]' in lines
+    ending(world, ann)
+    assert "event: over" in lines
+    assert arena.is_live(path.rpartition("/")[2])
+    assert ann.get(f"{path}/events").status_code == 303
 
 
 def test_an_answer_that_fails_names_no_side_and_can_be_sampled_again(person: Any, arena: Arena, writers: Any) -> None:

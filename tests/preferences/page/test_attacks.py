@@ -128,7 +128,7 @@ def test_a_closed_account_does_not_come_back_by_a_link(site, role):
     credentials = {"name": "mal", "key": opened.keys["mal"]}
     for refused in (stranger.post("/api/session", json=credentials), stranger.post("/sign-in", data=credentials)):
         assert (refused.status_code, "account is closed; ask a labeling lead" in refused.text) == (403, True)
-    page = opened.visit("eve").post("/lead/invite", data={"csrf": token_of(eve), "name": "mal", "role": role})
+    page = opened.visit("eve").post("/lead/invite", data={"csrf": token_of(eve), "names": "mal", "role": role})
     assert page.status_code in (403, 422)  # of another session, or of a closed account
     with pytest.raises(ValueError, match="the account is closed"):
         opened.accounts.invite("mal", role)
@@ -186,7 +186,7 @@ def test_a_newer_link_voids_older_ones_and_using_one_voids_all(site):
 def test_links_are_listed_and_revoked_on_the_page(site):
     opened = site()
     eve = opened.visit("eve")
-    page = post_form(eve, eve.get("/lead/people"), "/lead/invite", name="cy", role="labeler")
+    page = post_form(eve, eve.get("/lead/people"), "/lead/invite", names="cy", role="labeler")
     link = page.text.split("/welcome/")[1].split("<")[0]
     page = eve.get("/lead/people")
     assert "Revoke the link of cy" in page.text
@@ -419,7 +419,7 @@ def test_links_do_not_come_from_the_host_header(site):
     eve = opened.visit("eve")
     page = eve.post(
         "/lead/invite",
-        data={"csrf": token_of(eve), "name": "cy", "role": "labeler"},
+        data={"csrf": token_of(eve), "names": "cy", "role": "labeler"},
         headers={"Host": "evil.example", "X-Forwarded-Host": "evil.example"},
     )
     assert page.status_code == 200
@@ -532,7 +532,7 @@ def test_nul_in_forms_and_addresses(site):
         stranger.get("/welcome/%00"), stranger.post("/welcome/%00"), stranger.get("/%00"),
         stranger.get("/sign-in?a=%00"),
         eve.post("/lead/state", data={"csrf": token, "name": NUL, "state": "closed"}),
-        eve.post("/lead/invite", data={"csrf": token, "name": NUL, "role": "labeler"}),
+        eve.post("/lead/invite", data={"csrf": token, "names": NUL, "role": "labeler"}),
         eve.post("/lead/revoke", data={"csrf": token, "name": NUL}),
         eve.post("/answers/undo", data={"csrf": token, "task": NUL, "revision": "1"}),
         eve.post("/task/answer", data={"csrf": token, "task": NUL, "seal": "x"}),

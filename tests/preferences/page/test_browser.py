@@ -335,6 +335,20 @@ def test_taking_back_fits_a_narrow_phone(site):
     assert (box["x"] + box["width"] <= 360, table) == (True, True)
 
 
+@pytest.mark.parametrize("has_touch", [False, True])
+def test_a_phone_shows_responses_on_the_first_screen(site, has_touch):
+    question = "Explain to a child of five why the sky is blue, and why it is red in the evening."
+    opened = site([Task("t1", (Message("user", question),), ("Air scatters it. " * 20, "Dust. " * 40), ("x", "y"))])
+    page = opened.visit("ann", viewport={"width": 390, "height": 844}, has_touch=has_touch, is_mobile=has_touch)
+    first = page.locator(".response .text").first
+    line = first.evaluate("one => parseFloat(getComputedStyle(one).lineHeight)")
+    assert first.bounding_box()["y"] + 3 * line <= 844
+    if not has_touch:  # a narrow window of a computer: the shortcuts are one click away
+        expect(page.locator("#keys-on")).not_to_be_visible()
+        page.get_by_text("Keyboard shortcuts").click()
+        expect(page.locator("#keys-on")).to_be_visible()
+
+
 def test_hostile_text_does_nothing(site):
     evil = '<script>document.title="hit"</script><img src=x onerror=alert(1)>[x](javascript:alert(1)) ‮'
     opened = site([Task("t1", (Message("user", evil),), (evil, evil + " 2"), ("x", "y"))])

@@ -187,6 +187,22 @@ def test_a_lead_works_through_the_queue(world, eve):
     assert "0 tasks to adjudicate" in eve.get("/lead/queue?disagreement=junk&fewer=-1&batch=other").text
 
 
+def test_disagreement_is_only_spoken_of_where_two_have_answered(world, eve):
+    world.add(make_task("t1"))
+    say(world, "ann", (1, 2))
+    unknown = "No task of this batch has answers of two labelers yet"
+    assert unknown in eve.get("/lead/queue?batch=main").text
+    alone = eve.get("/lead/queue?batch=main&fewer=2").text
+    assert "1 of 1" in alone
+    assert "0.00" not in alone
+    world.add(make_task("t2"), num_labelers=2)
+    for name in ("ann", "bob"):
+        say(world, name, (1, 2))
+    agreed = eve.get("/lead/queue?batch=main").text
+    assert "0 tasks to adjudicate" in agreed
+    assert unknown not in agreed
+
+
 def test_a_lead_searches_and_changes_what_is_found(world, visit, eve):
     disagree(world, "t1", "t2")
     world.add(make_task("other thing"), batch="rest")

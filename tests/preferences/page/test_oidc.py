@@ -17,9 +17,11 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, RedirectResponse
 from starlette.routing import Route
 
+from preferences.accounts import Accounts
 from preferences.page.app import make_app
 from preferences.page.config import LabelingConfig
 from preferences.page.serve import listening
+from preferences.page.site import COOKIE
 from preferences.records import Message, Task
 
 pytest.importorskip("authlib", reason="Authlib is not installed")
@@ -184,9 +186,32 @@ def test_leads_are_those_that_the_configuration_names(world, provider, opened):
     assert browser.get("/lead").status_code == 200
     go(opened(leads=[]))
     assert world.accounts.account("eve@example.com").role == "labeler"
-    assert browser.get("/lead").status_code == 403
+    assert browser.get("/lead").status_code == 303  # the session of the role that is gone has ended
     logged = [f"{event.action} {event.subject}" for event in world.accounts.audit_log()]
     assert logged[0] == "made a labeler of eve@example.com"
+
+
+def test_whoever_lost_a_right_has_no_session_after_a_start(world, serve):
+    accounts = Accounts(world.url)  # with the clock of the server's process
+    people = {"eve@example.com": "lead", "lea@example.com": "lead", "ann@example.com": "labeler"}
+    people["tom@example.org"] = "labeler"
+    tokens = {name: accounts.sign_in_with("https://login.example.com", name, name, of) for name, of in people.items()}
+    tokens["eve"] = accounts.open_session("eve")  # with a key, which no configuration names
+    accounts.invite("eve@example.com", "lead")  # to get a key as well
+    config = '[oidc]\nissuer = "https://login.example.com"\nclient_id = "c"\ndomains = ["example.com"]\n'
+    server = serve(world.url, config + 'leads = ["lea@example.com"]\n')
+
+    def opens(path: str) -> dict[str, int]:
+        found = {name: {"Cookie": f"{COOKIE}={token}"} for name, token in tokens.items()}
+        return {name: httpx.get(f"{server.address}{path}", headers=own).status_code for name, own in found.items()}
+
+    ended = {"eve@example.com": 303, "tom@example.org": 303}
+    assert opens("/lead") == {"lea@example.com": 200, "ann@example.com": 403, "eve": 200, **ended}
+    assert accounts.account("eve@example.com").role == "labeler"
+    assert accounts.links() == []
+    accounts.apply_oidc((), ())  # as the start of a server without company accounts does
+    assert [name for name, status in opens("/instructions").items() if status == 200] == ["eve"]
+    accounts.close()
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def test_pages_of_leads_are_for_leads(world, visit):
     for path in ("/lead", "/lead/quality", "/lead/people", "/lead/task?task=t1"):
         assert ann.get(path).status_code == 403, path
     token = form(ann.get("/answers"), "/sign-out")["csrf"]
-    for path, fields in (("/lead/invite", {"name": "x"}), ("/lead/state", {"name": "bob", "state": "closed"})):
+    for path, fields in (("/lead/invite", {"names": "x"}), ("/lead/state", {"name": "bob", "state": "closed"})):
         assert ann.post(path, data=fields | {"csrf": token}).status_code == 403, path
     assert world.accounts.account("bob").state != "closed"
 
@@ -395,10 +395,10 @@ def test_an_export_says_what_it_leaves_out(world, visit):
 def test_a_lead_invites_and_closes(world, visit):
     eve = visit("eve")
     page = eve.get("/lead/people")
-    page = eve.post("/lead/invite", data=form(page, "/lead/invite") | {"name": "cy", "role": "labeler"})
+    page = eve.post("/lead/invite", data=form(page, "/lead/invite") | {"names": "cy", "role": "labeler"})
     link = page.text.split("/welcome/")[1].split("<")[0]
     assert world.accounts.invitation(link).name == "cy"
-    page = eve.post("/lead/invite", data=form(page, "/lead/invite") | {"name": " ", "role": "labeler"})
+    page = eve.post("/lead/invite", data=form(page, "/lead/invite") | {"names": " ", "role": "labeler"})
     assert page.status_code == 422
     token = form(page, "/sign-out")["csrf"]
     eve.post("/lead/state", data={"name": "bob", "state": "closed", "csrf": token})

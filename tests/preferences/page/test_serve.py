@@ -2,18 +2,22 @@
 
 import random
 import re
+import shutil
 import socket
 import sqlite3
 import time
+from contextlib import closing
 
 import httpx
 import pytest
 
 from preferences.accounts import Accounts
-from preferences.database import require_store
+from preferences.backup import backup
+from preferences.database import place_of, require_store
 from preferences.page.app import make_app
 from preferences.page.config import LabelingConfig
 from preferences.page.serve import serve as serve_store
+from preferences.page.site import COOKIE
 from preferences.records import Message, Task
 from preferences.store import LabelStore
 
@@ -53,6 +57,34 @@ def test_a_store_that_is_made_and_a_batch_that_is_missing_are_named(tmp_path, se
     server.start()
     assert server.log.read_text().count(f"created a new label store at {path}") == 1
     assert server.log.read_text().count("that the store does not have: 'nope'; it has none yet.") == 2
+
+
+def test_a_copied_store_revives_no_session_and_no_link_and_says_so(world, tmp_path, serve):
+    accounts, copy = Accounts(world.url), tmp_path / "copy.sqlite"
+    code, token = accounts.invite("cy", "labeler"), accounts.open_session("ann")
+    for _ in range(2):  # two starts of the server
+        assert accounts.end_access_of_copies(place_of(world.url)) == -1
+    with closing(sqlite3.connect(world.url)) as raw:
+        raw.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    shutil.copy(world.url, copy)
+    accounts.set_state("bob", "closed")
+    assert accounts.session(token).name == "ann"
+    accounts.close()
+    copied = Accounts(copy)  # what a plain copy holds before a server opens it
+    assert copied.session(token).name == "ann"
+    assert [link.name for link in copied.links()] == ["cy"]
+    server = serve(str(copy))
+    said = "warning: this store was copied or moved since it was last served: 2 sessions and unused links have ended"
+    assert server.log.read_text().startswith(said)
+    assert httpx.get(f"{server.address}/answers", headers={"Cookie": f"{COOKIE}={token}"}).status_code == 303
+    assert httpx.get(f"{server.address}/welcome/{code}").status_code == 410
+    assert copied.account("bob").state == "new"  # as the warning says
+    assert copied.end_access_of_copies(place_of(copy)) == -1  # it is served there now
+    copied.close()
+    backup(copy, tmp_path / "backup.sqlite")  # has none, and was not served
+    restored = Accounts(tmp_path / "backup.sqlite")
+    assert restored.end_access_of_copies(place_of(tmp_path / "backup.sqlite")) == -1
+    restored.close()
 
 
 def test_a_port_that_is_taken(heed_label, tmp_path):
