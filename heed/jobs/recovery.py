@@ -196,8 +196,7 @@ class Workers:
                     say(difference(host))
                 self.hosts[name] = versions
             fetch_models(group, self.models)
-            assert self._bundle is not None
-            if not python and "GPU" not in self._bundle:
+            if not python and "GPU" not in (self._bundle or {}):
                 prepare_kernels(group)
         except Exception:
             group.close()  # nobody else has this group

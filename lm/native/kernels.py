@@ -19,11 +19,9 @@ import shlex
 import shutil
 import socket
 import subprocess
-import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from ctypes import c_bool, c_float, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -110,20 +108,15 @@ def compiled(folder: Path) -> Path:
     Raises: OSError without a compiler or a folder to write to; CalledProcessError with the compiler's output.
     """
     target = _target(folder)
-    if target.exists():
-        return target
-    folder.mkdir(parents=True, exist_ok=True)
-    own = folder / "unfinished"
-    with _noting_progress(), (folder / "kernels.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            shutil.rmtree(own, ignore_errors=True)
-            own.mkdir()
-            try:
-                _compile_all(own / target.name, lock.fileno())
-                (own / target.name).replace(target)
-            finally:
-                shutil.rmtree(own)
+    if not target.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor() as pool:
+            making = pool.submit(_make, target)
+            for _ in range(MOST_NOTES):
+                note_progress()
+                if wait([making], timeout=1.0).done:
+                    break
+            making.result()
     return target
 
 
@@ -137,37 +130,28 @@ def _flags() -> list[str]:
     return [*FLAGS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
 
 
-@contextmanager
-def _noting_progress() -> Iterator[None]:
-    """Note progress every second while the block runs."""
-    is_over = threading.Event()
+def _make(target: Path) -> None:
+    """Compile under a lock, which the compilers inherit: they may outlive this process, and write until they end."""
+    own = target.with_name("unfinished")
 
-    def note() -> None:
-        for _ in range(MOST_NOTES):
-            note_progress()
-            if is_over.wait(1.0):
-                return
+    def compile_(arguments: Sequence[str], made: Path) -> None:
+        command = [_compiler(), *_flags(), *arguments, "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, text=True, pass_fds=[lock.fileno()])
 
-    thread = threading.Thread(target=note, name="compiling kernels", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
-
-
-def _compile_all(made: Path, lock: int) -> None:
-    objects = [made.with_name(f"{source.stem}.o") for source in SOURCES]
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda source, to: _compile(["-c", str(source)], to, lock), SOURCES, objects))
-    _compile(["-shared", *map(str, objects)], made, lock)
-
-
-def _compile(arguments: Sequence[str], made: Path, lock: int) -> None:
-    """Run the compiler, which inherits the lock: it may outlive this process, and writes into the folder until then."""
-    command = [_compiler(), *_flags(), *arguments, "-o", str(made)]
-    subprocess.run(command, check=True, capture_output=True, text=True, pass_fds=[lock])
+    with target.with_name("kernels.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.exists():
+            return
+        shutil.rmtree(own, ignore_errors=True)
+        own.mkdir()
+        try:
+            objects = [own / f"{source.stem}.o" for source in SOURCES]
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(lambda source, made: compile_(["-c", str(source)], made), SOURCES, objects))
+            compile_(["-shared", *map(str, objects)], own / target.name)
+            (own / target.name).replace(target)
+        finally:
+            shutil.rmtree(own)
 
 
 def _compiler() -> str:
