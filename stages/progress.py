@@ -149,7 +149,7 @@ class RunStatus:
     """State of a run. Times are in seconds since the epoch. `done` of `total` is 0 of 0 if the stage counts nothing.
 
     `workers` is the number of ranks by group. `message` says why a job failed, or what it is waiting for. A running job
-    may wait for lost machines, for places that another job holds, or for its storage.
+    may wait for lost machines, for places that another job holds, for its storage, or for a host to compile kernels.
     """
 
     state: State

@@ -476,7 +476,7 @@ def scorer(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
         read = replace(work.scored, rows=rows, seq_len=width, compute_bytes=c, stream_bytes=c, split_among=1)
         held[f"judge {number}"] = c * judge.total
         phases[f"score by judge {number}"] = {"a pass": forward_bytes(judge.config, read)}
-    return Memory(held, phases, host)
+    return Memory(held, phases or {"score": {}}, host)  # a reward that is no model takes none of a rank's memory
 
 
 def ppo_memory(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:

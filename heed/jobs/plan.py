@@ -171,7 +171,8 @@ def _ppo(work: PPOIteration, times: Times) -> StagePlan:
     if config.placement.roles_share_ranks:
         memory = {RANK: per_rank.ppo_memory(models, layout, rank)}
     else:
-        learning += layout.compute_bytes * models.policy.total / times.hardware.network_bytes_per_second * layout.is_gpu
+        if layout.is_gpu:
+            learning += layout.compute_bytes * models.policy.total / times.hardware.network_bytes_per_second
         roles = {"learner": per_rank.learner, "generator": per_rank.generator, "scorer": per_rank.scorer}
         memory = {name: role(models, layout, rank) for name, role in roles.items()}
     seconds = max(learning, sampling) if config.placement.max_staleness else learning + sampling

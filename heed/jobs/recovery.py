@@ -27,6 +27,7 @@ from cluster.messages import send_request, withdraw_request
 from cluster.places import Places
 from cluster.processes import end_by_sigterm
 from heed.jobs.models import fetch_models
+from lm.native import kernels
 from stages.progress import console
 from training.notices import (
     RunError,
@@ -185,8 +186,8 @@ class Workers:
     def _checked(self, group: WorkerGroup, python: str = "") -> WorkerGroup:
         """Returns the group once all its ranks see the run's folder, run the driver's code and have the models.
 
-        Closes the group if that fails. Reports which hosts have other versions of packages, unless the group has a
-        `python` of its own, where that is intended.
+        Ranks on CPUs then also have their kernels. Closes the group if that fails. Reports which hosts have other
+        versions of packages, unless the group has a `python` of its own, where that is intended.
         """
         try:
             for host in inspect_hosts(group, self.folder):
@@ -195,6 +196,8 @@ class Workers:
                     say(difference(host))
                 self.hosts[name] = versions
             fetch_models(group, self.models)
+            if not python and "GPU" not in (self._bundle or {}):
+                prepare_kernels(group)
         except Exception:
             group.close()  # nobody else has this group
             raise
@@ -219,6 +222,17 @@ class Workers:
             places.free()
         if self._group is not None or begun is not None:
             disconnect()
+
+
+def prepare_kernels(group: WorkerGroup) -> None:
+    """Compile the CPU kernels on each host that lacks them, and report which hosts do and which cannot."""
+    hosts = sorted({host for host in group.run("kernels", kernels.host_without_kernels) if host})
+    with waiting() as wait_for:
+        if hosts:
+            wait_for(f"compiling kernels on {', '.join(hosts)}")
+            say(f"compiling kernels on {', '.join(hosts)}, once for each kind of CPU")
+        for line in sorted({line for line in group.run("compiling kernels", kernels.prepare) if line}):
+            say(line)
 
 
 def run_to_end(

@@ -9,6 +9,7 @@ V vocabulary, F outputs of a product.
 """
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import math
@@ -16,17 +17,19 @@ import os
 import platform
 import shlex
 import shutil
+import socket
 import subprocess
-import tempfile
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from ctypes import c_bool, c_float, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lm.progress import note_progress
 
 FOLDER = Path(__file__).parent
 SOURCES = tuple(FOLDER / f"{name}.cpp" for name in ("kernels", "attention", "weight_gradient", "decoder"))
@@ -37,6 +40,7 @@ FLAGS = (
     "-fPIC", *(["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []),
 )  # fmt: skip
 COMPILERS = ("c++", "g++", "clang++")
+MOST_NOTES = 600  # one per second; a compiler that takes longer than this counts as stuck
 
 # What each C function takes: p pointer, b bool (whether the pointer before it is bf16), i int64, f float.
 # `tests/lm/test_native.py` compares this with the declarations in C++.
@@ -81,30 +85,73 @@ def cache_folder() -> Path:
         raise FileNotFoundError("there is no home folder to keep it in; set HOME or XDG_CACHE_HOME") from None
 
 
+def host_without_kernels() -> str:
+    """Returns this host's name if its kernels are still to be compiled; "" otherwise."""
+    try:
+        return "" if _target(cache_folder()).exists() else socket.gethostname()
+    except FileNotFoundError:  # nothing can be kept; `library` says so
+        return ""
+
+
+def prepare() -> str:
+    """Load the kernels, and compile them if needed. Returns a line with the host and why they are missing, or ""."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        library()
+    return "".join(f"{socket.gethostname()}: {warning.message}" for warning in said)
+
+
 def compiled(folder: Path) -> Path:
     """Returns the shared library in `folder` for these sources, flags and CPU, and compiles it unless it exists.
 
-    Processes that start at the same time each compile it, and the last one's file stays.
+    One process compiles, the others wait for it; both note progress. What a killed one leaves, the next one removes.
     Raises: OSError without a compiler or a folder to write to; CalledProcessError with the compiler's output.
     """
-    texts = [path.read_text(encoding="utf-8") for path in (*HEADERS, *SOURCES)]
-    flags = [*FLAGS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
-    key = hashlib.sha256("\0".join([*texts, *flags, _cpu()]).encode()).hexdigest()
-    target = folder / f"kernels-{key[:16]}.so"
+    target = _target(folder)
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as own:
-            objects = [Path(own) / f"{source.stem}.o" for source in SOURCES]
-            with ThreadPoolExecutor() as pool:
-                list(pool.map(lambda source, made: _compile([*flags, "-c", str(source)], made), SOURCES, objects))
-            made = Path(own) / target.name
-            _compile([*flags, "-shared", *map(str, objects)], made)
-            made.replace(target)
+        with ThreadPoolExecutor() as pool:
+            making = pool.submit(_make, target)
+            for _ in range(MOST_NOTES):
+                note_progress()
+                if wait([making], timeout=1.0).done:
+                    break
+            making.result()
     return target
 
 
-def _compile(arguments: Sequence[str], made: Path) -> None:
-    subprocess.run([_compiler(), *arguments, "-o", str(made)], check=True, capture_output=True, text=True)
+def _target(folder: Path) -> Path:
+    texts = [path.read_text(encoding="utf-8") for path in (*HEADERS, *SOURCES)]
+    key = hashlib.sha256("\0".join([*texts, *_flags(), _cpu()]).encode()).hexdigest()
+    return folder / f"kernels-{key[:16]}.so"
+
+
+def _flags() -> list[str]:
+    return [*FLAGS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+
+
+def _make(target: Path) -> None:
+    """Compile under a lock, which the compilers inherit: they may outlive this process, and write until they end."""
+    own = target.with_name("unfinished")
+
+    def compile_(arguments: Sequence[str], made: Path) -> None:
+        command = [_compiler(), *_flags(), *arguments, "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, text=True, pass_fds=[lock.fileno()])
+
+    with target.with_name("kernels.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.exists():
+            return
+        shutil.rmtree(own, ignore_errors=True)
+        own.mkdir()
+        try:
+            objects = [own / f"{source.stem}.o" for source in SOURCES]
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(lambda source, made: compile_(["-c", str(source)], made), SOURCES, objects))
+            compile_(["-shared", *map(str, objects)], own / target.name)
+            (own / target.name).replace(target)
+        finally:
+            shutil.rmtree(own)
 
 
 def _compiler() -> str:

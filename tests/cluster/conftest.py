@@ -63,7 +63,7 @@ class Host:
         )  # fmt: skip
 
     def start_node(self, head: "Host", **environment: str) -> None:
-        """A Ray node with room for one rank, restarted whenever it ends, as described in docs/cluster.md."""
+        """A Ray node with room for one rank, restarted whenever it ends."""
         once = (
             f"{RAY} start --block --disable-usage-stats --include-log-monitor=false --num-cpus=1"
             f" --node-ip-address={self.address} --address={head.address}:6379"

@@ -1,9 +1,15 @@
 """The CPU's kernels against the same equations in PyTorch's operations, in double precision."""
 
 import ctypes
+import fcntl
 import math
 import pwd
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +22,7 @@ from lm.layers import RMSNorm, add_norm
 from lm.native import kernels as ops
 from lm.native import operators
 from lm.positions import rotary_tables
+from lm.progress import progress_noted
 from lm.sampling import Choice
 
 pytestmark = pytest.mark.skipif(ops.library() is None, reason="needs a C++ compiler")
@@ -220,7 +227,7 @@ def test_compiling_is_done_once_for_a_folder(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("CXXFLAGS", "-O0")  # in a fifth of the time
     made = ops.compiled(tmp_path / "kept")
     assert ctypes.CDLL(str(made)).rms_norm
-    assert list((tmp_path / "kept").iterdir()) == [made]
+    assert sorted((tmp_path / "kept").iterdir()) == [made, tmp_path / "kept" / "kernels.lock"]
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert ops.compiled(tmp_path / "kept") == made
     with pytest.raises(FileNotFoundError, match="no-such-compiler"):
@@ -253,3 +260,99 @@ def test_without_a_home_the_work_goes_on_and_says_what_to_set(monkeypatch: pytes
         Path.home()
     with pytest.warns(RuntimeWarning, match=r"slower: there is no home folder .* set HOME or XDG_CACHE_HOME"):
         assert ops.library.__wrapped__() is None
+
+
+COMPILER = """#!/bin/sh
+echo start >> {folder}/log
+until [ -e {folder}/gate ]; do sleep 0.01; done
+while [ $# -gt 1 ]; do [ "$1" = -o ] && echo made > "$2"; shift; done
+echo end >> {folder}/log
+"""
+COMPILES = """
+import sys; from pathlib import Path; from lm.native.kernels import compiled
+print("ready", flush=True); compiled(Path(sys.argv[1]))
+"""
+NUM_STARTS = len(ops.SOURCES) + 1  # and the linker
+
+
+class Compiler:
+    """Stands in for a compiler: logs its starts and ends, and ends once `open` was called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / "compiler"
+        self.path.write_text(COMPILER.format(folder=folder))
+        self.path.chmod(0o755)
+
+    def open(self) -> None:
+        (self.folder / "gate").touch()
+
+    @property
+    def log(self) -> list[str]:
+        path = self.folder / "log"
+        return path.read_text().split() if path.exists() else []
+
+    def compiling(self, cache: Path) -> "subprocess.Popen[bytes]":
+        """Starts another process, which wants the kernels as soon as its first line can be read."""
+        return subprocess.Popen([sys.executable, "-c", COMPILES, str(cache)], stdout=subprocess.PIPE)
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    made = Compiler(tmp_path)
+    monkeypatch.setenv("CXX", str(made.path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(ops, "library", ops.library.__wrapped__)  # this process already has the real kernels
+    return made
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Waits for another process or thread; the test's own time limit ends a wait in vain."""
+    while not is_so():
+        time.sleep(0.01)
+
+
+def test_processes_of_a_host_compile_once(compiler: Compiler, tmp_path: Path) -> None:
+    processes = [compiler.compiling(tmp_path / "cache") for _ in range(2)]
+    assert [process.stdout.readline() for process in processes if process.stdout] == [b"ready\n"] * 2
+    until(lambda: len(compiler.log) >= len(ops.SOURCES))
+    compiler.open()
+    assert [process.wait() for process in processes] == [0, 0]
+    assert compiler.log.count("start") == NUM_STARTS
+
+
+def test_what_a_killed_process_leaves_is_removed_and_does_no_harm(compiler: Compiler, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = compiler.compiling(cache)
+    until(lambda: len(compiler.log) == len(ops.SOURCES))
+    first.kill()
+    first.wait()
+    assert (cache / "unfinished").is_dir()
+    second = compiler.compiling(cache)
+    compiler.open()  # the first one's compilers still run, and write into the same folder until they end
+    assert second.wait() == 0
+    assert compiler.log[: 2 * len(ops.SOURCES)].count("end") == len(ops.SOURCES), "two compiled at once"
+    assert compiler.log.count("start") == len(ops.SOURCES) + NUM_STARTS
+    assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".so"]
+
+
+def test_progress_is_noted_while_this_or_another_process_compiles(compiler: Compiler, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    with (cache / "kernels.lock").open("w") as lock, ThreadPoolExecutor() as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before, done = progress_noted(), pool.submit(ops.compiled, cache)
+        until(lambda: progress_noted() > before + 1)  # waits
+        assert not compiler.log
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        until(lambda: len(compiler.log) == len(ops.SOURCES))
+        before = progress_noted()
+        until(lambda: progress_noted() > before)  # compiles
+        compiler.open()
+        assert done.result().exists()
+
+
+def test_a_host_says_whether_it_has_kernels_and_why_not(compiler: Compiler) -> None:
+    assert ops.host_without_kernels() == socket.gethostname()
+    compiler.open()
+    assert ops.prepare().startswith(f"{socket.gethostname()}: lm/native was not compiled, so work on a CPU is slower:")
+    assert ops.host_without_kernels() == ""

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +17,11 @@ from cluster.config import ClusterConfig
 from cluster.connection import disconnect
 from cluster.failures import WorkerLostError
 from files.records import read_record
-from heed.jobs.recovery import MAX_LOSSES_IN_PLACE, Workers, run_to_end
+from heed.jobs.recovery import MAX_LOSSES_IN_PLACE, Workers, prepare_kernels, run_to_end
 from heed.jobs.report import StatusFile
+from lm.native import kernels
 from stages.progress import STATUS, RunStatus
-from training.notices import RunError
+from training.notices import RunError, speaking_through, waits_for
 
 
 def worker_of(pids: list[int]) -> int | None:
@@ -153,3 +155,32 @@ def test_other_errors_are_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"sft.seq_len"):
         run_to_end("sft", tmp_path, fail, list)
     assert len(calls) == 1
+
+
+class OneRank:
+    """A group whose only rank is this process. Keeps what the run waits for in each call, by the call's name."""
+
+    def __init__(self) -> None:
+        self.waited_for = dict[str, str]()
+
+    def run(self, name: str, function: Callable[[], str]) -> list[str]:
+        self.waited_for[name] = waits_for()
+        return [function()]
+
+
+def test_compiling_kernels_is_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that writes no library, on a host without kernels; then nothing is left to compile."""
+    compiler, host, said, group = tmp_path / "compiler", socket.gethostname(), list[str](), OneRank()
+    compiler.write_text('#!/bin/sh\nwhile [ $# -gt 1 ]; do [ "$1" = -o ] && echo made > "$2"; shift; done\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kernels, "library", kernels.library.__wrapped__)  # not the one that this process has loaded
+    with speaking_through(said.append):
+        prepare_kernels(group)  # type: ignore[arg-type]
+        assert group.waited_for == {"kernels": "", "compiling kernels": f"compiling kernels on {host}"}
+        assert said[0] == f"compiling kernels on {host}, once for each kind of CPU"
+        assert said[1].startswith(f"{host}: lm/native was not compiled, so work on a CPU is slower")
+        prepare_kernels(group)  # type: ignore[arg-type]
+    assert group.waited_for["compiling kernels"] == ""
+    assert said[2:] == said[1:2]
