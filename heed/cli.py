@@ -131,9 +131,12 @@ def loop(
 def init(
     job: Annotated[Path, typer.Argument(help="The job file to write.")],
     model: Annotated[str, typer.Option(help="The model to start from: a directory, a .gguf file or a hub id.")],
-    demonstrations: Annotated[str, typer.Option(help=f"Conversations for SFT: {DATA}.")] = "",
+    demonstrations: Annotated[
+        str, typer.Option(help=f"Conversations for SFT, or texts with labels for an encoder: {DATA}.")
+    ] = "",
     preferences: Annotated[
-        str, typer.Option(help=f"Preference pairs or rankings, for a reward model and DPO: {DATA}.")
+        str,
+        typer.Option(help=f"Preference pairs or rankings, for a reward model and DPO, or labels for KTO: {DATA}."),
     ] = "",
     prompts: Annotated[str, typer.Option(help=f"Prompts to answer, in training and in the comparison: {DATA}.")] = "",
     reward: Annotated[
@@ -144,7 +147,10 @@ def init(
     ] = "",
     algorithm: Annotated[
         str,
-        typer.Option(help="ppo, grpo, rloo or dpo (default: ppo with --prompts, otherwise dpo).", show_default=False),
+        typer.Option(
+            help="ppo, grpo, rloo, dpo, kto, loop or classify (default: by model and data; ppo with --prompts).",
+            show_default=False,
+        ),
     ] = "",
     form: Annotated[
         str,
@@ -170,7 +176,7 @@ def init(
         console.print(line, markup=False)
     for line in starter.missing:
         console.print(f"left out: {line}", markup=False)
-    console.print(f"{job} is ready: `heed plan {job}` estimates it, `heed run {job}` runs it", markup=False)
+    console.print(f"{job} is ready: `heed plan {job}` estimates it, `{starter.command} {job}` runs it", markup=False)
 
 
 app.command(rich_help_panel=TRAIN)(submit)
