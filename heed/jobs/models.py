@@ -13,7 +13,7 @@ from typing import Any
 
 from cluster.group import WorkerGroup
 from heed.jobs.job import JobConfig
-from heed.jobs.registry import BUILT_IN, Registry
+from heed.jobs.registry import Registry
 from lm.config import ModelConfig
 from lm.hub import hub_name, is_gguf, model_directory, on_this_machine, shape_and_tokenizer
 from lm.weights import PRETRAINED, PURPOSES, config_from_hf, purpose_of, read_config
@@ -76,13 +76,6 @@ def shape_of(init_from: str, *, opens_models: bool) -> dict[str, Any]:
     kind = read_config(folder, purpose_of(folder))[0].kind
     # Ignore a head for scores or labels: the stage trains the model with the head that its kind is pretrained with.
     return read_config(folder, PURPOSES[PRETRAINED[kind]])[0].model_dump(mode="json")
-
-
-def kind_in_words(kind: str) -> str:
-    """Returns what a kind of model is and what trains it."""
-    stages = ", ".join(f"[{stage.name}]" for stage in BUILT_IN if kind in stage.model_kinds)
-    body = "; it is also the body of a reward model (reward.init_from)" if kind == "encoder" else ""
-    return f"an {kind}, for {stages}{body}" if kind[0] == "e" else f"a {kind}, for {stages}"
 
 
 def known_shape(name: str) -> ModelConfig | None:

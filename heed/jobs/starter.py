@@ -21,7 +21,8 @@ from files.conversations import AUTO, NAMES
 from files.importing import load_function
 from files.rows import OnInvalid, is_file_name
 from heed.jobs.job_file import load_job
-from heed.jobs.models import kind_in_words, shape_of
+from heed.jobs.models import shape_of
+from heed.jobs.registry import kind_in_words
 from heed.jobs.starter_sections import (
     JUDGED_BY_REWARD,
     JUDGED_BY_REWARD_MODEL,
@@ -288,7 +289,7 @@ class Starter:
         shape, needed = self._model_shape, "encoder" if self._chosen == "classify" else "decoder"
         if self._kind != needed:
             raise ValueError(
-                f"--model {self.model} is {kind_in_words(self._kind)}; {kind_in_words(needed)}, was expected"
+                f"--model {self.model} is {kind_in_words(self._kind)}; {kind_in_words(needed)} was expected"
             )
         _ = self._tokenizer
         return Shape(self.model, int(shape["max_position_embeddings"]), int(shape["hidden_size"]) < SMALL_HIDDEN_SIZE)
