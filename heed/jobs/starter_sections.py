@@ -287,7 +287,7 @@ class Compared:
         """Says which win rate the comparison can show: as if a prompt's samples all went the same way, and as if they
         were independent. The truth is in between.
         """
-        detectable = power_of(np.arange(self.num_prompts) % 2 * 1.0).detectable
+        detectable = power_of(np.arange(self.num_prompts, dtype=np.float64) % 2).detectable
         if math.isnan(detectable):
             return f"{self.num_prompts} held-out prompts cannot show any difference; at least 6 were expected"
         independent = 0.5 + detectable / math.sqrt(num_samples)

@@ -224,10 +224,10 @@ def test_a_template_that_is_none(start_job: Callable[..., str], template: str) -
 
 
 def test_job_files_that_cannot_be_read(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert f"{tmp_path}: cannot be read" in refused("run", str(tmp_path))
+    assert f"{tmp_path}: a file was expected, not a folder" in refused("run", str(tmp_path))
     path = tmp_path / "job.toml"
-    path.write_bytes(b'name = "\xff"')
-    assert f"{path}: cannot be read: 'utf-8' codec" in refused("run", str(path))
+    path.write_bytes(b'note = "x"\nname = "\xff"')
+    assert f"{path}:2: UTF-8 was expected, not the byte 0xff" in refused("run", str(path))
 
 
 def test_a_report_of_no_run(refused: Callable[..., str], tmp_path: Path) -> None:
