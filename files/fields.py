@@ -284,14 +284,17 @@ def _content(where: str, message: Mapping[str, Any]) -> str:
     return "".join(texts)
 
 
-_job_folders: list[Path] = []
+_jobs: list[Path] = []
 
 
 def remember_job(file: Path) -> None:
-    """Let messages say that a file is next to this job file, if it is there."""
-    folder = file.resolve().parent
-    if folder not in _job_folders:
-        _job_folders.append(folder)
+    """Let messages name this job file, and say that another file is next to it."""
+    _jobs.append(file)
+
+
+def last_job() -> Path | None:
+    """Returns the job file that was remembered last."""
+    return _jobs[-1] if _jobs else None
 
 
 def no_such_file(name: str | Path) -> str:
@@ -299,7 +302,7 @@ def no_such_file(name: str | Path) -> str:
     path = Path(name)
     if path.is_absolute():
         return "no such file"
-    here = Path.cwd()
-    beside = next((folder for folder in _job_folders if folder != here and (folder / path).exists()), None)
+    here, folders = Path.cwd(), (job.resolve().parent for job in _jobs)
+    beside = next((folder for folder in folders if folder != here and (folder / path).exists()), None)
     hint = f"; {beside / path} exists, so run heed in {beside}, or write that path" if beside else ""
     return f"no such file in {here}, where relative paths start{hint}"

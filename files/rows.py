@@ -8,10 +8,13 @@ import csv
 import gzip
 import io
 import itertools
+import socket
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from files.fields import kind_of, no_such_file
 from files.parquet import Unpacked, read_parquet, require_bounded
@@ -182,6 +185,10 @@ def _load(source: str, split: str, subset: str) -> Rows:
         if path.suffix == ".parquet":
             require_bounded(path)
     unpacked = Unpacked(sum(path.stat().st_size for path in files) if files else None)
+    if not Path(source).exists() and _is_away(source):
+        raise ValueError(
+            f"source {source!r} is neither a local file nor a dataset that the hub provided: {UNREACHABLE}"
+        )
     try:
         if any((Path(source) / name).is_file() for name in SAVED):
             dataset = datasets.load_from_disk(source)
@@ -198,6 +205,26 @@ def _load(source: str, split: str, subset: str) -> Rows:
             f"source {source!r} is neither a local file nor a dataset that the hub provided"
             f" (split {split!r}): {hub_reason(error)}"
         ) from error
+
+
+def _is_away(source: str) -> bool:
+    """Whether the hub's name leads nowhere and nothing of the source was downloaded before: the hub's clients would try
+    for half a minute.
+    """
+    import datasets
+    from huggingface_hub import constants
+
+    downloads = (
+        Path(constants.HF_HUB_CACHE, f"datasets--{source.replace('/', '--')}"),
+        Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___").lower()),
+    )
+    if constants.HF_HUB_OFFLINE or getproxies() or any(folder.exists() for folder in downloads):
+        return False
+    try:
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
+    except OSError:
+        return True
+    return False
 
 
 def _local_parquet(builder: Any, split: str) -> list[Path]:

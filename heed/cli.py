@@ -4,13 +4,15 @@ import atexit
 import gc
 import logging
 import os
+from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from cluster import local_ray
 from cluster.processes import LAUNCHER_VARIABLES
@@ -37,12 +39,47 @@ from heed.commands.options import (
     last_state,
     model_folder,
     read_job,
+    require_cores_for,
 )
 from heed.commands.replay import replay
 from heed.commands.verify_sampler import verify_sampler
 from stages.progress import console, results_console
 
+# What other tools call a command or an option.
+COMMANDS = {"train": "run", "finetune": "init", "new": "init", "benchmark": "evaluate", "generate": "complete"}
+OPTIONS = {"--benchmark": "--suite", "--tasks": "--suite", "--config": "the job's file, without an option"}
+
+
+class Suggesting(TyperGroup):
+    """Suggests commands and options where typer knows nothing similar: by other tools' words, and by the job's keys."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Returns what typer does. Fails, with a suggestion, where typer would fail without one."""
+        if not get_close_matches(args[0], self.commands) and (known := get_close_matches(args[0], COMMANDS, n=1)):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {COMMANDS[known[0]]!r}?")
+        name, command, rest = super().resolve_command(ctx, args)
+        known = [option for of in getattr(command, "params", ()) for option in (*of.opts, *of.secondary_opts)]
+        given = [word.partition("=")[0] for word in rest[: rest.index("--") if "--" in rest else None]]
+        for option in () if isinstance(command, TyperGroup) or ctx.resilient_parsing else given:
+            is_unknown = option.startswith("--") and option != "--help" and not get_close_matches(option, known)
+            if is_unknown and option in OPTIONS:
+                ctx.fail(f"No such option: {option}. Did you mean {OPTIONS[option]}?")
+            if is_unknown and "--set" in known and (hint := _key_like(option)):
+                ctx.fail(f"No such option: {option}. --set sets the job's keys: {hint}.")
+        return name, command, rest
+
+
+def _key_like(option: str) -> str:
+    """Says which key of a job an option stands for; "" if none is like it."""
+    from heed.jobs.job import BUILT_IN_JOB
+    from heed.jobs.job_file import unknown_key
+
+    hint = unknown_key((), option.removeprefix("--").replace("-", "_"), BUILT_IN_JOB).partition("; ")[2]
+    return "" if hint.startswith("known keys are") else hint
+
+
 app = typer.Typer(
+    cls=Suggesting,
     name="heed",
     help="From raw text to a policy that people prefer.",
     no_args_is_help=True,
@@ -91,6 +128,7 @@ def run(
     with console.status("reading the job"), imports_uncollected():
         from heed.jobs.pipeline import run_job
 
+        require_cores_for(workers)
         config = read_job(job, override, workers, first, only)
     if config.loop is not None:
         raise ValueError(f"{job}: the job has [loop]; `heed loop {job}` runs it")
@@ -123,6 +161,7 @@ def loop(
         from heed.jobs.job_file import load_job
         from heed.jobs.loop import run_loop
 
+    require_cores_for(workers)
     given = all_overrides(override, workers)
     run_loop(lambda rounds: load_job(job, [*given, *([f"rounds={rounds}"] if rounds else [])]), runs, waits=wait)
 
@@ -131,9 +170,12 @@ def loop(
 def init(
     job: Annotated[Path, typer.Argument(help="The job file to write.")],
     model: Annotated[str, typer.Option(help="The model to start from: a directory, a .gguf file or a hub id.")],
-    demonstrations: Annotated[str, typer.Option(help=f"Conversations for SFT: {DATA}.")] = "",
+    demonstrations: Annotated[
+        str, typer.Option(help=f"Conversations for SFT, or texts with labels for an encoder: {DATA}.")
+    ] = "",
     preferences: Annotated[
-        str, typer.Option(help=f"Preference pairs or rankings, for a reward model and DPO: {DATA}.")
+        str,
+        typer.Option(help=f"Preference pairs or rankings, for a reward model and DPO, or labels for KTO: {DATA}."),
     ] = "",
     prompts: Annotated[str, typer.Option(help=f"Prompts to answer, in training and in the comparison: {DATA}.")] = "",
     reward: Annotated[
@@ -144,7 +186,10 @@ def init(
     ] = "",
     algorithm: Annotated[
         str,
-        typer.Option(help="ppo, grpo, rloo or dpo (default: ppo with --prompts, otherwise dpo).", show_default=False),
+        typer.Option(
+            help="ppo, grpo, rloo, dpo, kto, loop or classify (default: by model and data; ppo with --prompts).",
+            show_default=False,
+        ),
     ] = "",
     form: Annotated[
         str,
@@ -170,7 +215,7 @@ def init(
         console.print(line, markup=False)
     for line in starter.missing:
         console.print(f"left out: {line}", markup=False)
-    console.print(f"{job} is ready: `heed plan {job}` estimates it, `heed run {job}` runs it", markup=False)
+    console.print(f"{job} is ready: `heed plan {job}` estimates it, `{starter.command} {job}` runs it", markup=False)
 
 
 app.command(rich_help_panel=TRAIN)(submit)

@@ -17,6 +17,9 @@ heed init mine.toml --model Qwen/Qwen2.5-0.5B --demonstrations demos.jsonl \\
     --preferences pairs.jsonl --prompts prompts.jsonl
 heed init dpo.toml --model my-sft-model --preferences trl-lib/ultrafeedback_binarized
 heed init grpo.toml --model my-sft-model --prompts prompts.jsonl --reward rewards.py:score --algorithm grpo
+heed init kto.toml --model my-sft-model --preferences labels.jsonl --reward judge.py:score   # TRL's unpaired rows
+heed init loop.toml --model my-model --demonstrations demos.jsonl --prompts prompts.jsonl --algorithm loop
+heed init classify.toml --model bert-base-cased --demonstrations texts.jsonl                 # text and label
 """,
     "heed submit": """
 heed submit mine.toml --runs /shared/runs --address http://head:8265

@@ -360,8 +360,8 @@ def read_judgments(
                 f"{found.where}: a single response, which ranks nothing; 'chosen' and 'rejected' or several responses"
                 ' were expected ([dpo] with loss = "kto" learns from labels of single responses)'
             )
-    is_single = all(len(found.task.responses) == 1 for found in judgments.found_tasks)
-    things = "labeled responses" if is_single else "comparisons"
+    sizes = {len(found.task.responses) for found in judgments.found_tasks}
+    things = {1: "labeled responses", 2: "pairs"}.get(max(sizes), "comparisons")
     tell(f"{data.source}: {len(judgments.found_tasks):,} {things}, {form.description}")
     report_excluded(judgments)
     report_rows(invalid, judgments.report.outcomes(), tell)

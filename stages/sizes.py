@@ -144,11 +144,15 @@ class Lengths:
 
         Raises: ValueError if all rows are too long.
         """
+        return f"{source}: {self.num_rows:,} {what} of {self.tokens(source, what)}"
+
+    def tokens(self, source: str, what: str) -> str:
+        """Describe the rows' lengths, such as "61 tokens on average, 118 at most". Raises: as `line`."""
         if self.overlong and not self.num_measured:
             raise ValueError(
                 f"{source}: all {self.overlong.num_rows:,} measured {what} are too long; shorter ones were expected"
             )
-        text = f"{source}: {self.num_rows:,} {what} of {self.mean:,.0f} tokens on average, {self.longest:,} at most"
+        text = f"{self.mean:,.0f} tokens on average, {self.longest:,} at most"
         sampled = f" (estimated from {self.num_measured:,} of them, the longest texts included)"
         overlong = f"; {self.overlong}" if self.overlong else ""
         return text + (sampled if self.num_measured < self.num_rows else "") + overlong

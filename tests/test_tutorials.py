@@ -39,7 +39,7 @@ def test_your_own_model(tmp_path: Path) -> None:
     job = next(text for text in said if 'name = "mine"' in text)
     for line in (
         "demos.jsonl: 1,152 conversations, prompt and completion",
-        "pairs.jsonl: 72 comparisons, TRL's preferences",
+        "pairs.jsonl: 72 pairs, TRL's preferences",
         "prompts.jsonl: 24 prompts, prompt",
     ):
         assert line in job

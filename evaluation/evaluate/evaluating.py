@@ -51,6 +51,7 @@ from evaluation.suites.suite import Item, Model, Scored, Suite, Tools
 from files.atomic import atomic_folder, write_json
 from files.hashes import derive_seed
 from files.records import as_json
+from files.rows import is_file_name
 from stages.lineage import path_hash
 from stages.reports.text import clean_json
 
@@ -173,7 +174,12 @@ def _read(suite: Suite, source: str, max_items: int) -> list[Item]:
     """Returns a suite's items, or `max_items` evenly spread over all."""
     if not source:
         raise ValueError(f"suite {suite.name!r}: --data {suite.name}=PATH is missing; the suite has no hub id")
-    items = suite.read(source)
+    try:
+        items = suite.read(source)
+    except ValueError as error:
+        if is_file_name(source) or Path(source).exists():
+            raise
+        raise ValueError(f"{error}; --data {suite.name}=PATH reads the items from a file or folder") from None
     seen: set[str] = set()
     for item in items:
         if item.item_id in seen:

@@ -95,7 +95,7 @@ def read_shape(path: Path) -> "ModelConfig":
         if model is None:
             raise ValueError(f"{path}: the job has no [model] and starts from none")
         return model
-    return validated(ModelConfig, values.get("model", values), str(path))
+    return validated(ModelConfig, values.get("model", values), lambda _key: str(path))
 
 
 def describe(config: "ModelConfig") -> Table:

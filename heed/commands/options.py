@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -59,14 +60,25 @@ def all_overrides(overrides: list[str] | None, workers: int) -> list[str]:
 
 
 def read_job(path: Path | None, overrides: list[str] | None, workers: int, first: str, only: str) -> "JobConfig":
-    """Returns the validated job. Raises: ValueError for an unknown stage, and as `load_job` does."""
+    """Returns the validated job. Raises: ValueError for a stage that it lacks, and as `load_job` does."""
     from heed.jobs.job_file import load_job
 
     job = load_job(path, all_overrides(overrides, workers))
     for option, stage in (("--from", first), ("--only", only)):
-        if stage and stage not in job.registry:
-            raise ValueError(f"{option} {stage!r}: one of {', '.join(job.registry.names)} was expected")
+        if stage and stage not in job.stage_names:
+            lacks = f"the job has no [{stage}]; " if stage in job.registry else ""
+            raise ValueError(f"{option} {stage!r}: {lacks}one of {', '.join(job.stage_names)} was expected")
     return job
+
+
+def require_cores_for(workers: int) -> None:
+    """Raise ValueError if this machine is to run the job and has fewer cores than `--workers`, which batches would
+    otherwise be refused for.
+    """
+    from cluster.connection import require_cores
+
+    if not os.environ.get("RAY_ADDRESS"):
+        require_cores(workers)
 
 
 def last_state(job: Path | None, overrides: list[str] | None, runs: Path) -> str:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 from cluster.config import ClusterConfig
 from evaluation.compare.judges import without_password
 from files.importing import load_function
-from heed.jobs.registry import BUILT_IN, WORLD, AnyStage, Registry, section_of_round, with_rounds
+from heed.jobs.registry import BUILT_IN, WORLD, AnyStage, Registry, kind_in_words, section_of_round, with_rounds
 from heed.loop.config import LoopConfig
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from lm.config import ModelConfig
@@ -292,7 +292,12 @@ class JobConfig(Config):
             if self.model is None and "model" in stage.sections:
                 raise ValueError(f"model: missing; {stage.name} needs [model] or {stage.name}.init_from")
             if self.model is not None and self.model.kind not in stage.model_kinds and not self._has_own_shape(stage):
-                raise ValueError(f"model.kind is {self.model.kind!r}, which stage {stage.name} cannot train")
+                starts = [f"{of.name}.init_from" for of in self.stages if getattr(self.section_of(of), "init_from", "")]
+                kinds = " or ".join(kind_in_words(kind, self.registry) for kind in stage.model_kinds)
+                is_kind = kind_in_words(self.model.kind, self.registry)
+                raise ValueError(
+                    f"{starts[0] if starts else 'model.kind'} is {is_kind}, but [{stage.name}] takes {kinds}"
+                )
 
     def _check_room(self) -> None:
         if self.model is None:

@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -27,8 +27,18 @@ BASE = "base"
 WITHOUT = "without"
 OWN_KEYS = ("name", "note")  # not inherited: a job with its base's name would write into the base's run folder
 NONE = "none"  # the value of `--set` that removes a key
+_NAME = r"[\w\"'-]+(?:[ \t]*\.[ \t]*[\w\"'-]+)*"  # a dotted key
+_HEADER = re.compile(rf"[ \t]*(\[\[?)[ \t]*({_NAME})[ \t]*\]\]?[ \t]*(?:#|$)")
+_KEY = re.compile(rf"[ \t]*({_NAME})[ \t]*=")
+_BEGINS = re.compile(r"[a-z_]+(?:\.\w+)*")  # the key that a message begins with
 _NUMBER = re.compile(r"[+-]?(\.\d+|\d+\.)([eE][+-]?\d+)?")  # TOML wants digits on both sides
 PLAYGROUND = "playground"  # a world that `open_world` knows by name
+
+# What pydantic's types of errors expect; the second by its context.
+TYPES = {"int": "a whole number", "float": "a number", "finite": "a finite number", "bool": "true or false"}
+TYPES |= {"string": "a text", "dict": "a table", "path": "a path"}
+BOUNDS = {"greater_than": "more than {gt:g}", "greater_than_equal": "at least {ge:g}", "less_than": "less than {lt:g}"}
+BOUNDS |= {"less_than_equal": "at most {le:g}", "literal_error": "{expected}", "too_short": "at least {min_length}"}
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
@@ -39,10 +49,50 @@ def read_toml(source: Traversable, name: str) -> dict[str, Any]:
         return tomllib.loads(source.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{name}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{name}: cannot be read: {error}") from None
+    except IsADirectoryError:
+        raise ValueError(f"{name}: a file was expected, not a folder") from None
+    except OSError as error:
+        raise ValueError(f"{name}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{name}:{line}: UTF-8 was expected, not the byte 0x{error.object[error.start]:02x}") from None
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{name}: not TOML: {error}") from None
+
+
+def line_of(path: Path, key: str) -> str:
+    """Returns "FILE:LINE" of the line that sets a dotted key, or else the value or table around it, in a job file or in
+    its bases; the file alone if there is none.
+    """
+    files, file = dict[Path, dict[tuple[str, ...], int]](), path
+    while file not in files and file.is_file():
+        text = file.read_text(encoding="utf-8")
+        files[file], base = _lines_of(text), tomllib.loads(text).get(BASE)
+        file = file.parent / base if isinstance(base, str) else file
+    parts = key.split(".")
+    for length in range(len(parts), 0, -1):
+        for file, lines in files.items():
+            if (file == path or parts[0] not in OWN_KEYS) and (line := lines.get(tuple(parts[:length]))):
+                return f"{file}:{line}"
+    return str(path)
+
+
+def _lines_of(text: str) -> dict[tuple[str, ...], int]:
+    """Returns the line of each key and table of a TOML text by its path; inline tables are one value here."""
+    table, lines = tuple[str, ...](), dict[tuple[str, ...], int]()
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := _HEADER.match(line):
+            table = _parts(header[2])
+            if header[1] == "[[":
+                table = (*table, str(sum((*table, str(place)) in lines for place in range(number))))
+            lines.setdefault(table, number)
+        elif key := _KEY.match(line):
+            lines.setdefault((*table, *_parts(key[1])), number)
+    return lines
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    return tuple(part.strip(" \t\"'") for part in name.split("."))
 
 
 def read_job_values(path: Path, inherited_by: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -58,20 +108,20 @@ def read_job_values(path: Path, inherited_by: tuple[Path, ...] = ()) -> dict[str
         return values
     base, without = values.pop(BASE), values.pop(WITHOUT, [])
     if not isinstance(base, str):
-        raise ValueError(f"{path}: base is {base!r}; the path of a job file was expected")
+        raise ValueError(f"{line_of(path, BASE)}: base is {base!r}; the path of a job file was expected")
     chain = (*inherited_by, path.resolve())
     parent = path.parent / base
     if not parent.is_file():
-        raise ValueError(f"{path}: base {base!r}: no such file; paths are relative to the job file")
+        raise ValueError(f"{line_of(path, BASE)}: base {base!r}: no such file; paths are relative to the job file")
     if parent.resolve() in chain:
         cycle = " -> ".join(file.name for file in (*chain[chain.index(parent.resolve()) :], parent))
-        raise ValueError(f"{path}: base {base!r} inherits from itself: {cycle}")
+        raise ValueError(f"{line_of(path, BASE)}: base {base!r} inherits from itself: {cycle}")
     below = read_job_values(parent, chain)
     if not isinstance(without, list):
-        raise ValueError(f"{path}: {WITHOUT} is {without!r}; a list of keys of the base was expected")
+        raise ValueError(f"{line_of(path, WITHOUT)}: {WITHOUT} is {without!r}; a list of keys of the base was expected")
     for key in without:
         if not _remove(below, str(key).split(".")):
-            where = f"{path}: {WITHOUT} {key!r}: base {base!r}"
+            where = f"{line_of(path, WITHOUT)}: {WITHOUT} {key!r}: base {base!r}"
             raise ValueError(f"{where} has no such key; a key of the base was expected")
     return merged({key: value for key, value in below.items() if key not in OWN_KEYS}, values)
 
@@ -170,13 +220,24 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), *, opens_models: 
     downloaded if the job writes the shape, or the shape is built in or in a local folder.
     Raises: ValueError naming file, field, value and what was expected.
     """
-    name = DEMO if path is None else str(path)
-    values = job_values(path, overrides)
+    at, values = _places(path, overrides), job_values(path, overrides)
     if path is not None:
         remember_job(path)
-    config = _job_type(name, values)
-    take_shape(name, values, config.known_stages, opens_models=opens_models)
-    return validated(config, values, name)
+    config = _job_type(at, values)
+    take_shape(at, values, config.known_stages, opens_models=opens_models)
+    return validated(config, values, at)
+
+
+def _places(path: Path | None, overrides: Sequence[str]) -> Callable[[str], str]:
+    """Returns a function that names the file of a dotted key, with its line unless `--set` gives the key."""
+    name, keys = DEMO if path is None else str(path), [Override.parse(override).path for override in overrides]
+
+    def at(key: str) -> str:
+        parts = tuple(key.split("."))
+        is_set = any(parts[: len(given)] == given or given[: len(parts)] == parts for given in keys)
+        return name if path is None or is_set else line_of(path, key)
+
+    return at
 
 
 def job_values(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -186,12 +247,13 @@ def job_values(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, An
     """
     name = DEMO if path is None else str(path)
     values = read_toml(files("configs").joinpath("jobs/demo.toml"), name) if path is None else read_job_values(path)
+    at = _places(path, overrides)
     for override in overrides:
-        _apply(name, values, Override.parse(override))
+        _apply(at, values, Override.parse(override))
     return values
 
 
-def _apply(name: str, values: dict[str, Any], override: Override) -> None:
+def _apply(at: Callable[[str], str], values: dict[str, Any], override: Override) -> None:
     """Set one key, or remove it if the value is "none". A key that takes "none" (`ppo.advantage.scale`) is set to it.
 
     Raises: ValueError as `Override.set`, and for the removal of a key that no job has.
@@ -199,7 +261,7 @@ def _apply(name: str, values: dict[str, Any], override: Override) -> None:
     if not override.removes:
         override.set(values)
         return
-    config = _job_type(name, values)
+    config = _job_type(at, values)
     if any(NONE in literals_of(field.annotation) for field in fields_at(config, override.path)):
         override.set(values)
     elif not override.remove(values):
@@ -208,7 +270,7 @@ def _apply(name: str, values: dict[str, Any], override: Override) -> None:
                 raise ValueError(f"--set {override}: {unknown_key(override.path[:place], key, config)}")
 
 
-def _job_type(name: str, values: Mapping[str, Any]) -> type[JobConfig]:
+def _job_type(at: Callable[[str], str], values: Mapping[str, Any]) -> type[JobConfig]:
     """Returns the job's config class, with sections for the job's custom stages and for a world that it names."""
     places, world = values.get("custom_stages", []), values.get("world")
     kind = world.get("kind") if isinstance(world, dict) else None
@@ -217,15 +279,16 @@ def _job_type(name: str, values: Mapping[str, Any]) -> type[JobConfig]:
     try:
         registry = registry_with(places)
     except ValueError as error:
-        raise ValueError(f"{name}: custom_stages: {error}") from None
+        raise ValueError(f"{at('custom_stages')}: custom_stages: {error}") from None
     if not isinstance(kind, str) or kind == PLAYGROUND:
         return job_type(registry) if places else BUILT_IN_JOB
     if ":" not in kind:
-        raise ValueError(f"{name}: world.kind is {kind!r}; {PLAYGROUND!r}, or a world as 'FILE.py:NAME', was expected")
+        expected = f"{PLAYGROUND!r}, or a world as 'FILE.py:NAME', was expected"
+        raise ValueError(f"{at('world.kind')}: world.kind is {kind!r}; {expected}")
     try:
         return job_type(registry, world_at(kind))
     except ValueError as error:
-        raise ValueError(f"{name}: world.kind: {error}") from None
+        raise ValueError(f"{at('world.kind')}: world.kind: {error}") from None
 
 
 def open_world(place: str) -> World:
@@ -244,13 +307,23 @@ def open_world(place: str) -> World:
     return world
 
 
-def validated(model: type[AnyModel], values: Mapping[str, Any], name: str) -> AnyModel:
-    """Validates a config. Raises: ValueError naming the file, every wrong key, what was found and what was expected."""
+def validated(model: type[AnyModel], values: Mapping[str, Any], at: Callable[[str], str]) -> AnyModel:
+    """Validates a config; `at` names the place of a dotted key.
+
+    Raises: ValueError naming place, key, what was found and what was expected, for every wrong key.
+    """
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        problems = "; ".join(explain(dict(problem), model) for problem in error.errors())
-        raise ValueError(f"{name}: {problems}") from None
+        problems = [_located(dict(problem), model, at) for problem in error.errors()]
+        raise ValueError("; ".join(problems)) from None
+
+
+def _located(problem: Mapping[str, Any], model: type[BaseModel], at: Callable[[str], str]) -> str:
+    """Returns one validation error with its place. A message of several keys begins with the first of them."""
+    key, text = _without_tags(problem["loc"], model), problem["msg"].removeprefix("Value error, ")
+    begins = _BEGINS.match(text) if problem["type"] == "value_error" else None
+    return f"{at('.'.join([*key, *([begins[0]] if begins else [])]))}: {explain(problem, model)}"
 
 
 def explain(problem: Mapping[str, Any], model: type[BaseModel]) -> str:
@@ -262,7 +335,7 @@ def explain(problem: Mapping[str, Any], model: type[BaseModel]) -> str:
     if problem["type"] == "missing":
         kinds = _kinds_at(key.split("."), model)
         return f"{key}: missing; a table with kind {kinds} was expected" if kinds else f"{key}: missing"
-    message = problem["msg"].removeprefix("Value error, ")
+    message = _expected(problem) or problem["msg"].removeprefix("Value error, ")
     if problem["type"] in ("model_type", "model_attributes_type"):
         example = _example(key.split("."), problem["input"], model)
         message = f"a table{example} was expected"
@@ -275,7 +348,18 @@ def explain(problem: Mapping[str, Any], model: type[BaseModel]) -> str:
     if problem["type"] == "kind" and (kind := _foreign_kind(problem["input"])):
         message += f' (docs/algorithms.md: it is "{kind}" here)'
     simple = isinstance(problem["input"], str | int | float | bool)
-    return (f"{key}: " if key else "") + message + (f", found {problem['input']!r}" if simple else "")
+    found = f", {'not' if message.endswith('expected') else 'found'} {problem['input']!r}" if simple else ""
+    return (f"{key}: " if key else "") + message + found
+
+
+def _expected(problem: Mapping[str, Any]) -> str:
+    """Says what was expected in place of a value of another type or out of bounds; "" for other errors."""
+    kind = str(problem["type"])
+    if kind.endswith(("_type", "_parsing", "_from_float", "_number")):
+        expected = TYPES.get(kind.partition("_")[0], "")
+    else:
+        expected = BOUNDS.get(kind, "").format(**problem.get("ctx", {}))
+    return expected and f"{expected} was expected"
 
 
 def unknown_key(section: Sequence[str], key: str, model: type[BaseModel]) -> str:

@@ -6,7 +6,7 @@ from. Each machine downloads hub models and dequantises GGUF files itself.
 
 import socket
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,16 @@ from lm.hub import hub_name, is_gguf, model_directory, on_this_machine, shape_an
 from lm.weights import PRETRAINED, PURPOSES, config_from_hf, purpose_of, read_config
 
 
-def take_shape(name: str, values: dict[str, Any], registry: Registry, *, opens_models: bool) -> None:
+def take_shape(at: Callable[[str], str], values: dict[str, Any], registry: Registry, *, opens_models: bool) -> None:
     """Completes `model` in a job's values. A name from configs/models or a config.json becomes a table of fields. If
     the first stage starts from a model, the shape is that model's, and what the job writes must agree with it.
 
     Without `opens_models`, a written shape is not checked against the model, and a built-in shape is preferred to the
     hub's.
-    Raises: ValueError naming file and field.
+    `at` names the place of a dotted key. Raises: ValueError naming file, line and field.
     """
     if "model" in values:
-        values["model"] = _written(name, values["model"])
+        values["model"] = _written(at("model"), values["model"])
     # Leave out stages whose model may have another shape than the policy, such as a reward model.
     of_policy = (stage for stage in registry if "init_from" in stage.config.model_fields and not stage.has_own_shape)
     first = next((stage.name for stage in of_policy if isinstance(values.get(stage.name), dict)), "")
@@ -38,14 +38,12 @@ def take_shape(name: str, values: dict[str, Any], registry: Registry, *, opens_m
     try:
         shape = shape_of(init_from, opens_models=opens_models)
     except ValueError as error:
-        raise ValueError(f"{name}: {first}.init_from: {error}") from None
+        raise ValueError(f"{at(f'{first}.init_from')}: {first}.init_from: {error}") from None
     written = values.get("model", {})
     for key, value in written.items() if isinstance(written, dict) else ():
         if key in shape and value != shape[key]:
-            raise ValueError(
-                f"{name}: model.{key} is {value!r}, but {init_from} has {shape[key]!r}; leave [model] out, since"
-                f" {first}.init_from sets the shape"
-            )
+            own = f"{init_from} has {shape[key]!r}; leave [model] out, since {first}.init_from sets the shape"
+            raise ValueError(f"{at(f'model.{key}')}: model.{key} is {value!r}, but {own}")
     values["model"] = {**shape, **written} if isinstance(written, dict) else written
 
 

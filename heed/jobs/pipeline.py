@@ -23,11 +23,12 @@ from cluster.failures import WorkerError
 from cluster.processes import call_on_sigterm
 from cluster.worker import send_by_value
 from files.atomic import lock, write_text
-from files.fields import no_such_file
+from files.fields import last_job, no_such_file
 from files.hashes import file_hash
 from files.importing import load_function
 from files.rows import LOADERS
 from heed.jobs.job import JobConfig
+from heed.jobs.job_file import line_of
 from heed.jobs.models import hub_models
 from heed.jobs.recovery import Workers, missing_in_one_line, run_to_end, saving_on_interrupt
 from heed.jobs.registry import PREPARED, WORLD, AnyStage
@@ -305,11 +306,13 @@ def _say_stale_parents(run: Run, stage: AnyStage) -> None:
 
 
 def refuse_missing(job: JobConfig) -> None:
-    """Raise ValueError, naming the job's field, if a data file is missing."""
+    """Raise ValueError, naming the job's line and field, if a data file is missing."""
+    path = last_job()
     for field, name in named_paths(job):
         is_file = field.endswith(".source") and Path(name.removesuffix(".gz")).suffix in LOADERS
         if is_file and not Path(name).exists():
-            raise ValueError(f"{field}: {name}: {no_such_file(name)}")
+            place = f"{line_of(path, field)}: " if path is not None else ""
+            raise ValueError(f"{place}{field}: {name}: {no_such_file(name)}")
 
 
 def check_data(run: Run) -> None:

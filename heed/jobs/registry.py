@@ -93,6 +93,13 @@ class Registry:
 BUILT_IN = Registry((PRETRAIN, CLASSIFY, SFT, COLLECT, REWARD, REJECTION, DPO, PPO, COMPARE))
 
 
+def kind_in_words(kind: str, registry: Registry = BUILT_IN) -> str:
+    """Returns what a kind of model is, and which stages train it."""
+    stages = ", ".join(f"[{stage.name}]" for stage in registry if stage.round == 1 and kind in stage.model_kinds)
+    body = ", or the body of a reward model (reward.init_from)" if kind == "encoder" else ""
+    return f"{'an' if kind[0] == 'e' else 'a'} {kind} (for {stages}{body})"
+
+
 def registry_with(custom_stages: Sequence[str]) -> Registry:
     """Returns the built-in stages plus those named as `FILE.py:NAME` or `MODULE:NAME`.
 

@@ -16,7 +16,7 @@ def test_a_relative_path_is_looked_for_beside_the_job(tmp_path: Path, monkeypatc
     (there / "rows.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8")
     (there / "checks.py").write_text("def reward(prompts, responses): ...\n", encoding="utf-8")
     monkeypatch.chdir(here)
-    monkeypatch.setattr("files.fields._job_folders", [])
+    monkeypatch.setattr("files.fields._jobs", [])
     searched = f"no such file in {here}, where relative paths start"
     with pytest.raises(ValueError, match=f"rows.jsonl: {searched}$"):
         list(read_source("rows.jsonl"))

@@ -6,6 +6,7 @@ errors of the hub's clients come to.
 import csv
 import gzip
 import json
+import socket
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,6 +15,7 @@ from typing import Any
 
 import datasets
 import pytest
+from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from files import rows
@@ -89,6 +91,24 @@ def test_folders_that_datasets_saved_or_can_load(tmp_path: Path) -> None:
 def test_a_hub_id_without_a_network_says_so() -> None:
     with pytest.raises(ValueError, match=r"'nobody/nothing' is neither a local file .*HF_HUB_OFFLINE is set"):
         list(read_source("nobody/nothing", subset="comparisons"))
+
+
+def test_a_hub_without_an_address_is_given_up_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def nowhere(host: str, _port: object) -> None:
+        asked.append(host)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: pytest.fail("the hub's client retries"))
+    monkeypatch.setattr("files.rows.getproxies", dict)
+    monkeypatch.setattr(socket, "getaddrinfo", nowhere)
+    with pytest.raises(ValueError, match=f"'nobody/nothing' is neither a local file .*: {UNREACHABLE}"):
+        list(read_source("nobody/nothing"))
+    assert asked == ["huggingface.co"]
 
 
 HARD = 'Say "hi", please.\r\n\r\nThen, stop; \u00e9 \u4f60'

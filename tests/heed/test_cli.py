@@ -94,7 +94,10 @@ def test_markup_in_a_message_is_shown_as_it_is(refused: Callable[..., str]) -> N
 @pytest.mark.parametrize("arguments", [("--from", "pert"), ("--only", "pert")])
 def test_an_unknown_stage(refused: Callable[..., str], arguments: tuple[str, str]) -> None:
     line = refused("run", DEBUG, *arguments)
-    assert f"{arguments[0]} 'pert': one of {', '.join(BUILT_IN.names)} was expected" in line
+    stages = ", ".join(name for name in BUILT_IN.names if name not in ("classify", "rejection"))
+    assert f"{arguments[0]} 'pert': one of {stages} was expected" in line
+    line = refused("run", DEBUG, arguments[0], "rejection")
+    assert f"{arguments[0]} 'rejection': the job has no [rejection]; one of {stages} was expected" in line
 
 
 def test_an_unknown_key(start_job: Callable[..., str]) -> None:
@@ -120,6 +123,36 @@ def test_a_mistake_in_a_new_job_is_found_before_ray_starts(
 
 def test_a_plan_takes_the_number_of_workers_that_a_run_takes(refused: Callable[..., str]) -> None:
     assert "pretrain.batch with workers = 3:" in refused("plan", DEBUG, "--workers", "3")
+
+
+def test_more_workers_than_cores_are_refused_before_batches_are(refused: Callable[..., str], tmp_path: Path) -> None:
+    for command in ("run", "loop"):
+        line = refused(command, DEBUG, "--runs", str(tmp_path), "--workers", "640")
+        assert "workers is 640; this machine has" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("trian",), "No such command 'trian'. Did you mean 'run'?"),
+        (("evalute", "m"), "No such command 'evalute'. Did you mean 'evaluate'?"),
+        (("evaluate", "m", "--benchmark", "gsm8k"), "No such option: --benchmark. Did you mean --suite?"),
+        (
+            ("run", "job.toml", "--kl_coef=1"),
+            "No such option: --kl_coef. --set sets the job's keys: in [ppo], Heed calls",
+        ),
+        (("run", "job.toml", "--worker", "2"), "No such option: --worker (Possible options: --workers)"),
+    ],
+)
+def test_an_unknown_command_or_option_has_a_suggestion(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["heed", *arguments])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert words in " ".join(capsys.readouterr().err.split())
 
 
 def test_more_workers_than_cores(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -191,10 +224,10 @@ def test_a_template_that_is_none(start_job: Callable[..., str], template: str) -
 
 
 def test_job_files_that_cannot_be_read(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert f"{tmp_path}: cannot be read" in refused("run", str(tmp_path))
+    assert f"{tmp_path}: a file was expected, not a folder" in refused("run", str(tmp_path))
     path = tmp_path / "job.toml"
-    path.write_bytes(b'name = "\xff"')
-    assert f"{path}: cannot be read: 'utf-8' codec" in refused("run", str(path))
+    path.write_bytes(b'note = "x"\nname = "\xff"')
+    assert f"{path}:2: UTF-8 was expected, not the byte 0xff" in refused("run", str(path))
 
 
 def test_a_report_of_no_run(refused: Callable[..., str], tmp_path: Path) -> None:

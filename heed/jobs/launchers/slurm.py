@@ -34,15 +34,14 @@ class Slurm:
             )
         if '"' in str(launch.runs):
             raise ValueError(f'--runs {launch.runs}: Slurm reads " in options; expected a folder without it')
-        if not launch.runs.is_dir():
-            raise ValueError(f"--runs {launch.runs}: no such folder here; expected one that all of Slurm's nodes share")
         if '"' in str(launch.folder) or "%" in str(launch.folder):
             raise ValueError(f'--out {launch.folder}: Slurm reads " and % in paths; expected a folder without them')
         again = f"sbatch {shlex.quote(str(launch.folder / self.file))}"
         return render("slurm.sbatch.jinja", launch, again=again, python_folder=Path(sys.executable).parent)
 
     def submit(self, launch: Launch, path: Path) -> str:
-        del launch
+        if not launch.runs.is_dir():
+            raise ValueError(f"--runs {launch.runs}: no such folder here; expected one that all of Slurm's nodes share")
         try:
             return "slurm:" + call(["sbatch", "--parsable", str(path)], WHERE).strip().partition(";")[0]
         except ToolError as error:

@@ -21,6 +21,15 @@ def test_training_data_are_read_before_any_model_is_asked(
     assert chat_server.bodies == []
 
 
+def test_items_that_the_hub_does_not_give_may_be_in_a_file(heed_main: Call, place: Path) -> None:
+    """Tests have no network."""
+    arguments = ["evaluate", str(place / "models/one/model"), "--suite", "gsm8k", "--out", str(place / "out")]
+    code, said = heed_main(*arguments)
+    assert (code, "--data gsm8k=PATH reads the items from a file or folder" in " ".join(said.split())) == (2, True), (
+        said
+    )
+
+
 @pytest.mark.parametrize(
     ("option", "given", "refusal"),
     [

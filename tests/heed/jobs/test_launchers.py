@@ -224,6 +224,18 @@ def test_mistakes_are_one_line(heed: Heed, tools: Path, kind: str, arguments: li
     assert not (tools / "out").exists()
 
 
+def test_a_dry_run_does_not_need_the_runs_folder_here(heed: Heed, tools: Path) -> None:
+    """Slurm does: a job is submitted on a machine that has the folder."""
+    arguments = ("--runs", str(tools / "elsewhere"), "--gpus-per-node", "0")
+    code, said = submit(heed, tools, "slurm", *arguments, "--dry-run")
+    assert code == 0, said
+    assert "elsewhere" in (tools / "out" / FILES["slurm"]).read_text()
+    code, said = submit(heed, tools, "slurm", *arguments)
+    assert code == 2
+    assert "no such folder here; expected one that all of Slurm's nodes share" in " ".join(said.split())
+    assert (tools / "calls").read_text() == ""
+
+
 def test_options_for_machines_need_a_system_that_starts_them(heed: Heed) -> None:
     code, said = heed("submit", DEBUG, "--runs", "/runs", "--nodes", "2", "--gpus-per-node", "4", "--out", "x")
     assert code == 2

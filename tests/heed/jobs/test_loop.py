@@ -207,7 +207,7 @@ def test_effective_number_of_tasks() -> None:
     ("overrides", "said"),
     [
         (["loop.rounds=9", "loop.labels=4"], "rounds is 9 and labels is 4; at least one label per round"),
-        (["loop.choose=best"], "loop.choose: one of uniform, near-tie.* was expected, found 'best'"),
+        (["loop.choose=best"], "loop.choose: one of uniform, near-tie.* was expected, not 'best'"),
         (["loop.labels_per_round=[1, 2]"], "labels_per_round has 2 entries; one for each of rounds = 3"),
         (["loop.labels_per_round=[9000, 1, 1]"], "sum is at most labels = 6600"),
         (["compare=none"], r"loop: the job has no \[compare\], which says how a policy is judged"),

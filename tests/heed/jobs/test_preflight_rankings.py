@@ -49,7 +49,7 @@ def test_oddities_are_counted(tmp_path: Path, model_folder: Path, capsys: pytest
     with speaking_through(heard.append):
         check(tmp_path, model_folder, GOOD, GOOD, GOOD | {"chosen": ""}, GOOD | {"chosen": "No."})
     assert heard == [
-        f"{tmp_path}/pairs.jsonl: 10 comparisons, TRL's preferences, conversational or texts",
+        f"{tmp_path}/pairs.jsonl: 10 pairs, TRL's preferences, conversational or texts",
         f"{tmp_path}/pairs.jsonl: of 12 rows, 1 x row seen twice (counted once), 1 x empty reply (kept as is), 1 x"
         " identical responses (left out)",
     ]
@@ -58,7 +58,7 @@ def test_oddities_are_counted(tmp_path: Path, model_folder: Path, capsys: pytest
     with speaking_through(heard.append):
         check(tmp_path, model_folder, GOOD)
     assert capsys.readouterr().err == ""
-    assert heard[2:] == [f"{tmp_path}/pairs.jsonl: 9 comparisons, TRL's preferences, conversational or texts"]
+    assert heard[2:] == [f"{tmp_path}/pairs.jsonl: 9 pairs, TRL's preferences, conversational or texts"]
 
 
 def test_invalid_rows_are_refused_with_their_number_or_skipped(tmp_path: Path, model_folder: Path) -> None:
@@ -72,7 +72,7 @@ def test_invalid_rows_are_refused_with_their_number_or_skipped(tmp_path: Path, m
         check(tmp_path, model_folder, *bad, GOOD, source=', on_invalid = "skip"')
     path = f"{tmp_path}/pairs.jsonl"
     assert heard[:2] == [
-        f"{path}: 9 comparisons, TRL's preferences, conversational or texts",
+        f"{path}: 9 pairs, TRL's preferences, conversational or texts",
         f"{path}: of 12 rows, 3 x invalid (skipped)",
     ]
     assert [line.split(": ")[1] for line in heard[2:]] == ["line 1", "line 2", "line 3"]

@@ -360,11 +360,11 @@ def test_two_starts_are_refused(tmp_path: Path, model_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "stages", "words"),
     [
-        ({"kind": "encoder"}, ("pretrain", "sft"), "model.kind is 'encoder', which stage sft cannot train"),
+        ({"kind": "encoder"}, ("pretrain", "sft"), r"model.kind is an encoder \(for .*\), but \[sft\] takes a decoder"),
         (
             {"kind": "encoder-decoder", "num_encoder_layers": 1},
             ("pretrain", "sft", "collect"),
-            "model.kind is 'encoder-decoder', which stage collect cannot train",
+            r"model.kind is an encoder-decoder \(for \[pretrain\], \[sft\]\), but \[collect\] takes a decoder",
         ),
     ],
 )
@@ -376,5 +376,20 @@ def test_a_kind_has_its_stages(tmp_path: Path, model: dict[str, Any], stages: tu
 
 def test_a_stage_does_not_start_from_what_is_no_language_model(tmp_path: Path, encoder_folder: Path) -> None:
     path = job_of(tmp_path, "world", "sft", sft={"init_from": str(encoder_folder)})
-    with pytest.raises(ValueError, match=r"model.kind is 'encoder', which stage sft cannot train"):
+    good_for = r"an encoder \(for \[pretrain\], \[classify\], or the body of a reward model \(reward.init_from\)\)"
+    with pytest.raises(
+        ValueError, match=rf"sft.init_from is {good_for}, but \[sft\] takes a decoder .* or an encoder-"
+    ):
+        load_job(path)
+
+
+def test_a_classifier_does_not_start_from_a_language_model(tmp_path: Path, model_folder: Path) -> None:
+    path = tmp_path / "job.toml"
+    rows = '[{ source = "rows.jsonl" }]'
+    path.write_text(
+        f'name = "c"\n[classify]\ninit_from = "{model_folder}"\ntask = "sequence"\ndata = {rows}\nheldout = {rows}\n'
+    )
+    with pytest.raises(
+        ValueError, match=r"classify.init_from is a decoder \(for .*\), but \[classify\] takes an encoder"
+    ):
         load_job(path)

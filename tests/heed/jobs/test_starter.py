@@ -12,9 +12,14 @@ from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import check_data, run_job
 from heed.jobs.plan import Plan, Setting, make_plan
 from heed.jobs.run import Run
-from heed.jobs.starter import ALGORITHMS, POLICY_GRADIENTS, Starter, batch_for, batch_toml
+from heed.jobs.starter import Starter
+from heed.jobs.starter_sections import ALARM, POLICY_GRADIENTS, Compared, batch_for, batch_toml
 from heed.jobs.times import GIB, Hardware
+from lm.config import ModelConfig
+from lm.encoder import MaskedLanguageModel
+from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
+from lm.weights import save_model
 from preferences.rankings import is_heldout
 from reward.config import RankingsConfig
 from reward.prepared import read_rankings
@@ -44,6 +49,15 @@ def pair_rows(number: int) -> list[dict[str, str]]:
     return [{"prompt": f"Say {index}.", "chosen": f"{index}!", "rejected": f"{index}?"} for index in range(number)]
 
 
+def label_rows(number: int) -> list[dict[str, Any]]:
+    """TRL's unpaired rows."""
+    return [{"prompt": f"Say {index}.", "completion": f"{index}", "label": index % 3 > 0} for index in range(number)]
+
+
+def text_rows(number: int) -> list[dict[str, str]]:
+    return [{"text": f"It is {index}.", "label": "odd" if index % 2 else "even"} for index in range(number)]
+
+
 @pytest.fixture
 def data(tmp_path: Path) -> dict[str, str]:
     """Options of `heed init`: small files of each kind."""
@@ -55,6 +69,8 @@ def data(tmp_path: Path) -> dict[str, str]:
         "demonstrations": write(tmp_path / "demos.jsonl", *answers),
         "preferences": write(tmp_path / "pairs.jsonl", *pair_rows(60)),
         "prompts": write(tmp_path / "prompts.jsonl", *prompt_rows(40)),
+        "labels": write(tmp_path / "labels.jsonl", *label_rows(60)),
+        "texts": write(tmp_path / "texts.jsonl", *text_rows(60)),
         "reward": f"{tmp_path}/r.py:score",
     }
 
@@ -177,7 +193,10 @@ def test_what_is_wrong_is_said_and_nothing_is_written(tmp_path: Path, model_fold
         (Starter(model, demonstrations=demos), r"d\.jsonl: line 1: field 'completion' is missing"),
         (Starter("no/such-model", demonstrations=demos), "no/such-model"),
         (Starter(model, demonstrations=demos, format="csv"), "--format is 'csv'; one of auto, messages,"),
-        (Starter(model, prompts=data["prompts"], algorithm="trpo"), "'trpo': one of ppo, grpo, rloo, dpo was expected"),
+        (
+            Starter(model, prompts=data["prompts"], algorithm="trpo"),
+            "'trpo': one of ppo, grpo, rloo, dpo, kto, loop, classify was expected",
+        ),
         (Starter(model, prompts=data["prompts"], algorithm="grpo"), "grpo needs a reward: --reward, or --preferences"),
         (
             Starter(model, preferences=few, algorithm="grpo"),
@@ -223,7 +242,8 @@ def test_format_and_invalid_rows_are_those_of_the_sources(
     )
     assert f"{path}: line 2: field 'messages' is list; a non-empty list was expected" in said
     assert f"{data['preferences']}: of 61 rows, 1 x invalid (skipped)" in said
-    assert sum(line.startswith(f"{path}: 4 prompts of ") for line in said) == 1, "sizes are of the rows that are left"
+    use = "the first 1 for the comparison, the others for GRPO"
+    assert sum(line.startswith(f"{path}: 4 prompts, messages; {use}; ") for line in said) == 1, "of the rows left"
     job = load_job(tmp_path / "job.toml")
     for source in (*job.sft.demonstrations, job.ppo.prompts, job.compare.prompts):
         assert (source.format, source.on_invalid) == ("messages", "skip")
@@ -308,7 +328,7 @@ def planned(path: Path) -> Plan:
     return make_plan(load_job(path, opens_models=False), Setting(LAPTOP, share_of_peak=0.4, assumed_rows=100_000))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", [*POLICY_GRADIENTS, "dpo"])
 def test_a_job_of_short_data_fits_a_laptop(
     tmp_path: Path, tokenizer: Tokenizer, data: dict[str, str], algorithm: str
 ) -> None:
@@ -328,7 +348,8 @@ def test_a_job_of_short_data_fits_a_laptop(
 
 
 @pytest.mark.parametrize(
-    "algorithm", [pytest.param(name, marks=[pytest.mark.nightly] * (name != "grpo")) for name in ALGORITHMS]
+    "algorithm",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name != "grpo")) for name in (*POLICY_GRADIENTS, "dpo")],
 )
 @pytest.mark.timeout(600)
 def test_a_job_runs_as_it_is_to_a_comparison(
@@ -349,3 +370,156 @@ def test_a_job_runs_as_it_is_to_a_comparison(
     assert results["hacking"] is None, "the reward can't confirm itself"
     page = (tmp_path / "runs" / "job" / "report.html").read_text()
     assert ("The judge is the reward or comes from the same file" in page) == (algorithm != "dpo")
+
+
+# ---- what init refuses and says ----
+
+
+def test_too_few_conversations_are_refused_as_the_run_would(tmp_path: Path, model_folder: Path) -> None:
+    """One of twenty conversations is held out, the first one first."""
+    path = tmp_path / "job.toml"
+    for number in (0, 1):
+        rows = [{"prompt": "q", "completion": "a"}] * number
+        demos = write(tmp_path / f"{number}.jsonl", *rows)
+        with pytest.raises(ValueError, match=rf"{number}\.jsonl: {number} conversations; at least two were expected"):
+            Starter(str(model_folder), demonstrations=demos).write(path)
+    assert not path.exists()
+
+
+def test_each_file_has_one_line_that_says_what_it_is_for(
+    tmp_path: Path, model_folder: Path, data: dict[str, str]
+) -> None:
+    names = ("demonstrations", "preferences", "prompts")
+    said = starter(model_folder, data, *names, algorithm="grpo").write(tmp_path / "grpo.toml")
+    lines = {name: [line for line in said if line.startswith(f"{data[name]}: ")] for name in names}
+    assert {name: len(found) for name, found in lines.items()} == dict.fromkeys(names, 1)
+    starts = {name: found[0].removeprefix(f"{data[name]}: ").rpartition(";")[0] for name, found in lines.items()}
+    assert starts == {
+        "demonstrations": "60 conversations, prompt and completion; for SFT",
+        "preferences": "60 pairs, TRL's preferences, conversational or texts; for a reward model, with 9 prompts held"
+        " out",
+        "prompts": "40 prompts, prompt; the first 10 for the comparison, the others for GRPO",
+    }
+    said = starter(model_folder, data, "preferences").write(tmp_path / "dpo.toml")
+    assert sum("for DPO and a reward model that judges it, with 1" in line for line in said) == 1
+
+
+def test_a_small_comparison_says_what_it_can_show(tmp_path: Path, model_folder: Path, data: dict[str, str]) -> None:
+    """The exact figures: six of six agree with probability .8 at a win rate of .8^(1/6)."""
+    shown = Compared("", "", 6)
+    assert shown.num_samples == 8
+    assert shown.shows(1) == f"6 held-out prompts can show only a win rate above {0.8 ** (1 / 6):.0%} (80% power)"
+    assert shown.shows(8).startswith("6 held-out prompts can show only a win rate above 66% to 96%, the more")
+    assert Compared("", "", 5).shows(8) == "5 held-out prompts cannot show any difference; at least 6 were expected"
+    assert [Compared("", "", number).num_samples for number in (1, 25, 50, 100, 300)] == [8, 8, 4, 2, 1]
+    said = starter(model_folder, data, "preferences").write(tmp_path / "dpo.toml")
+    job = load_job(tmp_path / "dpo.toml")
+    num_prompts = len(read_prompts(job.compare.prompts))
+    assert num_prompts >= 8, "more than a tenth of 60 is held out, since the comparison uses it"
+    assert job.compare.num_samples == 8
+    (line,) = (line for line in said if line.startswith("comparison: "))
+    assert line == f"comparison: {Compared('', '', num_prompts).shows(8)}"
+    assert line.removeprefix("comparison: ") in (tmp_path / "dpo.toml").read_text()
+
+
+def test_a_reward_next_to_dpo_only_judges(tmp_path: Path, model_folder: Path, data: dict[str, str]) -> None:
+    said = starter(model_folder, data, "preferences", "reward", algorithm="dpo").write(tmp_path / "job.toml")
+    assert f"{data['reward']}: only judges the comparison; DPO does not learn from it" in said
+    text = (tmp_path / "job.toml").read_text()
+    assert "no training has seen it" in text
+    assert "replace that line" not in text
+    assert "best_of" not in text, "no reward picks the best"
+
+
+@pytest.mark.parametrize("algorithm", ["", "kto"])
+def test_labels_of_single_responses_are_for_kto(
+    tmp_path: Path, model_folder: Path, data: dict[str, str], algorithm: str
+) -> None:
+    made = Starter(str(model_folder), preferences=data["labels"], reward=data["reward"], algorithm=algorithm)
+    said = made.write(tmp_path / "job.toml")
+    assert any("60 labeled responses, TRL's unpaired labels" in line and "; for KTO, with 1" in line for line in said)
+    job = load_job(tmp_path / "job.toml")
+    assert (job.stage_names, job.dpo.loss, job.compare.judge_function) == (("dpo", "compare"), "kto", data["reward"])
+    (tmp_path / "run").mkdir()
+    check_data(Run(job, tmp_path / "run", None, None))  # type: ignore[arg-type]  # no worker is asked
+    made = Starter(str(model_folder), preferences=data["labels"], algorithm=algorithm)
+    made.write(tmp_path / "without.toml")
+    assert load_job(tmp_path / "without.toml").stage_names == ("dpo",)
+    assert "a comparison, which needs a judge: --reward" in made.missing
+
+
+def test_kto_needs_both_labels_and_dpo_needs_pairs(tmp_path: Path, model_folder: Path, data: dict[str, str]) -> None:
+    good = write(tmp_path / "good.jsonl", *({**row, "label": True} for row in label_rows(30)))
+    with pytest.raises(ValueError, match="0 undesirable; both kinds were expected"):
+        Starter(str(model_folder), preferences=good).write(tmp_path / "job.toml")
+    with pytest.raises(ValueError, match="0 are desirable and 0 undesirable; both kinds were expected"):
+        Starter(str(model_folder), preferences=data["preferences"], algorithm="kto").write(tmp_path / "job.toml")
+    with pytest.raises(ValueError, match=r"labels\.jsonl: line 1: a single response, which ranks nothing"):
+        Starter(str(model_folder), preferences=data["labels"], algorithm="dpo").write(tmp_path / "job.toml")
+    assert not (tmp_path / "job.toml").exists()
+
+
+def test_a_loop_has_people_label(tmp_path: Path, model_folder: Path, data: dict[str, str]) -> None:
+    made = starter(model_folder, data, "demonstrations", "prompts", algorithm="loop")
+    made.write(tmp_path / "job.toml")
+    job = load_job(tmp_path / "job.toml")
+    assert job.stage_names[:4] == ("sft", "collect", "dpo", "gain")
+    assert (job.rounds, job.loop.labels, job.loop.store) == (3, 30, "job-labels.sqlite")
+    assert job.compare.judge_people == "job-labels.sqlite"
+    assert made.command == "heed loop"
+    assert not made.missing
+    (tmp_path / "run").mkdir()
+    check_data(Run(job, tmp_path / "run", None, None))  # type: ignore[arg-type]  # no worker is asked
+    with pytest.raises(ValueError, match="--preferences: nothing in a job of loop reads this"):
+        starter(
+            model_folder, data, *data.keys() & {"demonstrations", "prompts", "preferences"}, algorithm="loop"
+        ).write(tmp_path / "other.toml")
+
+
+def test_the_alarm_in_the_comment_can_be_switched_on(tmp_path: Path, model_folder: Path, data: dict[str, str]) -> None:
+    for algorithm in POLICY_GRADIENTS:
+        path = tmp_path / f"{algorithm}.toml"
+        starter(model_folder, data, "prompts", "reward", algorithm=algorithm).write(path)
+        text = path.read_text()
+        assert f"# {ALARM}" in text
+        path.write_text(text.replace(f"# {ALARM}", ALARM.replace("FILE.py:NAME", "other.py:score")))
+        assert load_job(path).ppo.alarm.source.function == "other.py:score"
+
+
+@pytest.fixture
+def encoder(tmp_path: Path, tokenizer: Tokenizer) -> str:
+    folder = tmp_path / "encoder"
+    shape = ModelConfig(
+        kind="encoder", vocab_size=tokenizer.vocab_size, max_position_embeddings=64, hidden_size=16,
+        num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+    )  # fmt: skip
+    model = load(RandomInit(lambda: MaskedLanguageModel(shape), 0))
+    save_model(folder, model, model.state_dict(), tokenizer)
+    return str(folder)
+
+
+def test_an_encoder_classifies(tmp_path: Path, encoder: str, data: dict[str, str]) -> None:
+    said = Starter(encoder, demonstrations=data["texts"]).write(tmp_path / "job.toml")
+    assert sum(line.startswith(f"{data['texts']}: 60 texts, text and label; for [classify], with 6 ") for line in said)
+    job = load_job(tmp_path / "job.toml")
+    assert (job.stage_names, job.classify.init_from) == (("classify",), encoder)
+    assert (job.classify.data[0].skip_rows, job.classify.heldout[0].max_rows) == (6, 6)
+    (tmp_path / "run").mkdir()
+    check_data(Run(job, tmp_path / "run", None, None))  # type: ignore[arg-type]  # no worker is asked
+    data["texts"] = write(tmp_path / "sorted.jsonl", *sorted(text_rows(60), key=lambda row: row["label"]))
+    with pytest.raises(ValueError, match=r"the first 6 of 60 rows, .* the labels even, the others even, odd; at least"):
+        Starter(encoder, demonstrations=data["texts"]).write(tmp_path / "sorted.toml")
+
+
+def test_a_model_of_another_kind_is_named_with_what_it_is_for(
+    tmp_path: Path, encoder: str, model_folder: Path, data: dict[str, str]
+) -> None:
+    decoder = r"a decoder, for \[pretrain\], \[sft\], \[collect\], \[reward\], .*\[ppo\]"
+    with pytest.raises(
+        ValueError, match=rf"--model .*model is {decoder}.*; an encoder, for \[pretrain\], \[classify\]"
+    ):
+        Starter(str(model_folder), demonstrations=data["texts"], algorithm="classify").write(tmp_path / "a.toml")
+    with pytest.raises(
+        ValueError, match=r"--model .*encoder is an encoder, for \[pretrain\], \[classify\]; it is also"
+    ):
+        Starter(encoder, preferences=data["preferences"], algorithm="dpo").write(tmp_path / "a.toml")
