@@ -18,7 +18,7 @@ from lm.progress import note_progress
 from lm.tokenizer import Messages
 from reward.external import ExternalReward, Scored
 from reward.verifiers.answers import LETTERS, final_number, score_choice
-from reward.verifiers.sandbox import Limits, check_sandbox, code_in, passes_tests
+from reward.verifiers.sandbox import Limits, check_sandbox, code_in, score_code
 
 Check = Callable[[str], Scored]  # scores a response: 1, 0 or a failure
 Kind = Literal["number", "choice", "checks", "tests"]
@@ -178,8 +178,7 @@ class Verifier(ExternalReward):
         limits = Limits(self.cpu_seconds, 6.0 * self.cpu_seconds, CODE_BYTES)
 
         def check(response: str) -> Scored:
-            passed, failure = passes_tests(code_in(response), tests, limits)
-            return Scored(math.nan, failure) if failure else Scored(float(passed))
+            return score_code(code_in(response), tests, limits)
 
         return [check]
 

@@ -101,15 +101,15 @@ def test_code_runs_on_the_threads_of_its_rank_however_small_a_pass_is(
 ) -> None:
     running, most, all_at_once = [], [], threading.Barrier(num_threads)
 
-    def passes(*_: Any) -> tuple[bool, str]:
+    def passes(*_: Any) -> Scored:
         running.append(1)
         most.append(len(running))
         all_at_once.wait(60)
         time.sleep(0.1)  # for a thread too many, if there were one
         running.pop()
-        return True, ""
+        return Scored(1.0)
 
-    monkeypatch.setattr(verifier, "passes_tests", passes)
+    monkeypatch.setattr(verifier, "score_code", passes)
     monkeypatch.setattr("torch.get_num_threads", lambda: num_threads)
     scored = score_in_parts(Verifier(), [ASKED] * 6, ["x = 1"] * 6, 1, [{"tests": "assert x"}] * 6)
     assert scored == [Scored(1.0)] * 6
