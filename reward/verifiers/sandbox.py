@@ -93,18 +93,18 @@ class _Process:
             env={"PYTHONHASHSEED": "0"},  # the same order of sets in every run
             cwd=Path("/"),
             start_new_session=True,
-            text=True,
         )
 
-    def verdict(self, request: str, seconds: float) -> int | None:
+    def verdict(self, request: bytes, seconds: float) -> int | None:
         """Returns the verdict, or the status with which the process ended; None if neither came in time."""
         assert self.process.stdin
         assert self.process.stdout
         try:
-            print(request, file=self.process.stdin, flush=True)
+            self.process.stdin.write(request + b"\n")
+            self.process.stdin.flush()
         except BrokenPipeError:
             return self.process.wait()
-        if not wait([self.process.stdout], seconds):
+        if not wait([self.process.stdout.fileno()], seconds):
             return None
         line = self.process.stdout.readline()
         return int(line) if line else self.process.wait()
@@ -112,10 +112,8 @@ class _Process:
     def end(self) -> str:
         """End the process, and with it its children. Returns the last line of its errors."""
         self.process.kill()
-        for file in (self.process.stdin, self.process.stdout):
-            with suppress(BrokenPipeError):
-                file.close()
-        self.process.wait()
+        with suppress(BrokenPipeError):
+            self.process.communicate()
         with self.errors:
             self.errors.seek(0)
             return self.errors.read().decode(errors="replace").strip().rpartition("\n")[2]
@@ -145,7 +143,7 @@ def score_code(code: str, tests: Sequence[str], limits: Limits) -> Scored:
         process = _idle[key].pop()
     except (KeyError, IndexError):
         process = _Process(limits)
-    verdict = process.verdict(json.dumps({"code": code, "tests": list(tests)}), limits.wall_seconds)
+    verdict = process.verdict(json.dumps({"code": code, "tests": list(tests)}).encode(), limits.wall_seconds)
     if verdict in sandboxed.VERDICTS:
         _idle.setdefault(key, []).append(process)
     else:

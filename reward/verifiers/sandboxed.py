@@ -100,8 +100,10 @@ TAGS: dict[Any, str] = {of[0]: tag for tag, of in DATA.items()}
 MUTABLE = (list, dict, OrderedDict, Counter, set, bytearray, deque)
 EXACT: dict[Any, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__, list: list}
 # Modules whose types and functions both sides have under one name. None of them runs text as code.
-TRUSTED = ("bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq")
-TRUSTED += ("itertools", "json", "math", "random", "re", "statistics", "string")
+TRUSTED = (
+    "bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools",
+    "json", "math", "random", "re", "statistics", "string",
+)  # fmt: skip
 SHARED: dict[str, Any] = {}
 
 
@@ -150,7 +152,7 @@ def update(old: Any, new: Any) -> bool:
 
 # --- objects ---------------------------------------------------------------------------------------------------------
 
-UNARY = {
+UNARY: dict[str, Callable[..., Any]] = {
     "len": len, "iter": iter, "next": next, "hash": hash, "str": str, "repr": repr, "bool": bool, "int": int,
     "float": float, "complex": complex, "index": operator.index, "abs": abs, "round": round, "reversed": reversed,
     "format": format, "neg": operator.neg, "pos": operator.pos, "invert": operator.invert, "dir": dir,
@@ -163,7 +165,7 @@ REFLECTED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow",
 BINARY = (*REFLECTED, "lt", "le", "gt", "ge", "contains")
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **UNARY, **{name: getattr(operator, f"__{name}__") for name in BINARY}, "getattr": getattr, "setattr": setattr,
-    "call": lambda function, *values, **named: function(*values, **named), "eq": operator.eq,
+    "call": lambda function, /, *values, **named: function(*values, **named), "eq": operator.eq,
     "exit": lambda value, kind, values: type(value).__exit__(value, kind, kind and kind(*values), None),
     "plain": lambda value: [plain(value)] if plain_base(type(value)) else [],
 }  # fmt: skip
@@ -196,7 +198,7 @@ class Remote:
     def __setattr__(self, name: str, value: Any) -> None:
         self._peer.ask("setattr", self, name, value)
 
-    def __call__(self, *values: Any, **named: Any) -> Any:
+    def __call__(self, /, *values: Any, **named: Any) -> Any:
         if self._name.startswith(" "):
             self._peer.refuse(f"{self._name} of an object")
         result = self._peer.ask("call", self, *values, **named)
@@ -210,13 +212,13 @@ class Remote:
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> Any:
         return self._peer.ask("exit", self, kind, [*error.args] if error else [])
 
-    def __reduce_ex__(self, _: object) -> NoReturn:
-        self._peer.refuse("a copy of an object")
+    def __reduce_ex__(self, _: object) -> Any:
+        return self._peer.refuse("a copy of an object")
 
-    def __mro_entries__(self, _: object) -> NoReturn:
-        self._peer.refuse("a class that inherits from one of the code's")
+    def __mro_entries__(self, _: object) -> Any:
+        return self._peer.refuse("a class that inherits from one of the code's")
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         kind = self._peer.ask("getattr", self, "__class__")
         return Remote if type(kind) is Remote else kind
@@ -304,7 +306,7 @@ class Peer:
     def exception(self, at: int, name: str, base: Any) -> Any:
         kind = self.decode(base)
         assert issubclass(kind, BaseException), kind
-        return self.remotes.setdefault(at, type(name, (kind,), {"__str__": lambda error: error.__dict__["text"]}))
+        return self.remotes.setdefault(at, type(name, (kind,), {"__str__": lambda error: error.__dict__["said_there"]}))
 
     def send(self, *message: Any) -> None:
         text = json.dumps(message, separators=(",", ":")).encode() + b"\n"
@@ -318,7 +320,7 @@ class Peer:
         line = self.source.readline()
         return json.loads(line) if line.endswith(b"\n") else os._exit(self.when_closed)
 
-    def ask(self, operation: str, *values: Any, **named: Any) -> Any:
+    def ask(self, operation: str, /, *values: Any, **named: Any) -> Any:
         """Returns what an operation gives on the other side. Raises: what it raises there."""
         self.number += 1
         number = self.number
@@ -329,7 +331,8 @@ class Peer:
             what, to, first, second = message
             assert (what, to) in (("raise", number), ("reply", number)), message[:2]
             if what == "raise":
-                error = self.error(operation, *map(self.decode, first), second)
+                kind, arguments, attributes = map(self.decode, first)
+                error = self.error(operation, kind, arguments, {**attributes, "said_there": second})
             else:
                 for key, new in second:
                     update(named[key] if type(key) is str else values[key], self.decode(new))
@@ -342,31 +345,31 @@ class Peer:
             raise error
         return result
 
-    def error(self, operation: str, kind: Any, values: list[Any], attributes: dict[str, Any], text: str) -> Any:
+    def error(self, operation: str, kind: Any, values: list[Any], attributes: dict[str, Any]) -> Any:
         if issubclass(kind, (StopIteration, StopAsyncIteration, GeneratorExit)) and operation != "next":
             kind = RuntimeError  # or `all(map(...))` of a test would end early
         error = kind(*values)
         assert isinstance(error, BaseException), error
-        error.__dict__.update(attributes, text=text)
+        error.__dict__.update(attributes)
         return error
 
     def serve(self, number: int, operation: str, values: list[Any], named: dict[str, Any]) -> None:
         try:
-            places = {**dict(enumerate(self.decode(values))), **{key: self.decode(named[key]) for key in named}}
-            arguments = [value for key, value in places.items() if type(key) is int]
-            result = self.do(operation, *arguments, **{key: places[key] for key in named})
-            before = {**dict(enumerate(values)), **named}
-            mutable = [key for key in places if operation == "call" and type(places[key]) in MUTABLE]
-            changed = [[key, new] for key in mutable if (new := self.encode(places[key])) != before[key]]
+            arguments, keywords = self.decode(values), {key: self.decode(named[key]) for key in named}
+            result = self.do(operation, *arguments, **keywords)
+            places: list[tuple[Any, Any, Any]] = [*zip(range(len(values)), arguments, values, strict=True)]
+            places += zip(keywords, keywords.values(), named.values(), strict=True)
+            mutable = [of for of in places if operation == "call" and type(of[1]) in MUTABLE]
+            changed = [[key, new] for key, value, old in mutable if (new := self.encode(value)) != old]
             is_made = operation == "call" and isinstance(arguments[0], type)
             message = ["reply", number, self.encode(result, is_made), changed]
         except BaseException as error:  # is raised where it was asked
-            attributes = {key: value for key, value in vars(error).items() if key != "text"}
+            attributes = {key: value for key, value in vars(error).items() if key != "said_there"}
             parts = [self.encode(part) for part in (type(error), [*error.args], attributes)]
             message = ["raise", number, parts, f"{error}"]
         self.send(*message)
 
-    def do(self, operation: str, *values: Any, **named: Any) -> Any:
+    def do(self, operation: str, /, *values: Any, **named: Any) -> Any:
         return OPERATIONS[operation](*values, **named)
 
     def refuse(self, what: str) -> NoReturn:
@@ -387,7 +390,7 @@ class Answerer(Peer):
         self.module = sys.modules["response"] = ModuleType("response")
         self.encode_object(self.module)
 
-    def do(self, operation: str, *values: Any, **named: Any) -> Any:
+    def do(self, operation: str, /, *values: Any, **named: Any) -> Any:
         return self.load(*values) if operation == "load" else super().do(operation, *values, **named)
 
     def load(self, code: str) -> dict[str, bool]:
@@ -415,7 +418,7 @@ class Examiner(Peer):
         assert [*values[0]] == ["yours"], values[0]
         super().serve(number, operation, values, named)
 
-    def do(self, operation: str, *values: Any, **named: Any) -> Any:
+    def do(self, operation: str, /, *values: Any, **named: Any) -> Any:
         is_name = operation == "getattr" and values[1] in ("__name__", "__qualname__", "__doc__")
         if not is_name and operation not in ("call", "next", "iter", "hash", "bool"):
             raise AttributeError(operation)

@@ -88,6 +88,13 @@ def test_a_sandbox_that_fails_leaves_the_score_missing(monkeypatch: pytest.Monke
     assert scored.failure.startswith("the sandbox did not start: ")
 
 
+def test_an_attempt_to_forge_is_counted_whatever_else_is_wrong() -> None:
+    short = ({"kind": "length_constraints:number_words", "num_words": 1, "relation": "less than"},)
+    assert score(TESTS, "import os; os._exit(0)", checks=short) == Scored(0.0, failure_kind="forged")
+    assert score({**TESTS, **NUMBER}, "import os; os._exit(0)") == Scored(0.0, failure_kind="forged")
+    assert score(TESTS, "def double(x): return 3 * x", checks=short) == Scored(0.0)
+
+
 def test_responses_are_scored_in_order_with_their_own_rows() -> None:
     reward = Verifier(cpu_seconds=2)
     rows = [{"tests": f"assert x == {number}"} for number in range(6)]
