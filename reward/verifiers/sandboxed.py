@@ -483,7 +483,9 @@ def answer(read_from: int, write_to: int, limits: tuple[int, int]) -> NoReturn:
         peer.send("ready")
         while True:
             peer.serve(*peer.receive()[1:])
-    finally:  # whatever goes wrong, nothing of the first process may run in this one
+    except OSError:  # the code closed the channel
+        os._exit(FORGED)
+    finally:  # nothing of the first process may run in this one
         os._exit(GAVE_UP)
 
 
