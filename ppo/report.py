@@ -4,7 +4,7 @@ during training, and other responses from training (samples.jsonl).
 Shape letter: P prompts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite, nan
@@ -19,6 +19,7 @@ from ppo.rollout_log import TrainingSample
 from preferences.statistics.estimates import Interval
 from preferences.statistics.intervals import clustered_mean
 from reward.external import NoReward
+from reward.verifiers.sandbox import FORGED, REFUSED
 from reward.verifiers.verifier import UNCLEAR
 from stages.reports.parts import (
     Cell,
@@ -186,6 +187,11 @@ DIAGNOSTICS = (
 
 
 # Charts for each source of prompts, if there are several: metric, title, unit, and whether it is a share.
+WRONG = {  # kinds of failure with score 0: the panel's title, and which responses they are
+    UNCLEAR: ("Unclear answers", "without a clear number or choice"),
+    FORGED: ("Forged results of tests", "whose code tried to forge the result of its tests"),
+    REFUSED: ("Refused tests", "whose code or tests used an object that the sandbox refuses"),
+}
 SOURCE_DIAGNOSTICS = (
     ("eos_rate", "Responses that end", "before the length limit", True),
     ("tokens", "Response length", "tokens", False),
@@ -212,14 +218,9 @@ def report(stage: StageFolder) -> StageReport:
     ]
     figures = metric_figures(stage, _named((*_panels(names), *objectives), names), "iteration")
     failures = tuple(
-        Panel(
-            "Unclear answers" if kind == UNCLEAR else f"No score: {label(kind)}",
-            "responses per iteration without a clear number or choice"
-            if kind == UNCLEAR
-            else "responses per iteration",
-            _ppo(f"failures/{kind}"),
-        )
+        Panel(title, f"responses per iteration {words}".strip(), _ppo(f"failures/{kind}"))
         for kind in fields_under(stage, "failures")
+        for title, words in [WRONG.get(kind, (f"No score: {label(kind)}", ""))]
     )
     of_sources = tuple(
         Panel(f"{title}, {label(name)}", unit, _ppo(f"source_{metric}/{name}"), is_share=is_share)
@@ -256,7 +257,7 @@ def _facts(stage: StageFolder, results: PPOResults, teachers: Sequence[TeacherCo
         *((f"Prompts read, {label(name)}", str(found)) for name, found in results.overlong_by_source.items()),
         *(rows.fact for rows in results.sources),
         *((("Alarm", _alarm(results.alarm)),) if results.alarm else ()),
-        *_unclear(stage),
+        *_counted(stage),
     )
 
 
@@ -296,10 +297,11 @@ def _sources_part(stage: StageFolder, names: Sequence[str], num_prompts: Mapping
     return (Table(caption, columns, rows, "by-policy", "Sources of prompts"),)
 
 
-def _unclear(stage: StageFolder) -> tuple[tuple[str, str], ...]:
-    """Returns how many responses of the run a verifier found without a clear answer, if there are any."""
-    num_unclear = sum(line.get(f"failures/{UNCLEAR}") or 0 for line in stage.metrics)
-    return (("Responses without a clear number or choice", count(int(num_unclear))),) if num_unclear else ()
+def _counted(stage: StageFolder) -> Iterator[tuple[str, str]]:
+    """Yields how many responses of the run were wrong in each way that is counted, if any were."""
+    for kind, (_, words) in WRONG.items():
+        if num_found := sum(line.get(f"failures/{kind}") or 0 for line in stage.metrics):
+            yield f"Responses {words}", count(int(num_found))
 
 
 def _alarm(rang: Rang) -> str:

@@ -1,19 +1,25 @@
-"""Runs code that a model wrote, and its tests, in a process that can do little but compute (docs/verifiers.md)."""
+"""Runs code that a model wrote and its tests in two processes that can do little but compute (docs/verifiers.md)."""
 
+import atexit
 import json
+import math
 import re
-import secrets
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from files.fields import shown
+from reward.external import Scored
 from reward.verifiers import sandboxed
+
+FORGED, REFUSED = "forged", "refused"  # kinds of failure with score 0
 
 _FENCE = re.compile(r"(?P<indent>[ \t]*)(?P<marks>`{3,}|~{3,})[ \t]*(?P<info>.*)")
 _PYTHON = re.compile(r"\{?\.?py(?:thon)?[\d.]*\b(?!-)", re.IGNORECASE)  # the first word after a fence that opens
@@ -34,7 +40,7 @@ _PROBES = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What code and its tests may use together."""
+    """What code may use, and its tests as much again; the clock runs for both."""
 
     cpu_seconds: int
     wall_seconds: float
@@ -73,47 +79,83 @@ def _blocks(response: str) -> list[tuple[str, str]]:
     return [(info, "".join(lines)) for info, lines in blocks]
 
 
-def passes_tests(code: str, tests: Sequence[str], limits: Limits) -> tuple[bool, str]:
-    """Returns whether the code passes all tests, and why that cannot be told; "" if it can.
+class _Process:
+    """A process that runs one program after another, each in processes of its own."""
 
-    Code that fails, ends its process, or needs more computing time or memory than it may use does not pass. It cannot
-    be told of code that needs more time by the clock, since the machine may have been busy, and if the machine ended
-    the process.
-    """
-    token = secrets.token_hex(sandboxed.TOKEN_BYTES // 2)  # proves that the process got to the end of the tests
-    request = {
-        "code": code,
-        "tests": list(tests),
-        "cpu_seconds": limits.cpu_seconds,
-        "memory_bytes": limits.memory_bytes,
-    }
-    with TemporaryFile() as asked, TemporaryFile() as output:
-        asked.write(json.dumps(request).encode() + token.encode())
-        asked.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, "-s", "-S", "-P", "-B", sandboxed.__file__],
-            stdin=asked,
-            stdout=subprocess.DEVNULL,
-            stderr=output,
+    def __init__(self, limits: Limits) -> None:
+        self.errors = TemporaryFile()  # noqa: SIM115  # `end` closes it
+        command = [sys.executable, "-s", "-S", "-P", "-B", sandboxed.__file__]
+        self.process = subprocess.Popen(
+            [*command, str(limits.cpu_seconds), str(limits.memory_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
             env={"PYTHONHASHSEED": "0"},  # the same order of sets in every run
             cwd=Path("/"),
             start_new_session=True,
         )
+
+    def verdict(self, request: bytes, seconds: float) -> int | None:
+        """Returns the verdict, or the status with which the process ended; None if neither came in time."""
+        assert self.process.stdin
+        assert self.process.stdout
         try:
-            status = process.wait(limits.wall_seconds)
-        except subprocess.TimeoutExpired:
-            return False, f"the tests took longer than {limits.wall_seconds:g} s by the clock"
-        finally:
-            process.kill()  # it has no children
-            process.wait()
-        output.seek(0)
-        said = output.read(sandboxed.OUTPUT_BYTES)
-    if not said.startswith(sandboxed.READY):
-        last = said.decode(errors="replace").strip().rpartition("\n")[2]
-        return False, f"the sandbox did not start: {shown(last or f'status {status}')}"
-    if status == -signal.SIGKILL:
-        return False, "the machine ended the process of the tests, perhaps for lack of memory"
-    return status == 0 and said == sandboxed.READY + token.encode(), ""
+            self.process.stdin.write(request + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return self.process.wait()
+        if not wait([self.process.stdout.fileno()], seconds):
+            return None
+        line = self.process.stdout.readline()
+        return int(line) if line else self.process.wait()
+
+    def end(self) -> str:
+        """End the process, and with it its children. Returns the last line of its errors."""
+        self.process.kill()
+        with suppress(BrokenPipeError):
+            self.process.communicate()
+        with self.errors:
+            self.errors.seek(0)
+            return self.errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+
+
+_idle: dict[tuple[str, Limits], list[_Process]] = {}  # what has answered, for the next program
+
+
+@atexit.register
+def close_sandboxes() -> None:
+    """End the processes that wait for a program."""
+    for processes in _idle.values():
+        while processes:
+            processes.pop().end()
+
+
+def score_code(code: str, tests: Sequence[str], limits: Limits) -> Scored:
+    """Returns 1 if the code passes all tests, else 0; or no score and the reason if that cannot be told.
+
+    Code that fails, or needs more computing time or memory than it may use, does not pass. If it tried to pass without
+    being right, the kind of failure is FORGED. If a test uses an object of the code's in a way that needs both in one
+    process, it is REFUSED. It cannot be told of code that needs more time by the clock, since the machine may have been
+    busy, and if the machine ended a process.
+    """
+    key = (sandboxed.__file__, limits)
+    try:
+        process = _idle[key].pop()
+    except (KeyError, IndexError):
+        process = _Process(limits)
+    verdict = process.verdict(json.dumps({"code": code, "tests": list(tests)}).encode(), limits.wall_seconds)
+    if verdict in sandboxed.VERDICTS:
+        _idle.setdefault(key, []).append(process)
+    else:
+        said = process.end()
+    if verdict is None:
+        return Scored(math.nan, f"the tests took longer than {limits.wall_seconds:g} s by the clock")
+    if verdict in (sandboxed.KILLED, -signal.SIGKILL):
+        return Scored(math.nan, "the machine ended the process of the tests, perhaps for lack of memory")
+    if verdict not in sandboxed.VERDICTS:
+        return Scored(math.nan, f"the sandbox did not start: {shown(said or f'status {verdict}')}")
+    kind = {sandboxed.FORGED: FORGED, sandboxed.REFUSED: REFUSED}.get(verdict, "")
+    return Scored(float(verdict == sandboxed.PASSED), failure_kind=kind)
 
 
 @cache
@@ -122,11 +164,12 @@ def check_sandbox() -> None:
     wanted = "Linux on x86_64 or aarch64 with seccomp was expected"
     limits = Limits(1, 60.0, 2**28)
     for unlimited, probe in {"code cannot run": "", **_PROBES}.items():
-        passed, failure = passes_tests("", [probe], limits)
-        if failure or not passed:
+        scored = score_code(probe, [probe or "pass"], limits)
+        if scored.score != 1:
             raise ValueError(
-                f"unit tests of code: in the sandbox {unlimited}; {wanted}{f' ({failure})' * bool(failure)}"
+                f"unit tests of code: in the sandbox {unlimited}; {wanted}"
+                f"{f' ({scored.failure})' * bool(scored.failure)}"
             )
-    passed, failure = passes_tests("while True: pass", ["pass"], limits)
-    if failure or passed:
+    scored = score_code("while True: pass", ["pass"], limits)
+    if scored != Scored(0.0):
         raise ValueError(f"unit tests of code: in the sandbox computing time is not limited; {wanted}")

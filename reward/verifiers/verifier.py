@@ -18,7 +18,7 @@ from lm.progress import note_progress
 from lm.tokenizer import Messages
 from reward.external import ExternalReward, Scored
 from reward.verifiers.answers import LETTERS, final_number, score_choice
-from reward.verifiers.sandbox import Limits, check_sandbox, code_in, passes_tests
+from reward.verifiers.sandbox import FORGED, Limits, check_sandbox, close_sandboxes, code_in, score_code
 
 Check = Callable[[str], Scored]  # scores a response: 1, 0 or a failure
 Kind = Literal["number", "choice", "checks", "tests"]
@@ -57,8 +57,8 @@ class Verifier(ExternalReward):
         default=5,
         ge=1,
         le=600,
-        description="Computing time of a response's code and its tests together; one that needs more is wrong. One that"
-        " takes six times as long by the clock has no score, since the machine may have been busy.",
+        description="Computing time of a response's code, and of its tests as much again; one that needs more is wrong."
+        " One that takes six times as long by the clock has no score, since the machine may have been busy.",
     )
 
     @model_validator(mode="after")
@@ -103,6 +103,9 @@ class Verifier(ExternalReward):
 
         with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="tests") as pool:
             return list(pool.map(score, rows, responses))
+
+    def close(self) -> None:
+        close_sandboxes()
 
     def _kinds(self, row: Row) -> list[Kind]:
         """Returns what the row's fields ask for."""
@@ -178,8 +181,7 @@ class Verifier(ExternalReward):
         limits = Limits(self.cpu_seconds, 6.0 * self.cpu_seconds, CODE_BYTES)
 
         def check(response: str) -> Scored:
-            passed, failure = passes_tests(code_in(response), tests, limits)
-            return Scored(math.nan, failure) if failure else Scored(float(passed))
+            return score_code(code_in(response), tests, limits)
 
         return [check]
 
@@ -200,11 +202,11 @@ def _row_checks(where: str, row: Mapping[str, Any]) -> list[Check]:
 
 
 def _all_of(parts: Iterable[Scored]) -> Scored:
-    """Returns the first 0 if a check found the response wrong, whatever the others could not tell; else the first
-    failure; else 1.
+    """Returns a 0 if a check found the response wrong, whatever the others could not tell: the one of an attempt to
+    forge, or else the first; without any, the first failure; else 1.
     """
     scored = [*parts]
-    wrong = next((one for one in scored if one.score == 0), None)
-    if wrong is not None:
-        return wrong
+    wrong = sorted((one for one in scored if one.score == 0), key=lambda one: one.failure_kind != FORGED)
+    if wrong:
+        return wrong[0]
     return next((one for one in scored if one.failure), Scored(1.0))

@@ -3,7 +3,7 @@
 import json
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from files.rows import Row
 from lm.tokenizer import Tokenizer
 from lm.weights import read_config
 from ppo.config import PPOConfig
 from ppo.controller import Observers, PPOController
 from ppo.rank import InitialModels, ScoreScale
+from ppo.report import report
 from ppo.rollout import Rollout
 from ppo.scorer import Scorer
 from reward.external import ExternalReward, Scored
 from reward.judge import JudgeReward
+from reward.verifiers import verifier
+from stages.reports.run_folder import StageFolder
 from tests.grading import write_judge
 from tests.ppo.one_rank import OneRank
 from training.config import EngineConfig
@@ -38,12 +42,15 @@ def judge(models: InitialModels, tmp_path: Path) -> Path:
 
 
 def controller_of(
-    config: PPOConfig, models: InitialModels, gold: Callable[[Rollout], torch.Tensor] | None = None
+    config: PPOConfig,
+    models: InitialModels,
+    gold: Callable[[Rollout], torch.Tensor] | None = None,
+    rows: Sequence[Row] = (),
 ) -> tuple[PPOController, OneRank]:
     reward = config.external_reward
     assert reward is not None
     own = replace(models, reward=reward, scale=ScoreScale(0.5, 0.1), pretraining=None)
-    worker = OneRank(config, EngineConfig(precision="fp32", trackers=()), own, ASKED)
+    worker = OneRank(config, EngineConfig(precision="fp32", trackers=()), own, ASKED, rows)
     prompts = [worker.tokenizer.encode_prompt(asked) for asked in ASKED]
     own_controller = PPOController(
         config, worker.roles, prompts, own.scale, num_pretraining_rows=0, seed=5, observers=Observers(gold=gold)
@@ -95,6 +102,32 @@ def test_failures_are_masked_and_counted_by_kind(
     assert controller.batch is not None
     assert not controller.batch.rewards_BR[~controller.batch.scored_BR.any(dim=1)].any()
     worker.close()
+
+
+def test_attempts_to_forge_the_result_of_tests_are_counted_and_shown(
+    models: InitialModels, ppo_config: Callable[..., PPOConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = {
+        "assert f(3)": "import os; os._exit(0)",
+        "assert f(5)": "import os; os.closerange(3, 9)",
+        "assert f(7)": "f = bool",
+    }
+    written = verifier.score_code
+    monkeypatch.setattr(
+        verifier, "score_code", lambda response, tests, limits: written(code.get(tests[0], response), tests, limits)
+    )
+    config = ppo_config(ptx=None, reward={"kind": "verifier"})
+    rows = [{"tests": f"assert f({number})"} for number in range(16)]
+    controller, worker = controller_of(config, models, rows=rows)
+    metrics = controller.step(0)
+    assert metrics["failures/forged"] == 2
+    assert metrics["failed_scores"] == 0
+    assert metrics["score"] == pytest.approx(1 / 16)
+    worker.close()
+
+    page = str(report(StageFolder("ppo", Path("run"), {}, [{"step": 1, **metrics}, {"step": 2, **metrics}], {})))
+    assert "Forged results of tests" in page
+    assert "No score: forged" not in page
 
 
 def test_ranks_compute_while_an_endpoint_answers(

@@ -88,6 +88,13 @@ def test_a_sandbox_that_fails_leaves_the_score_missing(monkeypatch: pytest.Monke
     assert scored.failure.startswith("the sandbox did not start: ")
 
 
+def test_an_attempt_to_forge_is_counted_whatever_else_is_wrong() -> None:
+    short = ({"kind": "length_constraints:number_words", "num_words": 1, "relation": "less than"},)
+    assert score(TESTS, "import os; os._exit(0)", checks=short) == Scored(0.0, failure_kind="forged")
+    assert score({**TESTS, **NUMBER}, "import os; os._exit(0)") == Scored(0.0, failure_kind="forged")
+    assert score(TESTS, "def double(x): return 3 * x", checks=short) == Scored(0.0)
+
+
 def test_responses_are_scored_in_order_with_their_own_rows() -> None:
     reward = Verifier(cpu_seconds=2)
     rows = [{"tests": f"assert x == {number}"} for number in range(6)]
@@ -101,15 +108,15 @@ def test_code_runs_on_the_threads_of_its_rank_however_small_a_pass_is(
 ) -> None:
     running, most, all_at_once = [], [], threading.Barrier(num_threads)
 
-    def passes(*_: Any) -> tuple[bool, str]:
+    def passes(*_: Any) -> Scored:
         running.append(1)
         most.append(len(running))
         all_at_once.wait(60)
         time.sleep(0.1)  # for a thread too many, if there were one
         running.pop()
-        return True, ""
+        return Scored(1.0)
 
-    monkeypatch.setattr(verifier, "passes_tests", passes)
+    monkeypatch.setattr(verifier, "score_code", passes)
     monkeypatch.setattr("torch.get_num_threads", lambda: num_threads)
     scored = score_in_parts(Verifier(), [ASKED] * 6, ["x = 1"] * 6, 1, [{"tests": "assert x"}] * 6)
     assert scored == [Scored(1.0)] * 6
