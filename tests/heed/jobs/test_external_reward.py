@@ -124,7 +124,7 @@ def test_a_server_that_was_asleep_stops_the_run_and_is_asked_again(
     tmp_path: Path, model_folder: Path, endpoint: Endpoint
 ) -> None:
     url = f"http://127.0.0.1:{endpoint.server_port}/"
-    job = load_job(ppo_job(tmp_path, model_folder, reward={"kind": "url", "url": url, "retries": 0}))
+    job = load_job(ppo_job(tmp_path, model_folder, reward={"kind": "url", "url": url, "max_wait_seconds": 0}))
     with pytest.raises(ValueError, match=r"16 of 16 samples .* The first: .* answered with status 400"):
         run_job(job, tmp_path / "runs")
     endpoint.answers_left = 1  # the SFT policy's samples are scored, the first rollout is not
@@ -137,7 +137,7 @@ def test_a_server_that_was_asleep_stops_the_run_and_is_asked_again(
     (line,) = read_metrics(run / "ppo" / "metrics.jsonl")
     assert line["failed_scores"] == 0
     assert line["score"] > 0
-    patient = load_job(tmp_path / "job.toml", ["ppo.reward.retries=5"])
+    patient = load_job(tmp_path / "job.toml", ["ppo.reward.max_wait_seconds=5"])
     before = (run / "ppo" / "lineage.json").stat().st_mtime_ns
     run_job(patient, tmp_path / "runs")  # the retry settings for a server are not an input: nothing runs again
     assert (run / "ppo" / "lineage.json").stat().st_mtime_ns == before
