@@ -26,7 +26,7 @@ from cluster.failures import (
 )
 from cluster.messages import NO_BEAT, Beat, forget_beats, read_beats
 from cluster.places import Places, is_placed
-from training.notices import RunError
+from training.notices import RunError, say, waiting, waits_for
 
 # Ray reports a lost node within this time; broken connections of its peers are noticed at once.
 LOSS_SECONDS = 15.0
@@ -89,7 +89,8 @@ def stored_once(arguments: Sized) -> Any:
 def wait_all(*started: Callable[[], list[Result]]) -> list[list[Result]]:
     """Wait for `Calls` on several groups whose ranks may wait for each other. Returns the results of each, by rank.
 
-    A rank that is silent for too long counts as lost, and so do all pending ranks once none makes progress.
+    A rank that is silent for too long counts as lost, and so do all pending ranks once none makes progress. One that
+    waits, such as for a server, has its own limit; this process then waits for the same.
 
     Raises:
         WorkerLostError: a rank is lost.
@@ -106,16 +107,19 @@ def wait_all(*started: Callable[[], list[Result]]) -> list[list[Result]]:
         list(names.values()),
         {names[ref]: calls.ranks.actors[rank] for ref, (calls, rank) in places.items() if calls.ranks.is_open},
     )
-    results: dict[Any, Any] = {}
-    pending = list(places)
-    while pending:
-        ready, pending = ray.wait(pending, timeout=vigil.poll_seconds)
-        for reference in ready:
-            calls, rank = places[reference]
-            results[reference] = result_of(calls.phase, calls.ranks, calls.references, rank, pending)
-        if not ready:
-            vigil.look([names[reference] for reference in pending])
-            _require_life(vigil, [(places[reference], names[reference]) for reference in pending])
+    results, pending = dict[Any, Any](), list(places)
+    with waiting() as wait_for:
+        while pending:
+            ready, pending = ray.wait(pending, timeout=vigil.poll_seconds)
+            for reference in ready:
+                calls, rank = places[reference]
+                results[reference] = result_of(calls.phase, calls.ranks, calls.references, rank, pending)
+            if not ready:
+                vigil.look([names[reference] for reference in pending])
+                if vigil.awaited not in ("", waits_for()):
+                    say(vigil.awaited)
+                wait_for(vigil.awaited)
+                _require_life(vigil, [(places[reference], names[reference]) for reference in pending])
     return [[results[reference] for reference in calls.references] for calls in in_progress]
 
 
@@ -144,6 +148,7 @@ class Vigil:
     config: ClusterConfig
     workers: Sequence[str]
     actors: Mapping[str, Any]  # by worker; without those of closed groups
+    awaited: str = ""  # what a pending worker was waiting for at its last heartbeat
     _clocks: dict[str, _Clock] = field(default_factory=dict)
     _stalled_seconds: float = 0.0
     _unanswered_since: float = 0.0  # when the store first failed to answer; 0 = it has answered
@@ -188,12 +193,13 @@ class Vigil:
                 clock.has_process, clock.silent_seconds = True, 0.0
 
     def _count(self, heard: Mapping[str, Beat], pending: Collection[str], elapsed: float) -> None:
-        moved = False
+        moved, self.awaited = False, ""
         for worker in pending:
             clock = self._clocks.setdefault(worker, _Clock())
             beat = heard.get(worker, clock.beat)
             clock.silent_seconds = 0.0 if beat.number != clock.beat.number else clock.silent_seconds + elapsed
-            moved = moved or beat.progress != clock.beat.progress
+            self.awaited = self.awaited or beat.awaited
+            moved = moved or beat.progress != clock.beat.progress or bool(beat.awaited)
             clock.beat = beat
         self._stalled_seconds = 0.0 if moved else self._stalled_seconds + elapsed
 

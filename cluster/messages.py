@@ -18,6 +18,7 @@ let it go first.
 """
 
 import itertools
+import json
 import logging
 import os
 import threading
@@ -32,7 +33,7 @@ from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
 from lm.progress import progress_noted, users_code_noted
-from training.notices import request_stop
+from training.notices import request_stop, waits_for
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def send_beats(worker: str, limit_seconds: float) -> None:
 
     def run() -> None:
         for number in itertools.count(1):
-            beat = f"{number} {progress_noted()} {users_code_noted()}".encode()
+            beat = json.dumps([number, progress_noted(), users_code_noted(), waits_for()]).encode()
             try:
                 _store().internal_kv_put(worker.encode(), beat, True, _BEATS, ANSWER_SECONDS)
             except RayError as error:  # the head is out of reach; the next beat may get through
@@ -62,14 +63,17 @@ def send_beats(worker: str, limit_seconds: float) -> None:
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat of a worker: its number, the work that the worker has counted, and the user code that it runs."""
+    """A heartbeat of a worker: its number, the work that the worker has counted, the user code that it runs, and what
+    it waits for, such as a server.
+    """
 
     number: int
     progress: int
-    users_code: str  # "" if it runs none
+    users_code: str = ""  # "" if it runs none
+    awaited: str = ""  # "" if it waits for nothing
 
 
-NO_BEAT = Beat(0, -1, "")
+NO_BEAT = Beat(0, -1)
 
 
 def read_beats(workers: Sequence[str]) -> dict[str, Beat]:
@@ -80,8 +84,7 @@ def read_beats(workers: Sequence[str]) -> dict[str, Beat]:
     """
     keys = [worker.encode() for worker in workers]
     stored = _store().internal_kv_multi_get(keys, _BEATS, ANSWER_SECONDS)
-    beats = {key.decode(): beat.decode().split(" ", 2) for key, beat in stored.items()}
-    return {worker: Beat(int(number), int(progress), code) for worker, (number, progress, code) in beats.items()}
+    return {key.decode(): Beat(*json.loads(beat)) for key, beat in stored.items()}
 
 
 def forget_beats(group: str) -> None:

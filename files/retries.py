@@ -1,35 +1,49 @@
-"""Requests to external HTTP servers, with retries after transient failures.
+"""Requests to external HTTP servers, repeated after transient failures.
 
-A broken connection, a timeout, and statuses that say "try later" are transient; any other refusal would only repeat.
-Pauses double, and are at least as long as Retry-After asks for. Dates in Retry-After are not supported.
+A broken connection, a timeout, a malformed answer, and statuses that say "try later" are transient; any other refusal
+would only repeat. Pauses double, and are at least as long as Retry-After asks for. Dates in Retry-After are not
+supported.
 """
 
 import json
+import math
+import socket
 import threading
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from functools import cache
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, TypeVar
 
 import httpx
 import tenacity
 
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 60.0
+QUIET_SECONDS = 5.0  # a longer outage is reported
+SHOWN_CHARACTERS = 200  # of an answer, in an error message
 RETRIED_STATUSES = frozenset({408, 425, 429})  # "try later"; all statuses from 500 on are retried too
 MAX_RESPONSE_BYTES = 16 * 2**20
+
+Value = TypeVar("Value")
+
+
+class ServerError(Exception):
+    """A server gave no proper answer. The message is one line: the server, its last answer, and how long it failed."""
 
 
 def send_with_retries(
     send: Callable[[], httpx.Response],
-    give_up: tenacity.stop.stop_base,
+    seconds_left: Callable[[tenacity.RetryCallState], float],
     *,
     first_pause_seconds: float,
     longest_pause_seconds: float,
     retried_statuses: Collection[int] = RETRIED_STATUSES,
     stopped: threading.Event | None = None,
 ) -> httpx.Response:
-    """Call `send` until its response is final, `give_up` says to stop, or `stopped` is set.
+    """Call `send` until its response is final, no `seconds_left` after a failure, or `stopped` is set.
 
     Returns the last response, whatever its status.
 
@@ -43,8 +57,9 @@ def send_with_retries(
         if stopped.wait(seconds):
             raise _StoppedError
 
-    def is_transient(response: httpx.Response) -> bool:
-        return response.status_code >= 500 or response.status_code in retried_statuses
+    def wait(state: tenacity.RetryCallState) -> float:
+        seconds = max(exponential(state), min(_requested_pause(state), longest_pause_seconds))
+        return max(0.0, min(seconds, seconds_left(state)))
 
     def keep_outcome(state: tenacity.RetryCallState) -> None:
         assert state.outcome is not None
@@ -52,9 +67,10 @@ def send_with_retries(
 
     exponential = tenacity.wait_exponential(first_pause_seconds, longest_pause_seconds)
     retrying = tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(httpx.RequestError) | tenacity.retry_if_result(is_transient),
-        stop=give_up,
-        wait=lambda state: max(exponential(state), min(_requested_pause(state), longest_pause_seconds)),
+        retry=tenacity.retry_if_exception_type(httpx.RequestError)
+        | tenacity.retry_if_result(partial(is_transient, retried=retried_statuses)),
+        stop=lambda state: seconds_left(state) <= 0,
+        wait=wait,
         sleep=pause,
         after=keep_outcome,
         retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,
@@ -65,47 +81,128 @@ def send_with_retries(
         return outcomes[-1].result()
 
 
+def is_transient(response: httpx.Response, retried: Collection[int]) -> bool:
+    """Returns whether a response says "try later": an error of the server's, or one of the statuses to retry."""
+    return response.status_code >= 500 or response.status_code in retried
+
+
 def post_json(
     url: str,
     value: Any,
+    read: Callable[[bytes], Value],
     *,
-    headers: Mapping[str, str],
     timeout_seconds: float,
-    num_retries: int,
-    on_attempt: Callable[[], None] = lambda: None,
+    max_wait_seconds: float,
+    waiting: Callable[[str], AbstractContextManager[None]],
+    key: str = "",
     stopped: threading.Event | None = None,
-) -> httpx.Response:
-    """POST a JSON value, with up to `num_retries` retries. Redirects are not followed: they would get the API key too.
+) -> Value:
+    """POST a JSON value until the server gives a proper answer. Returns what `read` finds in it; `read` raises
+    ValueError, saying what was expected, for a malformed one.
 
-    Returns the last response, whatever its status. `timeout_seconds` limits each silence of the server.
+    `timeout_seconds` limits the time to the end of each answer, and `max_wait_seconds` how long the request is
+    repeated after its first failure. A server that has given this process no proper answer for as long is asked once.
+    `waiting` reports an outage while its context is open. Redirects are not followed: they would get the `key` too.
 
     Raises:
-        httpx.RequestError: the last attempt got no whole response, or one of more than `MAX_RESPONSE_BYTES`.
+        ServerError: there is no proper answer.
     """
-    body = json.dumps(value).encode()
+    body, values, server, failed_since = json.dumps(value).encode(), list[Value](), _server(url), math.inf
 
     def send() -> httpx.Response:
-        on_attempt()
-        request = _client().build_request(
-            "POST", url, content=body, headers={"Content-Type": "application/json", **headers}, timeout=timeout_seconds
-        )
-        response = _client().send(request, stream=True)
-        try:
-            return _read(response)
-        finally:
-            response.close()
+        response = _sent(url, body, key, timeout_seconds)
+        if response.is_success:
+            try:
+                values.append(read(response.content))
+            except ValueError as error:
+                raise httpx.DecodingError(f"{_shown(response.content, key)} was answered; {error}") from None
+        if not is_transient(response, RETRIED_STATUSES):
+            server.away_since = math.inf
+        return response
 
-    return send_with_retries(
-        send,
-        tenacity.stop_after_attempt(num_retries + 1),
-        first_pause_seconds=FIRST_PAUSE_SECONDS,
-        longest_pause_seconds=LONGEST_PAUSE_SECONDS,
-        stopped=stopped,
-    )
+    def waited() -> float:
+        return max(0.0, time.monotonic() - min(failed_since, server.away_since))
+
+    def seconds_left(state: tenacity.RetryCallState) -> float:
+        nonlocal failed_since
+        failed_since = min(failed_since, time.monotonic())
+        server.away_since = min(server.away_since, failed_since)
+        left = max_wait_seconds - waited()
+        if waited() >= QUIET_SECONDS and left > 0 and not server.is_reported:
+            server.is_reported = True
+            reporting.callback(setattr, server, "is_reported", False)
+            reporting.enter_context(
+                waiting(f"waiting up to {max_wait_seconds:.0f} s for {url}: {_said(state.outcome, key)}")
+            )
+        return left
+
+    final = Future[httpx.Response]()
+    with ExitStack() as reporting:
+        try:
+            pauses = {"first_pause_seconds": FIRST_PAUSE_SECONDS, "longest_pause_seconds": LONGEST_PAUSE_SECONDS}
+            final.set_result(send_with_retries(send, seconds_left, stopped=stopped, **pauses))
+        except httpx.RequestError as error:
+            final.set_exception(error)
+    if final.exception() is None and final.result().is_success:
+        return values[-1]
+    how_long = f"; no proper answer for {waited():.0f} s" if waited() >= 1 else ""
+    raise ServerError(f"{url}: {_said(final, key)}{how_long}")
+
+
+@dataclass
+class _Server:
+    """What the threads of this process know of a server."""
+
+    away_since: float = math.inf  # when it first failed since its last proper answer, monotonic
+    is_reported: bool = False
+
+
+@cache
+def _server(_url: str) -> _Server:
+    return _Server()
 
 
 class _StoppedError(Exception):
     """Raised when nobody waits for the response any more."""
+
+
+def _sent(url: str, body: bytes, key: str, timeout_seconds: float) -> httpx.Response:
+    """Send one request. Returns the whole response.
+
+    httpx limits each silence of a server, so the socket is shut once the time for the whole answer is over.
+
+    Raises:
+        httpx.RequestError: there is no whole response, or one of more than `MAX_RESPONSE_BYTES`.
+    """
+    sockets, is_over = list[socket.socket](), threading.Event()
+
+    def shut() -> None:
+        is_over.set()
+        for opened in sockets:
+            with suppress(OSError):
+                opened.shutdown(socket.SHUT_RDWR)
+
+    def trace(event: str, info: dict[str, Any]) -> None:
+        if event.endswith(("connect_tcp.complete", "start_tls.complete")):
+            sockets.append(info["return_value"].get_extra_info("socket"))
+            if is_over.is_set():
+                shut()
+
+    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+    timer = threading.Timer(timeout_seconds, shut)
+    timer.daemon = True
+    timer.start()
+    try:
+        with _client().stream(
+            "POST", url, content=body, headers=headers, timeout=timeout_seconds, extensions={"trace": trace}
+        ) as response:
+            return _read(response)
+    except httpx.RequestError:
+        if is_over.is_set():
+            raise httpx.ReadTimeout(f"no whole answer within {timeout_seconds:g} s") from None
+        raise
+    finally:
+        timer.cancel()
 
 
 def _read(response: httpx.Response) -> httpx.Response:
@@ -122,6 +219,24 @@ def _read(response: httpx.Response) -> httpx.Response:
     pause = {name: value for name, value in response.headers.items() if name == "retry-after"}
     extensions = {"reason_phrase": response.reason_phrase.encode()}
     return httpx.Response(response.status_code, headers=pause, content=bytes(content), extensions=extensions)
+
+
+def _said(outcome: "Future[httpx.Response] | None", key: str) -> str:
+    """Describes an attempt in a few words: its status and the beginning of its text, or what went wrong."""
+    error = outcome and outcome.exception()
+    if isinstance(error, httpx.DecodingError):
+        return str(error)
+    if outcome is None or error is not None:
+        return f"{type(error).__name__}: {error}"
+    response = outcome.result()
+    content = f": {_shown(response.content, key)}" if response.content else ""
+    return f"status {response.status_code} ({response.reason_phrase}){content}"
+
+
+def _shown(content: bytes, key: str) -> str:
+    """Returns the beginning of an answer without the key, which some servers repeat."""
+    text = " ".join(content.decode(errors="replace").split())
+    return repr((text.replace(key, "***") if key else text)[:SHOWN_CHARACTERS])
 
 
 def _requested_pause(state: tenacity.RetryCallState) -> float:

@@ -67,6 +67,10 @@ class Observers:
 UNOBSERVED = Observers()
 
 
+class MissingScoresError(ValueError):
+    """Too many responses of an iteration have no score. The message names the cause, such as a server's outage."""
+
+
 class PPOController:
     """Runs iterations. Its state is the iteration number, the KL coefficient, the rollouts in flight, and the evidence
     that the test of draws has collected.
@@ -108,15 +112,24 @@ class PPOController:
         self.ptx_order = Sampler(max(1, num_pretraining_rows), config.ptx_rows, derive_seed(seed, "ppo", "ptx"))
 
     def step(self, iteration: int) -> dict[str, float]:
-        """Run iteration number `iteration`, 0 .. num_iterations - 1. Returns its metrics."""
+        """Run iteration number `iteration`, 0 .. num_iterations - 1. Returns its metrics.
+
+        Raises:
+            MissingScoresError: too many scores failed; all is as it was before the iteration.
+        """
         followed_rollout = self._start_followed(iteration)  # for readers of samples.jsonl; no update learns from it
         checked_rollout = self._start_initial_checks(iteration)
         with self.phases.timed("sampling"):
             rollout = self._sample(iteration)
         # The passes that score are packed as the updates will be.
         minibatches = self.minibatches(iteration, self.config.rollout_batch_size)
-        with self.phases.timed("scoring"):
-            experience = self._score(iteration, rollout, minibatches)
+        evidence = self.evidence
+        try:
+            with self.phases.timed("scoring"):
+                experience = self._score(iteration, rollout, minibatches)
+        except MissingScoresError:
+            self.in_flight[iteration], self.evidence = lambda: rollout, evidence
+            raise
         rewards_BR, kl_B = self._penalise(experience)
         batch, rollout_metrics = self._estimate_advantages(experience, rewards_BR, kl_B)
         self._log(iteration, batch, followed_rollout)
@@ -189,11 +202,11 @@ class PPOController:
 
         Raises:
             RunError: sampler and learner are not the same policy.
-            ValueError: too many scores failed.
+            MissingScoresError: too many scores failed.
         """
         scores, oversampling = self.roles.scorers.start_scores(rollout), dict[str, float]()
         if self.config.advantage.oversample > 1:  # groups that are not kept need no further passes
-            rollout, scores, oversampling = self._keep_informative(rollout, scores())
+            rollout, scores, oversampling = self._keep_informative(iteration, rollout, scores())
         first_epoch = minibatches[: self.config.num_minibatches]
         keeps = iteration % CHECK_RATIO_EVERY > 0  # passes for the first update
         staleness = self._staleness(iteration)
@@ -211,7 +224,7 @@ class PPOController:
         scored_by_BO = self._scored_by_BO(rollout)
         scores_B = self._scores_of(rollout, scores_BO, scored_by_BO)
         # With oversampling, `max_failed_share` was checked over all sampled responses; the kept ones may exceed it.
-        scored_B = torch.isfinite(scores_B) if oversampling else self._require_scores(scores_B)
+        scored_B = torch.isfinite(scores_B) if oversampling else self._require_scores(iteration, scores_B)
         return Experience(
             rollout=rollout,
             scores_BO=scores_BO,
@@ -241,11 +254,11 @@ class PPOController:
             )
 
     def _keep_informative(
-        self, rollout: Rollout, scores_BO: Tensor
+        self, iteration: int, rollout: Rollout, scores_BO: Tensor
     ) -> tuple[Rollout, Pending[Tensor], dict[str, float]]:
         """Choose the groups to learn from among those sampled. Returns them, their scores, and a metric."""
         config, scores_B = self.config, self._scores_of(rollout, scores_BO, self._scored_by_BO(rollout))
-        scored_B = self._require_scores(scores_B)
+        scored_B = self._require_scores(iteration, scores_B)
         rows, informative_share = informative_groups(
             self._scaled(rollout, scores_B), scored_B, config.advantage.samples_per_prompt, config.num_prompts
         )
@@ -265,15 +278,15 @@ class PPOController:
             return torch.ones(len(rollout), len(self.weights_O), dtype=torch.bool)
         return self.scored_by(rollout)
 
-    def _require_scores(self, scores_B: Tensor) -> Tensor:
-        """Returns a mask [B], True = scored. Raises ValueError if too many scores failed."""
+    def _require_scores(self, iteration: int, scores_B: Tensor) -> Tensor:
+        """Returns a mask [B], True = scored. Raises MissingScoresError if too many scores failed."""
         scored_B = torch.isfinite(scores_B)
         failed = int((~scored_B).sum())
         if failed > self.config.max_failed_share * len(scores_B):
-            raise ValueError(
+            raise MissingScoresError(
                 f"{failed} of {len(scores_B)} responses have no finite score;"
                 f" ppo.max_failed_share allows {self.config.max_failed_share:.0%}."
-                f" The first: {self._first_failure()}"
+                f" The same command continues after iteration {iteration}. The first: {self._first_failure()}"
             )
         return scored_B
 

@@ -22,7 +22,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import read_config
 from ppo.alarm import Rang, SpotChecks
 from ppo.config import PeopleSource, PPOConfig
-from ppo.controller import UNOBSERVED, GoldScores, Observers, PPOController, ScoredBy, prompt_order
+from ppo.controller import UNOBSERVED, GoldScores, MissingScoresError, Observers, PPOController, ScoredBy, prompt_order
 from ppo.people import PeopleChecks
 from ppo.prompts import NamedSources
 from ppo.rank import InitialModels
@@ -61,7 +61,8 @@ def train(
     `enter` and `gold` are as for `Observers`. `open_labels` opens the label store of an alarm whose source is people.
 
     Raises:
-        ValueError: a prompt leaves no room for a response, or too many scores fail.
+        ValueError: a prompt leaves no room for a response.
+        MissingScoresError: too many scores fail; a checkpoint has been saved.
     """
     tokenizer, checkpoints = models.tokenizer, context.folder / "checkpoints"
     resumption = _find_resumption(context, config, roles)
@@ -221,7 +222,13 @@ def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, fi
         if _is_ended(config, controller):
             return iteration
         started = time.monotonic()
-        metrics = controller.step(iteration)
+        try:
+            metrics = controller.step(iteration)
+        except MissingScoresError:  # such as after a server's outage, which costs no iteration
+            if iteration > first and iteration % config.save_every_iterations:
+                _save(controller, checkpoints, iteration)
+            controller.roles.learners.finish_saving()
+            raise
         done, seconds = iteration + 1, time.monotonic() - started
         tokens = metrics["response_tokens"] * config.rollout_batch_size
         metrics |= {"tokens_per_second": tokens / seconds, "checkpoint_seconds": waited_seconds}

@@ -454,7 +454,7 @@ STAGE = Stage(
             "memory",
             "lora.sends",
             "reward.timeout_seconds",
-            "reward.retries",
+            "reward.max_wait_seconds",
             "reward.parallel",
             "reward.cache",
             "reward.budget",

@@ -288,13 +288,13 @@ def sample_tasks(
     for judge in judges:
         weights_by_label(str(judge), labels_of(judge), weights)
     sampled: dict[str, list[tuple[str, str]]] = {prompt.prompt_id: [] for prompt in prompts}
-    for policy in policies:
+    for number, policy in enumerate(policies):
         spec = SamplingSpec(
             policy=policy,
             num_samples=num_samples,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
-            seed=derive_seed(selection.seed, "label sample", str(policy)),
+            seed=derive_seed(selection.seed, "label sample", number),
             precision="bf16" if inference_dtype() == torch.bfloat16 else "fp32",
         )
         for sample in sample_policy(spec, prompts):

@@ -20,7 +20,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from files.atomic import on_network
-from reward.external import SHOWN_CHARACTERS
+from training.notices import waiting_aloud
 
 KEY = "HEED_API_KEY"  # environment variable; HEED_API_KEY_<NAME> takes precedence for the policy or judge NAME
 FIRST_FAILURES = 10  # if this many requests are done and all of them failed, no more are sent
@@ -58,18 +58,18 @@ OVER_BUDGET = Answer("", failure="the budget of requests is used up")
 class Endpoint:
     """An API and one of its models. `url` is its base, such as https://host/v1; the key comes from the environment.
 
-    A broken connection, no answer within `timeout_seconds`, and a "try later" status are retried `num_retries` times.
-    Each wait is twice the last one, or longer if the server asks for it.
+    A broken connection, no whole answer within `timeout_seconds`, a malformed one and a "try later" status are retried
+    for `max_wait_seconds`. Each wait is twice the last one, or longer if the server asks for it.
     """
 
     url: str
     model: str
     timeout_seconds: float
-    num_retries: int
+    max_wait_seconds: float
     key: str = field(default="", repr=False)
 
     @classmethod
-    def of(cls, spec: str, name: str, *, timeout_seconds: float, num_retries: int) -> Self:
+    def of(cls, spec: str, name: str, *, timeout_seconds: float, max_wait_seconds: float) -> Self:
         """Parses URL#MODEL. Raises: ValueError if `spec` has another form or the URL contains a password."""
         url, _, model = spec.partition("#")
         try:
@@ -87,50 +87,40 @@ class Endpoint:
         key = os.environ.get(own) or os.environ.get(KEY, "")
         if not (key.isascii() and key.isprintable()):
             raise ValueError(f"{own if own in os.environ else KEY} must contain printable ASCII characters only")
-        return cls(url.rstrip("/"), model, timeout_seconds, num_retries, key)
+        return cls(url.rstrip("/"), model, timeout_seconds, max_wait_seconds, key)
 
     def ask(self, request: Request, stop: threading.Event) -> Answer:
         """Returns the answer to a request (its fields except the model). Setting `stop` ends the wait between tries."""
-        import httpx  # only here: a bare GPU machine has no HTTP client
-
-        from files.retries import post_json
+        from files.retries import ServerError, post_json  # only here: a bare GPU machine has no HTTP client
 
         try:
-            response = post_json(
+            return post_json(
                 f"{self.url}/chat/completions",
                 {"model": self.model, **request},
-                headers={"Authorization": f"Bearer {self.key}"} if self.key else {},
+                self._answer,
+                key=self.key,
                 timeout_seconds=self.timeout_seconds,
-                num_retries=self.num_retries,
+                max_wait_seconds=self.max_wait_seconds,
+                waiting=waiting_aloud,
                 stopped=stop,
             )
-        except httpx.RequestError as error:  # refused, reset, truncated, timed out
-            return Answer("", failure=f"{self.url}: {type(error).__name__}: {error}")
-        if not response.is_success:
-            said = self._shown(response.content)
-            return Answer("", failure=f"{self.url}: status {response.status_code} ({response.reason_phrase}): {said}")
-        return self._answer(response.content)
+        except ServerError as error:
+            return Answer("", failure=str(error))
 
     def _answer(self, said: bytes) -> Answer:
+        """Returns the answer in a server's response. Raises: ValueError for a response of another format."""
         try:
             answer = json.loads(said)
             choice = answer["choices"][0]
-            text = choice["message"]["content"]
-            if not isinstance(text, str):
-                raise TypeError
+            text = choice["message"].get("content")
             reason, num_tokens = choice.get("finish_reason"), (answer.get("usage") or {}).get("completion_tokens")
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            return Answer(
-                "", failure=f"{self.url} answered {self._shown(said)}; choices[0].message.content was expected"
-            )
+            raise ValueError("choices[0].message.content was expected") from None
+        if not isinstance(text, str):  # as the model may answer this request each time
+            return Answer("", failure=f"{self.url}: no text in the answer; choices[0].message.content was expected")
         finished = {"stop": True, "length": False}.get(reason) if isinstance(reason, str) else None
         tokens = _top_logprobs(choice.get("logprobs"))
         return Answer(text, finished, num_tokens if type(num_tokens) is int else None, tokens=tokens)
-
-    def _shown(self, said: bytes) -> str:
-        """Returns the beginning of a server's reply without the key, which some servers repeat."""
-        text = " ".join(said.decode(errors="replace").split())
-        return repr((text.replace(self.key, "***") if self.key else text)[:SHOWN_CHARACTERS])
 
 
 def _top_logprobs(logprobs: Any) -> tuple[tuple[str, dict[str, float]], ...]:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, SupportsFloat
 
@@ -22,13 +23,15 @@ from lm.progress import in_users_code, note_progress
 from lm.tokenizer import Messages
 from training.config import Config
 from training.data import NO_FIELDS, RowFields
-from training.notices import printing_aloud
+from training.notices import printing_aloud, waiting_aloud
 
 # Gets prompts (each a list of messages), responses (texts) and, if it has a parameter `rows`, the prompts' rows of
 # data; returns a number per response, None for a failure.
 ScoringFunction = Callable[..., Sequence[float | None]]
 
-SHOWN_CHARACTERS = 200  # of a malformed response, in an error message
+SHOWN_CHARACTERS = 200  # of a prompt, in an error message
+MAX_WAIT_SECONDS = 600.0
+MAX_WAIT = "How long a request is repeated while its server gives no proper answer, in seconds."
 
 
 @dataclass(frozen=True)
@@ -241,9 +244,9 @@ class RemoteReward(ExternalReward):
     """An HTTP endpoint that receives {"prompts": [[{"role", "content"}, ...], ...], "responses": [...]} and returns
     {"scores": [...]}, one number per response, null for a failure.
 
-    A broken connection, silence for `timeout_seconds` and "try later" statuses are retried with doubling waits. If the
-    last attempt fails, or the endpoint returns another status of 400 or above or another format, all responses of the
-    request count as failed.
+    A broken connection, no whole answer within `timeout_seconds`, another format and "try later" statuses are retried
+    with doubling waits. If there is no proper answer for `max_wait_seconds`, or the endpoint returns another status of
+    400 or above, all responses of the request count as failed.
     """
 
     model_config = ConfigDict(title="Reward url")
@@ -254,9 +257,9 @@ class RemoteReward(ExternalReward):
     kind: Literal["url"] = Field(default="url", description="The kind of this table.")
     url: str = Field(pattern=r"^https?://.+$", description="HTTP endpoint that scores responses.")
     timeout_seconds: float = Field(
-        default=30.0, gt=0, description="How long the endpoint may be silent before a request fails, in seconds."
+        default=30.0, gt=0, description="Time limit of each whole answer, in seconds; it is then asked again."
     )
-    retries: int = Field(default=3, ge=0, description="How many times a failed request is repeated.")
+    max_wait_seconds: float = Field(default=MAX_WAIT_SECONDS, ge=0, description=MAX_WAIT)
     parallel: int = Field(default=4, ge=1, description="How many requests each rank sends at once.")
 
     @property
@@ -273,36 +276,37 @@ class RemoteReward(ExternalReward):
         responses: Sequence[str],
         rows: Sequence[Row] = (),  # noqa: ARG002  # an endpoint gets texts only
     ) -> list[Scored]:
-        import httpx  # only here: a reward model needs no HTTP client, and a bare GPU machine has none
-
-        from files.retries import post_json
+        # Only here: a reward model needs no HTTP client, and a bare GPU machine has none.
+        from files.retries import ServerError, post_json
 
         prompts = [[dict(message) for message in messages] for messages in conversations]
+        note_progress()
         try:
-            response = post_json(
+            values = post_json(
                 self.url,
                 {"prompts": prompts, "responses": list(responses)},
-                headers={},
+                partial(_scores, number=len(responses)),
                 timeout_seconds=self.timeout_seconds,
-                num_retries=self.retries,
-                on_attempt=note_progress,
+                max_wait_seconds=self.max_wait_seconds,
+                waiting=waiting_aloud,
             )
-        except httpx.RequestError as error:  # refused, reset, cut short, timed out
-            failure = f"{self.url}: {type(error).__name__}: {error}"
-            return [Scored(math.nan, failure)] * len(responses)
-        if not response.is_success:
-            failure = f"{self.url} answered with status {response.status_code} ({response.reason_phrase})"
-            return [Scored(math.nan, failure)] * len(responses)
-        return self._scores(response.content, responses)
-
-    def _scores(self, text: bytes, responses: Sequence[str]) -> list[Scored]:
-        try:
-            values = json.loads(text)["scores"]
-        except (ValueError, KeyError, TypeError):
-            shown = text[:SHOWN_CHARACTERS].decode(errors="replace")
-            failure = f"{self.url} answered {shown!r}; a JSON object with 'scores' was expected"
-            return [Scored(math.nan, failure)] * len(responses)
+        except ServerError as error:
+            return [Scored(math.nan, str(error))] * len(responses)
+        note_progress()
         return checked(values, responses, self.url)
+
+
+def _scores(content: bytes, number: int) -> list[Any]:
+    """Returns the scores in an endpoint's answer. Raises: ValueError for one of another format. Infinity is not JSON;
+    nor is NaN, but servers in Python write it for null.
+    """
+    try:
+        values = json.loads(content, parse_constant={"NaN": None}.__getitem__)["scores"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError("a JSON object with 'scores' was expected") from None
+    if not isinstance(values, list) or len(values) != number:
+        raise ValueError(f"'scores' with {number} numbers was expected")
+    return values
 
 
 class NoReward(ExternalReward):

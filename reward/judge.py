@@ -28,7 +28,7 @@ from lm.source import load_for_inference
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import ModelFolder, read_config
 from reward.endpoint import OVER_BUDGET, Answer, Asker, Endpoint, read_reply
-from reward.external import ExternalReward, Scored
+from reward.external import MAX_WAIT, MAX_WAIT_SECONDS, ExternalReward, Scored
 from reward.rubric import TOTAL, Rubric, as_share
 
 CACHE = "judgments.sqlite"  # of an endpoint's answers, in the folder of the stage
@@ -88,9 +88,9 @@ class JudgeReward(ExternalReward):
         description="Log-probabilities to ask an endpoint for, per token; 0 for one that refuses to give any.",
     )
     timeout_seconds: float = Field(
-        default=60.0, gt=0, description="How long an endpoint may be silent before a request fails, in seconds."
+        default=60.0, gt=0, description="Time limit of each whole answer of an endpoint, in seconds."
     )
-    retries: int = Field(default=3, ge=0, description="How many times a failed request is repeated.")
+    max_wait_seconds: float = Field(default=MAX_WAIT_SECONDS, ge=0, description=MAX_WAIT)
     parallel: int = Field(default=8, ge=1, description="How many requests each rank sends at once.")
 
     @field_validator("rubric", mode="before")
@@ -203,7 +203,8 @@ class JudgeReward(ExternalReward):
 
     @property
     def _endpoint(self) -> Endpoint:
-        return Endpoint.of(self.model, "judge", timeout_seconds=self.timeout_seconds, num_retries=self.retries)
+        limits = {"timeout_seconds": self.timeout_seconds, "max_wait_seconds": self.max_wait_seconds}
+        return Endpoint.of(self.model, "judge", **limits)
 
     def _remote_grades(self, questions: Sequence[Question]) -> list[Scored]:
         requests = [self._request(question) for question in questions]

@@ -16,12 +16,13 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 
 log = logging.getLogger(__name__)
 
 Speaker = Callable[[str], None]
 _speakers: list[Speaker] = []
-_awaited = ""  # what this process is waiting for
+_awaited = dict[object, str]()  # what this process is waiting for, by who waits
 
 _REMEDIES = {
     errno.ENOSPC: "free space there",
@@ -91,23 +92,28 @@ def printing_aloud(who: str) -> Iterator[None]:
 @contextmanager
 def waiting() -> Iterator[Speaker]:
     """Mark this process as one that is waiting. Yields a function to set what it is waiting for, which `waits_for`
-    returns to callers that show the run's state.
+    returns to callers that show the run's state. Several threads may wait at once.
     """
-    global _awaited
-
-    def keep(what: str) -> None:
-        global _awaited
-        _awaited = what
-
+    waits = object()
     try:
-        yield keep
+        yield partial(_awaited.__setitem__, waits)
     finally:
-        _awaited = ""
+        _awaited.pop(waits, None)
+
+
+@contextmanager
+def waiting_aloud(notice: str) -> Iterator[None]:
+    """Report what this process is waiting for as long as the context is open. The driver says it for all ranks."""
+    if "RANK" not in os.environ:
+        say(notice)
+    with waiting() as wait_for:
+        wait_for(notice)
+        yield
 
 
 def waits_for() -> str:
     """Returns what this process is waiting for at the moment; "" if nothing."""
-    return _awaited
+    return next(filter(None, [*_awaited.values()]), "")
 
 
 class RunError(RuntimeError):

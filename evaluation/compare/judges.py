@@ -36,13 +36,14 @@ class Asking:
     cache: Path
     concurrency: int
     timeout_seconds: float
-    num_retries: int
+    max_wait_seconds: float
     max_failed_share: float
     budget: Budget = field(default_factory=Budget)
 
     def asker(self, name: str, spec: str) -> Asker:
         """Raises: as `Endpoint.of` does."""
-        endpoint = Endpoint.of(spec, name, timeout_seconds=self.timeout_seconds, num_retries=self.num_retries)
+        limits = {"timeout_seconds": self.timeout_seconds, "max_wait_seconds": self.max_wait_seconds}
+        endpoint = Endpoint.of(spec, name, **limits)
         return Asker(endpoint, self.cache, self.concurrency, self.max_failed_share, self.budget)
 
 
@@ -201,7 +202,7 @@ def _rubric_judge(name: str, spec: str, rubric: Path, asking: Asking) -> ScoreJu
         rubric=Rubric.read(rubric),
         cache=str(asking.cache),
         timeout_seconds=asking.timeout_seconds,
-        retries=asking.num_retries,
+        max_wait_seconds=asking.max_wait_seconds,
         parallel=asking.concurrency,
     )
     judge.check(())
@@ -215,7 +216,8 @@ def _rubric_judge(name: str, spec: str, rubric: Path, asking: Asking) -> ScoreJu
 
 def _reward_endpoint(name: str, spec: str, asking: Asking) -> ScoreJudge:
     asker = asking.asker(name, f"{spec}#none")  # refuses invalid URLs and URLs with a password
-    endpoint = RemoteReward(url=asker.endpoint.url, timeout_seconds=asking.timeout_seconds, retries=asking.num_retries)
+    limits = {"timeout_seconds": asking.timeout_seconds, "max_wait_seconds": asking.max_wait_seconds}
+    endpoint = RemoteReward(url=asker.endpoint.url, **limits)
 
     def score(conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
         if not asking.budget.take(1):

@@ -86,7 +86,7 @@ def arena_policy(name: str, spec: str) -> ArenaPolicy:
     from reward.endpoint import Endpoint
 
     if spec.startswith(("http://", "https://")):
-        Endpoint.of(spec, name, timeout_seconds=SILENT_SECONDS, num_retries=0)  # checks it
+        Endpoint.of(spec, name, timeout_seconds=SILENT_SECONDS, max_wait_seconds=0)  # checks it
         return ArenaPolicy(name, "endpoint", spec, "")
     _check_model(spec)
     return ArenaPolicy(name, "model", spec, model_hash(spec))
@@ -203,7 +203,7 @@ class RemoteSpeaker:
     def open(cls, policy: ArenaPolicy, sampling: ArenaSampling) -> "RemoteSpeaker":
         from reward.endpoint import Endpoint
 
-        endpoint = Endpoint.of(policy.spec, policy.name, timeout_seconds=SILENT_SECONDS, num_retries=0)
+        endpoint = Endpoint.of(policy.spec, policy.name, timeout_seconds=SILENT_SECONDS, max_wait_seconds=0)
         return cls(policy, sampling, endpoint)
 
     def answer(self, messages: Messages, seed: int) -> Answering:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from reward.endpoint import OnProgress
 
 LONGEST_NAME = 80
-RETRIES = 4  # of a failed request to an endpoint
 WARNINGS = "warnings.jsonl"  # in the comparison's folder: warnings about a file of judgments
 JUDGES = "people:STORE, gold:JOB.toml, URL#MODEL, URL, FILE.py:FUNCTION or a reward model"
 
@@ -34,7 +33,7 @@ Rubric = Annotated[
 JudgeTokens = Annotated[int, typer.Option(min=1, help="Maximum answer length of a language-model judge, in tokens.")]
 Labelers = Annotated[int, typer.Option(min=1, help="Number of people who judge each task.")]
 Concurrency = Annotated[int, typer.Option(min=1, help="Concurrent requests to an endpoint.")]
-Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds without data before a request is given up.")]
+Timeout = Annotated[float, typer.Option(min=0.1, help="Time limit of each whole answer, in seconds.")]
 MaxFailedShare = Annotated[
     float, typer.Option(min=0, max=1, help="Share of a judge's verdicts that may fail before the command stops.")
 ]
@@ -166,10 +165,11 @@ def asking_of(
     """Returns how to query endpoints; commands that write into neighbouring folders share one cache of responses."""
     from evaluation.compare.judges import Asking
     from reward.endpoint import Budget
+    from reward.external import MAX_WAIT_SECONDS
 
     budget = Budget(max_requests) if max_requests else Budget()
     shared = folder.absolute().parent / "answers.sqlite"
-    return Asking(cache or shared, concurrency, timeout, RETRIES, max_failed_share, budget)
+    return Asking(cache or shared, concurrency, timeout, MAX_WAIT_SECONDS, max_failed_share, budget)
 
 
 def _judging_of(

@@ -147,21 +147,36 @@ def _refuse_hiding(field: str, path: Path, files: Sequence[Path]) -> None:
     name = path.stem
     if path.suffix != ".py" or len(path.parts) > 1 or name in PACKAGES:  # a package hides a module
         return
+    if _is_installed(name):
+        raise ValueError(f"{field}: {path} would hide the installed module {name!r}; another name was expected")
+
+
+def _is_installed(module: str) -> bool:
     of_users = {"", str(Path.cwd()), *user_folders()}
     installed = [folder for folder in sys.path if folder not in of_users]
-    if name in sys.stdlib_module_names or PathFinder.find_spec(name, installed) is not None:
-        raise ValueError(f"{field}: {path} would hide the installed module {name!r}; another name was expected")
+    return module in sys.stdlib_module_names or PathFinder.find_spec(module, installed) is not None
+
+
+def _code_of(place: str) -> str:
+    """Returns the file or folder with the code that MODULE:NAME or FILE.py:NAME names; "" if Python has it installed."""
+    module = place.partition(":")[0]
+    top = module.partition(".")[0]
+    if module.endswith(".py"):
+        return module
+    found = None if top in PACKAGES or _is_installed(top) else PathFinder.find_spec(top, [str(Path.cwd())])
+    return "" if found is None else top if found.submodule_search_locations else f"{top}.py"
 
 
 def named_paths(job: JobConfig) -> Iterator[tuple[str, str]]:
     """Yields (field, value) for everything in a job that may name a file or a model."""
     for number, place in enumerate(job.custom_stages):
-        if ".py:" in place:
-            yield f"custom_stages.{number}", place.partition(":")[0]
-    if job.world is not None and ".py:" in job.world.kind:
-        yield "world.kind", job.world.kind.partition(":")[0]
+        if code := _code_of(place):
+            yield f"custom_stages.{number}", code
+    if job.world is not None and ":" in job.world.kind and (code := _code_of(job.world.kind)):
+        yield "world.kind", code
     models = {f"{stage.name}.{field}" for stage in job.known_stages for field in stage.model_fields}
     functions = {f"{stage.name}.{field}" for stage in job.known_stages for field in stage.function_fields}
+    functions.add("ppo.environment.environment")  # of verifiers, without a name of a function
     yield from _named_in(job.model_dump(), models, functions, "")
 
 
@@ -172,7 +187,8 @@ def _named_in(value: Any, models: set[str], functions: set[str], place: str) -> 
         if isinstance(item, Path) or ((key == "source" or any(fnmatchcase(field, of) for of in models)) and item):
             if "://" not in str(item):  # a judge behind an endpoint
                 yield field, str(item)
-        elif any(fnmatchcase(field, function) for function in functions) and ".py:" in item:
-            yield field, item.partition(":")[0]
+        elif any(fnmatchcase(field, function) for function in functions) and item:
+            if code := _code_of(item):
+                yield field, code
         else:
             yield from _named_in(item, models, functions, field)

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from files.atomic import write_json
-from files.hashes import derive_seed
+from files.hashes import derive_seed, json_hash
 from files.records import as_json, read_record
 from heed.loop.config import RoundConfig, name_of_round
 from ppo.stage import STAGE as PPO
@@ -214,9 +214,13 @@ def _add_tasks(run: StageRun, config: RoundConfig, prompts: Sequence[Prompt], ea
     if num_tasks:
         policy = run.own("sft")
         chosen = _least_asked(prompts, earlier, config.num_prompts(num_tasks), run.seed)
+        candidates = _candidates(run, config, policy, chosen)
+        # The ids seed the world's labelers, so they depend on contents and not on the run's name. People's store may
+        # hold the same contents for several runs.
+        contents = json_hash([[of.prompt_id, [one.response for one in of.candidates]] for of in candidates])[:12]
         tasks = choose_tasks(
-            _candidates(run, config, policy, chosen),
-            batch=f"{run.run_folder.resolve().name}/{run.name}/{fingerprint}",
+            candidates,
+            batch=f"{batch}/{run.name}/{fingerprint}" if config.store else f"{run.name}/{contents}",
             rule=RULES[config.choose],
             responses_per_task=config.responses_per_prompt,
             tasks_per_prompt=1,
@@ -227,6 +231,8 @@ def _add_tasks(run: StageRun, config: RoundConfig, prompts: Sequence[Prompt], ea
     quotas = config.quotas(len(tasks))
     if tasks:
         with _opened_store(run, config) as store:
+            if not config.store:
+                tasks = _with_new_ids(store, tasks, batch)
             store.add_tasks(tasks, batch=batch, num_labelers=quotas)
     ids = {tuple(Message.of(message) for message in prompt.messages): prompt.prompt_id for prompt in chosen}
     added = tuple(
@@ -234,6 +240,13 @@ def _add_tasks(run: StageRun, config: RoundConfig, prompts: Sequence[Prompt], ea
         for task, quota in zip(tasks, quotas, strict=True)
     )
     write_json(run.folder / TASKS, as_json(AddedTasks(batch, added, len(chosen), policy)))
+
+
+def _with_new_ids(store: Labels, tasks: Sequence[Task], batch: str) -> list[Task]:
+    """Returns the tasks, with the batch in the id if another batch has it: of this stage before its settings changed."""
+    others = [other for other in store.batches() if other != batch]
+    taken = {stored.task.task_id for other in others for stored in store.tasks(other)}
+    return [replace(task, task_id=f"{task.task_id}/{batch}") if task.task_id in taken else task for task in tasks]
 
 
 def _least_asked(prompts: Sequence[Prompt], earlier: Sequence[AddedTasks], num_prompts: int, seed: int) -> list[Prompt]:

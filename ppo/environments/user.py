@@ -13,9 +13,9 @@ from lm.tokenizer import Messages
 from lm.tool_calls import AssistantMessage
 from ppo.environments.environment import Environment, Episode, Reply
 from reward.endpoint import KEY, Endpoint
+from reward.external import MAX_WAIT_SECONDS
 from training.data import RowFields
 
-NUM_RETRIES = 2
 MAX_REPLY_TOKENS = 128
 STOP = "###STOP###"  # what the user writes to end the conversation
 FIELD = "user"  # of a prompt's row
@@ -57,7 +57,7 @@ class SimulatedUser(Environment):
         """Returns what the user says next. Raises: RuntimeError if the endpoint does not answer with a text."""
         asked = {"messages": messages, "seed": seed % 2**31, "max_tokens": MAX_REPLY_TOKENS}
         endpoint = Endpoint(
-            self.url.rstrip("/"), self.model, self.deadline_seconds, NUM_RETRIES, key=os.environ.get(KEY, "")
+            self.url.rstrip("/"), self.model, self.deadline_seconds, MAX_WAIT_SECONDS, key=os.environ.get(KEY, "")
         )
         with _places(self.url, self.parallel):
             answer = endpoint.ask(asked, threading.Event())

@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
-import tenacity
 
 from files.retries import send_with_retries
 from preferences.records import Answer, Labeler, Message, ShownTask
@@ -78,7 +77,7 @@ class LabelClient:
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         response = send_with_retries(
             lambda: self._client.request(method, path, json=body),
-            tenacity.stop_after_delay(self._patience_seconds),
+            lambda state: self._patience_seconds - (state.seconds_since_start or 0.0),
             first_pause_seconds=FIRST_WAIT_SECONDS,
             longest_pause_seconds=LONGEST_WAIT_SECONDS,
             retried_statuses=(),  # a request to wait (429) is raised, not retried

@@ -68,7 +68,7 @@ def test_what_cannot_be_sampled_is_refused_first(model_folder: Path, encoder_fol
 
 
 def remote(chat_server: Any, tmp_path: Path, model: str, name: str = "r") -> RemotePolicy:
-    endpoint = Endpoint.of(f"{chat_server.url}#{model}", name, timeout_seconds=5, num_retries=0)
+    endpoint = Endpoint.of(f"{chat_server.url}#{model}", name, timeout_seconds=5, max_wait_seconds=0)
     return RemotePolicy(name, PROMPTS, SAMPLING, Asker(endpoint, tmp_path / "answers.sqlite", 2, 0.5))
 
 

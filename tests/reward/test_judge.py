@@ -200,10 +200,10 @@ def test_a_budget_counts_over_processes_that_share_the_cache(server: GradingServ
 
 
 def test_an_endpoint_that_is_off_is_a_failure_and_never_zero(tmp_path: Path) -> None:
-    reward = JudgeReward.model_validate({"model": "http://127.0.0.1:9/v1#x", "rubric": RUBRIC, "retries": 0})
+    reward = JudgeReward.model_validate({"model": "http://127.0.0.1:9/v1#x", "rubric": RUBRIC, "max_wait_seconds": 0})
     found = reward.prepared(tmp_path).score(ASKED, TEXTS)
     assert {(one.failure_kind, math.isnan(one.score)) for one in found} == {("endpoint", True)}
-    assert found[0].failure.startswith("right: http://127.0.0.1:9/v1: ")
+    assert found[0].failure.startswith("right: http://127.0.0.1:9/v1/chat/completions: ")
 
 
 def test_a_rubric_file_and_its_table_are_the_same(tmp_path: Path, judge_folder: Path) -> None:

@@ -11,11 +11,11 @@ import pytest
 from evaluation.verdicts import Verdict, read_verdicts
 from files import retries
 from heed.cli import main
-from heed.commands import compare as compare_command
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
+from reward import external
 
 Call = Callable[..., tuple[int, str]]
 
@@ -24,7 +24,7 @@ Call = Callable[..., tuple[int, str]]
 def heed_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Runs `heed` with arguments; returns the exit code and all output."""
     monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(compare_command, "RETRIES", 0)
+    monkeypatch.setattr(external, "MAX_WAIT_SECONDS", 0.0)
     monkeypatch.setenv("COLUMNS", "200")
 
     def call(*arguments: str) -> tuple[int, str]:

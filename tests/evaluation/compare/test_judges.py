@@ -110,7 +110,7 @@ def test_the_gold_scorer_of_a_world(place: Path, heed_main: Call, compare: Compa
 def test_a_reward_judges_and_is_described_as_the_reward(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def score(prompts, responses):\n    return [2.0] * len(responses)\n")
     by_function = reward_judge("reward", RewardFunction(function=f"{tmp_path}/r.py:score"), {})
-    by_server = reward_judge("reward", RemoteReward(url="http://127.0.0.1:9/score", timeout_seconds=1.0, retries=0), {})
+    by_server = reward_judge("reward", RemoteReward(url="http://127.0.0.1:9/score", max_wait_seconds=0), {})
     assert [judge.kind for judge in (by_function, by_server)] == ["function", "reward endpoint"]
     for judge, what in (
         (by_function, f"the function {tmp_path}/r.py:score"),

@@ -3,7 +3,7 @@
 import json
 import shutil
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -73,10 +73,11 @@ def test_the_example_function_is_the_worlds_own_judge() -> None:
 
 
 class Endpoint(ThreadingHTTPServer):
-    """Scores texts by their length for a number of requests, then sleeps."""
+    """Scores texts by their length for a number of requests, then sleeps. `broken` returns what it answers instead."""
 
     answers_left = 0
     num_asked = 0
+    broken: Callable[[int], bytes] = staticmethod(lambda _num_asked: b"")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -87,6 +88,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.dumps({"scores": [len(text) for text in sent["responses"]]}).encode()
         self.server.num_asked += 1
         self.server.answers_left -= 1
+        body = self.server.broken(self.server.num_asked) or body
         self.send_response(200 if self.server.answers_left >= 0 else 400)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -124,11 +126,11 @@ def test_a_server_that_was_asleep_stops_the_run_and_is_asked_again(
     tmp_path: Path, model_folder: Path, endpoint: Endpoint
 ) -> None:
     url = f"http://127.0.0.1:{endpoint.server_port}/"
-    job = load_job(ppo_job(tmp_path, model_folder, reward={"kind": "url", "url": url, "retries": 0}))
-    with pytest.raises(ValueError, match=r"16 of 16 samples .* The first: .* answered with status 400"):
+    job = load_job(ppo_job(tmp_path, model_folder, reward={"kind": "url", "url": url, "max_wait_seconds": 0}))
+    with pytest.raises(ValueError, match=r"16 of 16 samples .* The first: .*: status 400"):
         run_job(job, tmp_path / "runs")
     endpoint.answers_left = 1  # the SFT policy's samples are scored, the first rollout is not
-    with pytest.raises(ValueError, match=r"16 of 16 responses .* The first: .* answered with status 400"):
+    with pytest.raises(ValueError, match=r"16 of 16 responses .* The first: .*: status 400"):
         run_job(job, tmp_path / "runs")
     endpoint.answers_left, endpoint.num_asked = 100, 0
     run = run_job(job, tmp_path / "runs")
@@ -137,10 +139,34 @@ def test_a_server_that_was_asleep_stops_the_run_and_is_asked_again(
     (line,) = read_metrics(run / "ppo" / "metrics.jsonl")
     assert line["failed_scores"] == 0
     assert line["score"] > 0
-    patient = load_job(tmp_path / "job.toml", ["ppo.reward.retries=5"])
+    patient = load_job(tmp_path / "job.toml", ["ppo.reward.max_wait_seconds=5"])
     before = (run / "ppo" / "lineage.json").stat().st_mtime_ns
     run_job(patient, tmp_path / "runs")  # the retry settings for a server are not an input: nothing runs again
     assert (run / "ppo" / "lineage.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.nightly
+def test_an_outage_is_waited_for_and_one_that_lasts_costs_no_iteration(
+    tmp_path: Path, model_folder: Path, endpoint: Endpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"http://127.0.0.1:{endpoint.server_port}/"
+    reward = {"kind": "url", "url": url, "max_wait_seconds": 1.5}
+    path = ppo_job(tmp_path, model_folder, reward=reward, num_iterations=3, save_every_iterations=3)
+    endpoint.answers_left = 1000
+    calm = run_job(load_job(path, ["name=calm"]), tmp_path / "runs")
+    disturbed = tmp_path / "runs" / "disturbed"
+    metrics = disturbed / "ppo" / "metrics.jsonl"
+    endpoint.broken = lambda _: b'{"scores": [1, ' if len(read_metrics(metrics)) == 2 else b""
+    words = rf"16 of 16 responses .* continues after iteration 2\. The first: {url}: '.*; no proper answer for [12] s"
+    with pytest.raises(ValueError, match=words):
+        run_job(load_job(path, ["name=disturbed"]), tmp_path / "runs")
+    assert (disturbed / "ppo" / "checkpoints" / "step-000002").is_dir()
+    endpoint.broken = lambda number: b"" if number % 3 else b'{"scores": [Infinity]}'  # now and then
+    capsys.readouterr()
+    run_job(load_job(path, ["name=disturbed", "ppo.reward.max_wait_seconds=60"]), tmp_path / "runs")
+    assert "ppo: resumes from iteration 2 of 3" in capsys.readouterr().err
+    for name in ("ppo/model/model.safetensors", "ppo/samples.jsonl"):
+        assert (disturbed / name).read_bytes() == (calm / name).read_bytes()
 
 
 @pytest.mark.parametrize(

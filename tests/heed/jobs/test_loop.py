@@ -40,6 +40,7 @@ from heed.jobs.report import write_run_report
 from heed.jobs.run import Run
 from heed.jobs.times import GPUS
 from heed.jobs.watch import now_of
+from heed.loop import collect
 from heed.loop.collect import (
     TASKS,
     AddedTask,
@@ -70,6 +71,7 @@ from preferences.records import Answer, Labeler, Message, Task
 from preferences.statistics.estimates import Interval
 from preferences.statistics.intervals import clustered_mean
 from preferences.store import LabelStore
+from preferences.task_selection import Candidate, PromptCandidates
 from research.chaos.campaign import run_chaos
 from stages.lineage import LINEAGE
 from stages.progress import RunStatus
@@ -557,6 +559,36 @@ def collect_in(run_folder: Path) -> StageRun:
     return cast(StageRun, SimpleNamespace(name="collect", run_folder=run_folder, open_labels=LabelStore))
 
 
+def test_labels_of_the_world_do_not_depend_on_the_runs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = "Mia has a blue ball. Tom has a red kite. What does Mia have?"
+    prompts = [Prompt(prompt_id=f"p{n}", messages=[{"role": "user", "content": asked}], kind="") for n in range(12)]
+    texts = ("Mia has a blue ball.", "ball", "Tom has a red kite.")
+    candidates = [
+        PromptCandidates(one.prompt_id, (Message("user", asked),), tuple(Candidate(text, "sft") for text in texts))
+        for one in prompts
+    ]
+    monkeypatch.setattr(collect, "_candidates", lambda *_: candidates)
+    job = load_job(job_file(tmp_path, 24, 1))
+    found = []
+    for name in ("one", "other"):
+        folder = tmp_path / name
+        (folder / "collect").mkdir(parents=True)
+        write_json(folder / "collect" / "inputs.json", {"fingerprint": name * 12})  # as if its data had other paths
+        own = {"run_folder": folder, "folder": folder / "collect", "own": lambda stage: stage, "seed": job.seed}
+        own |= {"world": job.open_world(), "job": job, "show": lambda *_: None, "open_labels": LabelStore}
+        run = cast(StageRun, SimpleNamespace(name="collect", **own))
+        for responses in (2, 3):  # the stage runs again, with a change that leaves the samples alone
+            write_json(folder / "collect" / "inputs.json", {"fingerprint": f"{responses}{name * 12}"})
+            config = job.part("collect").model_copy(update={"responses_per_prompt": responses})
+            collect._add_tasks(run, config, prompts, [])
+            added = added_by(folder, 1)
+            with LabelStore(str(folder / "labels.sqlite")) as store:
+                collect._let_world_label(run, store, added)
+                found.append([(one.task_id, one.labeler, one.ranks) for one in store.rankings(added.batch)])
+    assert found[:2] == found[2:]
+    assert all(len(rankings) >= 12 for rankings in found)
+
+
 def test_a_round_waits_for_no_archived_task_and_for_no_store_without_its_tasks(tmp_path: Path) -> None:
     store = str(tmp_path / "people.sqlite")
     config = load_job(job_file(tmp_path, 10, 1, f'store = "{store}"\nenough_share = 1.0')).part("collect")
@@ -728,8 +760,10 @@ def test_the_work_before_a_run_grows_with_the_rounds_and_not_with_their_square(w
 
 @pytest.mark.nightly
 def test_a_loop_killed_at_any_stage_ends_with_the_same_bits(heed: Any, tmp_path: Path, finished_loop: Path) -> None:
+    """Under another name, since no draw may depend on it."""
     path = job_file(tmp_path, LABELS, ROUNDS, MORE)
-    run = tmp_path / "runs" / "tiny"
+    path.write_text(path.read_text().replace('name = "tiny"', 'name = "other"'))
+    run = tmp_path / "runs" / "other"
     kills = (
         lambda: (run / "labels.sqlite").exists(),  # while labels arrive
         lambda: (run / "ppo_2" / "metrics.jsonl").exists(),

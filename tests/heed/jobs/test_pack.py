@@ -13,6 +13,7 @@ from heed.cli import main
 from heed.jobs import submission
 from heed.jobs.job_file import load_job
 from heed.jobs.submission import PACKAGES, Shipment, named_paths
+from ppo.environments.kinds import OwnEnvironment
 from reward.external import RewardFunction
 
 ROOT = Path(__file__).parents[3]
@@ -89,6 +90,29 @@ def test_a_file_that_would_hide_another_on_the_cluster_is_refused(name: str, wor
         pytest.raises(ValueError, match=rf"^ppo\.reward\.function: {words}"),
     ):
         Shipment.of(DEBUG, (), job.model_copy(update={"ppo": ppo}))
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("function", "sent"),
+    [
+        ("own_checks:score", {"own_checks.py"}),
+        ("own_package.rewards:score", {"own_package/__init__.py", "own_package/rewards.py"}),
+        ("operator:add", set[str]()),  # installed on the cluster too
+        ("heed.worlds.rewards:gold", set[str]()),
+    ],
+)
+@pytest.mark.parametrize("key", ["reward", "environment"])
+def test_a_module_in_the_current_folder_is_sent(key: str, function: str, sent: set[str]) -> None:
+    Path("own_package").mkdir()
+    Path("own_package/__init__.py").write_text("")
+    for file in ("own_checks.py", "own_package/rewards.py"):
+        Path(file).write_text("def score(prompts, responses):\n    return [1.0 for _ in responses]\n")
+    table = RewardFunction(function=function) if key == "reward" else OwnEnvironment(class_name=function)
+    job = load_job(DEBUG)
+    assert job.ppo is not None
+    job = job.model_copy(update={"ppo": job.ppo.model_copy(update={key: table})})
+    assert {str(path) for path in Shipment.of(DEBUG, (), job).files} == sent
 
 
 @pytest.mark.usefixtures("here")
