@@ -62,6 +62,21 @@ TEN = [f"option number {number}" for number in range(10)]
         ("The one that is not a fish is (B).", "B"),
         ("The sky is not green but blue.", "A"),
         ("Answer: B, I think", "B"),
+        ("It must be B", "B"),
+        ("<answer>B</answer>", "B"),
+        ("The answer's B", "B"),
+        ("Answer：B", "B"),  # a full-width colon
+        ("答案是B", "B"),
+        ("所以，对应选项是D。", "D"),
+        ("Answer — B", "B"),
+        ("Not A, C or D. So B.", "B"),
+        ("After eliminating A, C and D, B remains.", "B"),
+        ("B is the only one that fits", "B"),
+        ("A because it is hot", "A"),
+        ("(C) It rises.\nTherefore, it is B (light blue).", "B"),
+        ("**Answer: \\text{B}**", "B"),
+        ("The solution is B: light blue", "B"),
+        ("Green. A lake may be blue.", "C"),
     ],
 )
 def test_a_clear_choice_is_read(response: str, letter: str) -> None:
@@ -104,6 +119,21 @@ def test_a_clear_choice_is_read(response: str, letter: str) -> None:
         ("The answer is (A) (or (B)).", "options A, B are chosen"),
         ("Answer: **A** and **B**", "options A, B are chosen"),
         ("Answer: A. Or D?", "options A, D are chosen"),
+        ("It must not be B", "no option is chosen"),
+        ("The answer isn't B", "no option is chosen"),
+        ("答案不是B", "no option is chosen"),
+        ("选项B不正确", "no option is chosen"),
+        ("<answer>A or B</answer>", "options A, B are chosen"),
+        ("So, not B.", "no option is chosen"),
+        ("B remains unclear", "no option is chosen"),
+        ("B is the only one that is wrong", "no option is chosen"),
+        ("A cold lake is deep", "no option is chosen"),
+        ("None of the options A, B, C, D is correct.", "no option is chosen"),
+        ("Is A = 5?", "no option is chosen"),
+        ("A: green", "options A, C are chosen"),  # the letter of one, the text of another
+        ("The answer is (B) a red house.", "options B, D are chosen"),
+        ("It may be blue. It may be green. I cannot say.", "no option is chosen"),
+        ("It is blue. But leaves are green.", "options A, C are chosen"),
     ],
 )
 def test_an_unclear_one_is_a_failure_and_never_zero(response: str, reason: str) -> None:
@@ -130,6 +160,18 @@ def test_long_responses_are_read_in_seconds() -> None:
         "(A)(B)" * 10_000,
     ):
         assert math.isnan(score_choice(response, OPTIONS, "A").score)
+
+
+def test_yes_and_no_within_a_sentence_are_no_answers() -> None:
+    assert score_choice("No, it is not.", ["yes", "no"], "B").score == 1
+    assert score_choice('The answer is "No."', ["yes", "no"], "B").score == 1
+    assert math.isnan(score_choice("There is no information.", ["yes", "no"], "B").score)
+    assert math.isnan(score_choice("This is not a yes or no question.", ["yes", "no"], "A").score)
+
+
+def test_a_number_is_an_option_only_where_a_calculation_ends() -> None:
+    assert score_choice("So it is 90 - 20 = 70 degrees.", ["20", "70"], "B").score == 1
+    assert math.isnan(score_choice("It is 20. Or 90 - 20 = 65.", ["20", "70"], "A").score)
 
 
 def test_wrong_questions_are_refused() -> None:
