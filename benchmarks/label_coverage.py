@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
+import scipy
 
 from benchmarks.known_labelers import Size, draw_world
 from benchmarks.label_truth import held_against_truth, is_covered
-from preferences.records import Message, Ranking
+from preferences.records import Judgment, Message, Ranking, Task
 from preferences.statistics.agreement import Alpha, alpha_of_units, labeler_reliability, ranking_alpha
 from preferences.statistics.intervals import Tally, clustered_shares
-from preferences.statistics.panel import PairCounts
+from preferences.statistics.panel import PairCounts, Panel
+from preferences.statistics.quality import agreement_with_others
 from preferences.statistics.summary import summary
 
 SIZE = Size(num_ordinary=90, num_gold=40, num_repeats=40)
@@ -234,36 +236,75 @@ def verdict_accuracy(rankings: Sequence[Ranking], weights: Mapping[str, float]) 
     return float(np.mean([(np.sign(vote) + 1) / 2 for vote in votes.values()]))
 
 
-def team_results(team: Team, *, num_worlds: int, seed: int) -> tuple[Covered, list[float]]:
-    """Returns the coverage of the intervals of reliability, and the mean accuracy of joint verdicts by four rules.
-
-    The rules: equal weights; weights cut off at 0 (`Reliability.weight`); negative weights, which reverse a labeler;
-    and negative weights only where the whole interval lies below chance.
+def team_results(team: Team, *, num_worlds: int, seed: int) -> list[float]:
+    """Returns the mean accuracy of joint verdicts by three rules: equal weights, weights cut off at 0
+    (`Reliability.weight`), and negative weights, which reverse a labeler.
     """
-    generator, rows, accuracies = np.random.default_rng(seed), list[tuple[bool, float, float]](), list[list[float]]()
+    generator, accuracies = np.random.default_rng(seed), list[list[float]]()
     for _ in range(num_worlds):
         rankings = team_rankings(team, generator)
         found = labeler_reliability(rankings)
-        for name, one in found.items():
-            who = int(name)
-            truth = team.accuracies[who] * (1 - team.misled if who < team.num_misled else 1)
-            rows.append((one.low <= truth <= one.high, one.accuracy - truth, one.high - one.low))
         odds = {name: math.log(one.accuracy / (1 - one.accuracy)) for name, one in found.items()}
         cut = {name: one.weight for name, one in found.items()}
-        sure = {name: odds[name] if one.is_below_chance else cut[name] for name, one in found.items()}
-        rules = (dict.fromkeys(found, 1.0), cut, odds, sure)
+        rules = (dict.fromkeys(found, 1.0), cut, odds)
         accuracies.append([verdict_accuracy(rankings, weights) for weights in rules])
-    covered, bias, width = np.mean(rows, axis=0).tolist()
-    return Covered(round(covered * len(rows)), len(rows), bias, width), np.mean(accuracies, axis=0).tolist()
+    return np.mean(accuracies, axis=0).tolist()
 
 
 def print_teams(num_worlds: int, seed: int) -> None:
-    print("\n| team | covers | bias | mean width | alike | cut off at 0 | reversed | reversed if sure |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("\n| team | alike | cut off at 0 | reversed |\n|---|---|---|---|")
     for name, team in TEAMS.items():
-        found, accuracies = team_results(team, num_worlds=num_worlds, seed=seed)
-        cells = " | ".join(f"{accuracy:.3f}" for accuracy in accuracies)
-        print(f"| {name} | {100 * found.share:.1f}% | {found.bias:+.3f} | {found.width:.2f} | {cells} |")
+        cells = " | ".join(f"{accuracy:.3f}" for accuracy in team_results(team, num_worlds=num_worlds, seed=seed))
+        print(f"| {name} | {cells} |", flush=True)
+
+
+# ---- agreement with the others, if tasks differ in difficulty ----
+
+
+def differing_tasks(num_labelers: int, num_tasks: int, spread: float, *, num_worlds: int, seed: int) -> Covered:
+    """Compares each labeler's agreement with the others with its truth. Three labelers (or both) judge each task.
+
+    Labeler l is right with probability σ(θ_l + ease), where σ(θ_l) is evenly spaced from .65 to .95 over the labelers,
+    and a task's ease is normal with standard deviation `spread`.
+    """
+    generator = np.random.default_rng(seed)
+    theta_L = scipy.special.logit(np.linspace(0.65, 0.95, num_labelers))
+    node_Q, weight_Q = np.polynomial.hermite_e.hermegauss(40)
+    right_QL = scipy.special.expit(theta_L + spread * node_Q[:, None])
+    both_LL = np.einsum("q,ql,qk->lk", weight_Q, right_QL, right_QL) / weight_Q.sum()
+    right_L = weight_Q @ right_QL / weight_Q.sum()
+    alike_LL = 1 - right_L[:, None] - right_L + 2 * both_LL
+    truth_L = (alike_LL.sum(axis=1) - np.diag(alike_LL)) / (num_labelers - 1)
+    tasks = [Task(str(task), (Message("user", str(task)),), ("a", "b"), ("x", "y")) for task in range(num_tasks)]
+    rows = []
+    for _ in range(num_worlds):
+        answers = []
+        for task in tasks:
+            ease = spread * generator.normal()
+            for who in generator.choice(num_labelers, min(3, num_labelers), replace=False).tolist():
+                ranks = (1, 2) if generator.random() < scipy.special.expit(theta_L[who] + ease) else (2, 1)
+                answers.append(
+                    Judgment(task.task_id, f"{who:02}", 0, "answer", ranks, (), (), "", (0, 1), "", 0, "", 0.0)
+                )
+        found = agreement_with_others(Panel.of(tasks, answers))
+        rows += [
+            (share.low <= truth <= share.high, share.mean - truth, share.high - share.low)
+            for share, truth in zip(found, truth_L.tolist(), strict=True)
+        ]
+    covered, bias, width = np.mean(rows, axis=0).tolist()
+    return Covered(round(covered * len(rows)), len(rows), bias, width)
+
+
+def print_differing_tasks(num_worlds: int, seed: int) -> None:
+    print("\n| labelers, tasks | spread 0 | spread 1 | spread 2 |\n|---|---|---|---|")
+    for num_labelers in (2, 3, 5, 10):
+        for num_tasks in (60, 300):
+            cells = [
+                differing_tasks(num_labelers, num_tasks, spread, num_worlds=num_worlds, seed=seed)
+                for spread in (0.0, 1.0, 2.0)
+            ]
+            shown = " | ".join(f"{cell.share:.1%}, ±{cell.width / 2:.2f}" for cell in cells)
+            print(f"| {num_labelers}, {num_tasks} | {shown} |", flush=True)
 
 
 def main() -> None:
@@ -278,6 +319,7 @@ def main() -> None:
     print_few_tasks(2 * arguments.worlds, arguments.seed)
     print_few_prompts(arguments.worlds, arguments.seed)
     print_teams(arguments.worlds // 5, arguments.seed)
+    print_differing_tasks(arguments.worlds // 10, arguments.seed)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 pairwise_agreement, accuracy_against    shares of pairs of responses
 ranking_alpha, rating_alpha             Krippendorff's alpha, with missing answers and any number of labelers
-labeler_reliability                     how often each labeler is right, estimated from the labels alone
+labeler_reliability                     how often each labeler is right, estimated from the labels alone, for weights
 
     alpha = 1 - D_o / D_e
 
@@ -33,7 +33,7 @@ from preferences.statistics.intervals import (
     prompt_numbers,
     wilson,
 )
-from preferences.statistics.panel import PairCounts, Panel, pair_signs
+from preferences.statistics.panel import PairCounts, Panel
 
 TrueScores = Mapping[str, Sequence[float]] | Callable[[str], Sequence[float]]
 
@@ -313,15 +313,10 @@ TOLERANCE, MAX_ROUNDS = 1e-6, 500
 
 @dataclass(frozen=True)
 class Reliability:
-    """A labeler's probability of ordering a pair correctly, estimated from `num_pairs` pairs that others judged too.
-
-    `low` and `high` are the ends of its 95% interval; NaN without such pairs.
-    """
+    """A labeler's probability of ordering a pair correctly, estimated from `num_pairs` pairs that others judged too."""
 
     accuracy: float
     num_pairs: int
-    low: float = math.nan
-    high: float = math.nan
 
     @property
     def weight(self) -> float:
@@ -329,24 +324,9 @@ class Reliability:
 
         A labeler at or below chance has weight 0: their answers are left out, not reversed. Below chance, the formula
         would count the opposite of their answers. But a labeler who is wrong on purpose or by a misunderstanding should
-        be noticed (`is_below_chance`), and a loss cannot take a negative weight.
+        be noticed (agreement with others shows it), and a loss cannot take a negative weight.
         """
         return max(0.0, math.log(self.accuracy / (1 - self.accuracy)))
-
-    @property
-    def is_below_chance(self) -> bool:
-        """Whether the whole interval lies below ½."""
-        return self.high < 0.5
-
-
-@dataclass(frozen=True)
-class _Votes:
-    """Votes of labelers on pairs of responses that at least two labelers ordered. Pairs are numbered from 0."""
-
-    pair_V: Ints
-    labeler_V: Ints
-    sign_V: Floats  # 1 = the first is better, -1 = the second
-    prompt_V: Ints
 
 
 def labeler_reliability(rankings: Sequence[Ranking]) -> dict[str, Reliability]:
@@ -359,93 +339,31 @@ def labeler_reliability(rankings: Sequence[Ranking]) -> dict[str, Reliability]:
         M: a_l = (2 + expected number of pairs of l that are right) / (3 + number of pairs of l)
 
     A pair counts if at least two labelers order it; ties carry no information about who is right. The 2 and the 3 come
-    from a Beta(3, 2) prior, worth a pair or two, which keeps a_l below 1. Pairs of one ranking are correlated, so an
-    estimate is less certain than its number of pairs suggests. Pairs that are easy for everybody make labelers look
-    alike. So if pairs differ much in difficulty, the estimated accuracies have the right order but are closer together
-    than the true ones. With only two labelers, only the product of their accuracies above chance can be known, and both
-    get the same accuracy.
+    from a Beta(3, 2) prior, worth a pair or two, which keeps a_l below 1.
 
-    The interval is Student's on the scale of θ = log(a / (1 - a)), with as many degrees of freedom as there are prompts
-    minus one. With the scores g_c (the derivative of the log likelihood on prompt c) and the negated second derivative
-    H of the log posterior (Louis 1982), θ's variance is the larger of H⁻¹ and H⁻¹·(C/(C-1)·Σ_c g_c·g_cᵀ)·H⁻¹. The
-    second counts the votes on one prompt as one piece of evidence (White 1982), and the first has a width even if
-    nobody errs. If the votes leave the accuracies open, as when two labelers always disagree, the interval is 0 to 1.
+    It serves as a weight and has no interval, since its error has a part that no number of labels removes. Pairs that
+    are easy for everybody make labelers look alike: if pairs differ much in difficulty, the estimates have the right
+    order but are closer together than the true accuracies. With only two labelers, only the product of their accuracies
+    above chance can be known, and both get the same. What can be known is `quality.agreement_with_others`.
     """
     labelers = sorted({ranking.labeler for ranking in rankings})
     number = {name: index for index, name in enumerate(labelers)}
-    prompt_R = prompt_numbers([ranking.prompt for ranking in rankings])
-    prompt_of = {ranking.task_id: prompt for ranking, prompt in zip(rankings, prompt_R.tolist(), strict=True)}
-    rows = [(pair, number[name], sign, prompt_of[task_id]) for pair, name, sign, task_id in _votes(rankings)]
-    pair_V, labeler_V, sign_V, prompt_V = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-    votes = _Votes(pair_V, labeler_V, sign_V.astype(np.float64), prompt_V)
-    return dict(zip(labelers, _reliability(votes, len(labelers)), strict=True))
-
-
-def reliability_in(panel: Panel) -> list[Reliability]:
-    """Returns `labeler_reliability` of a panel's answers, in the order of its labelers."""
-    signs_JP = pair_signs(panel.ranks_JK)
-    row_V, column_V = np.nonzero(np.abs(signs_JP) == 1)
-    pair_V = panel.task_J[row_V] * signs_JP.shape[1] + column_V
-    _, pair_V, num_P = np.unique(pair_V, return_inverse=True, return_counts=True)
-    shared_V = num_P[pair_V] > 1
-    _, pair_V = np.unique(pair_V[shared_V], return_inverse=True)
-    row_V, sign_V = row_V[shared_V], signs_JP[row_V, column_V][shared_V].astype(np.float64)
-    votes = _Votes(pair_V, panel.labeler_J[row_V], sign_V, panel.prompt_T[panel.task_J[row_V]])
-    return _reliability(votes, len(panel.labelers))
-
-
-def _reliability(votes: _Votes, num_labelers: int) -> list[Reliability]:
-    num_pairs_L = np.bincount(votes.labeler_V, minlength=num_labelers)
-    accuracy_L = np.full(num_labelers, START)
-    if not len(votes.pair_V):
-        return [Reliability(START, 0)] * num_labelers
-    for _ in range(MAX_ROUNDS):
-        right_V = _right(votes, accuracy_L)
-        before, right_L = accuracy_L, np.bincount(votes.labeler_V, weights=right_V, minlength=num_labelers)
+    rows = [(pair, number[name], sign) for pair, name, sign in _votes(rankings)]
+    pair_V, labeler_V, sign_V = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    num_pairs_L, accuracy_L = np.bincount(labeler_V, minlength=len(labelers)), np.full(len(labelers), START)
+    for _ in range(MAX_ROUNDS if rows else 0):
+        log_odds_L = np.log(accuracy_L / (1 - accuracy_L))
+        evidence_P = np.bincount(pair_V, weights=sign_V * log_odds_L[labeler_V])
+        right_V = 1 / (1 + np.exp(-sign_V * evidence_P[pair_V]))
+        before, right_L = accuracy_L, np.bincount(labeler_V, weights=right_V, minlength=len(labelers))
         accuracy_L = (2 + right_L) / (3 + num_pairs_L)
         if np.abs(accuracy_L - before).max() < TOLERANCE:
             break
-    mean = float((accuracy_L * num_pairs_L).sum() / num_pairs_L.sum())
-    low_L, high_L = _reliability_intervals(votes, accuracy_L)
-    return [
-        Reliability(float(accuracy_L[index]), int(num), float(low_L[index]), float(high_L[index]))
-        if num
-        else Reliability(mean, 0)
-        for index, num in enumerate(num_pairs_L)
-    ]
-
-
-def _right(votes: _Votes, accuracy_L: Floats) -> Floats:
-    """Returns [V]: the probability that each vote is right (the E step)."""
-    log_odds_L = np.log(accuracy_L / (1 - accuracy_L))
-    evidence_P = np.bincount(votes.pair_V, weights=votes.sign_V * log_odds_L[votes.labeler_V])
-    return 1 / (1 + np.exp(-votes.sign_V * evidence_P[votes.pair_V]))
-
-
-def _reliability_intervals(votes: _Votes, accuracy_L: Floats) -> tuple[Floats, Floats]:
-    """Returns the ends of the intervals; see `labeler_reliability`."""
-    num_labelers, num_pairs = len(accuracy_L), int(votes.pair_V.max()) + 1
-    _, prompt_V = np.unique(votes.prompt_V, return_inverse=True)
-    num_prompts = int(prompt_V.max()) + 1
-    right_V = _right(votes, accuracy_L)
-    spread_L = accuracy_L * (1 - accuracy_L)
-    num_L = np.bincount(votes.labeler_V, minlength=num_labelers)
-    # Votes on the same pair depend on each other to the extent that the pair's true order is unknown.
-    unknown_V = np.sqrt(right_V * (1 - right_V))
-    cells = (votes.pair_V, votes.labeler_V)
-    missing_PL = scipy.sparse.csr_array((votes.sign_V * unknown_V, cells), shape=(num_pairs, num_labelers))
-    hessian_LL = np.diag((num_L + 3) * spread_L) - (missing_PL.T @ missing_PL).toarray()
-    score_V = right_V - accuracy_L[votes.labeler_V]
-    cells = (prompt_V, votes.labeler_V)
-    scores_CL = scipy.sparse.csr_array((score_V, cells), shape=(num_prompts, num_labelers))
-    if num_prompts == 1 or np.linalg.eigvalsh(hessian_LL)[0] <= 1e-9:
-        return np.zeros(num_labelers), np.ones(num_labelers)
-    inverse_LL = np.linalg.inv(hessian_LL)
-    seen_LL = num_prompts / (num_prompts - 1) * (scores_CL.T @ scores_CL).toarray()
-    variance_L = np.maximum(np.diag(inverse_LL), np.diag(inverse_LL @ seen_LL @ inverse_LL))
-    half_L = float(scipy.special.stdtrit(num_prompts - 1, (1 + LEVEL) / 2)) * np.sqrt(variance_L)
-    log_odds_L = np.log(accuracy_L / (1 - accuracy_L))
-    return scipy.special.expit(log_odds_L - half_L), scipy.special.expit(log_odds_L + half_L)
+    mean = float((accuracy_L * num_pairs_L).sum() / num_pairs_L.sum()) if rows else START
+    return {
+        name: Reliability(float(accuracy) if num else mean, int(num))
+        for name, accuracy, num in zip(labelers, accuracy_L, num_pairs_L, strict=True)
+    }
 
 
 def labeler_weights(rankings: Sequence[Ranking], reliability: Mapping[str, Reliability]) -> dict[str, float]:
@@ -459,15 +377,15 @@ def labeler_weights(rankings: Sequence[Ranking], reliability: Mapping[str, Relia
     return {name: found.weight * len(rankings) / total for name, found in reliability.items()}
 
 
-def _votes(rankings: Sequence[Ranking]) -> Iterable[tuple[int, str, int, str]]:
-    """Yields (pair, labeler, 1 or -1, task id) for every pair that at least two labelers ordered."""
+def _votes(rankings: Sequence[Ranking]) -> Iterable[tuple[int, str, int]]:
+    """Yields (pair, labeler, 1 or -1) for every pair that at least two labelers ordered."""
     by_task: dict[str, list[Ranking]] = {}
     for ranking in rankings:
         by_task.setdefault(ranking.task_id, []).append(ranking)
     pair = 0
-    for task_id, judged in by_task.items():
+    for judged in by_task.values():
         for i, j in combinations(range(len(judged[0].ranks)), 2):
             ordered = [(r.labeler, 1 if r.ranks[i] < r.ranks[j] else -1) for r in judged if r.ranks[i] != r.ranks[j]]
             if len({name for name, _ in ordered}) > 1:
-                yield from ((pair, name, sign, task_id) for name, sign in ordered)
+                yield from ((pair, name, sign) for name, sign in ordered)
                 pair += 1

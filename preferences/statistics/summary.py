@@ -18,10 +18,8 @@ from preferences.rankings import criteria_in, current_judgments, judgment_by
 from preferences.records import MIN_RESPONSES, Judgment, Task
 from preferences.statistics.agreement import (
     Alpha,
-    Reliability,
     ranking_alpha,
     rating_alpha,
-    reliability_in,
     share_of_tasks,
 )
 from preferences.statistics.estimates import Share
@@ -54,7 +52,6 @@ class LabelerReport:
     agreement: Share  # with the others
     self_agreement: Share  # on hidden repeats
     gold_accuracy: Share  # on hidden gold tasks, ties counting half
-    reliability: Reliability  # how often the labeler is right, as far as the labels alone can show
     shown_first: Share  # how often the response shown earlier is preferred; ½ without bias
     pace: Pace
     ratings: Ratings
@@ -150,7 +147,7 @@ def _labelers(
     for answer in panel.answers:
         answers[answer.labeler].append(answer)
     with_others, with_self, gold = agreement_with_others(ordinary), self_agreement(panel), gold_accuracy(panel)
-    ratings, reliability = ratings_of(panel), reliability_in(ordinary)
+    ratings = ratings_of(panel)
     return tuple(
         LabelerReport(
             labeler=name,
@@ -158,7 +155,6 @@ def _labelers(
             agreement=with_others[index],
             self_agreement=with_self[index],
             gold_accuracy=gold[index],
-            reliability=reliability[index],
             shown_first=first[index],
             pace=pace[index],
             ratings=ratings[index],

@@ -121,10 +121,10 @@ def expanded_level(num_prompts: int) -> float:
 def mean_lead(one: Curve, other: Curve, *, seed: int) -> Interval:
     """Returns the first curve's lead in gold score over the second at equal KL, with a 95% interval over prompts.
 
-    It is the mean over evenly spaced places of the range of KL in which both curves have policies, and unknown if there
-    is no such range. Between the policies of a curve, ordered by KL, the gold score is interpolated, separately for
-    each resample of prompts. The range from the reference to a curve's first policy is left out: the gold score rises
-    like √KL there, so a straight line would put the curve whose first policy comes later at a disadvantage.
+    It is the mean over evenly spaced places of the range of √KL in which both curves have policies, and unknown if there
+    is no such range. Between the policies of a curve, ordered by KL, the gold score is interpolated along √KL, in which
+    it is close to straight, separately for each resample of prompts. The range from the reference to a curve's first
+    policy is left out: the less policies say about it, the more the curve's shape there is a guess.
 
     Raises: ValueError for curves with different numbers of prompts.
     """
@@ -148,9 +148,9 @@ def mean_lead(one: Curve, other: Curve, *, seed: int) -> Interval:
 
 
 def _split(rows: Floats) -> tuple[Floats, Floats]:
-    """Splits rows into places [S, K] and gold scores [S, K]."""
-    places, gold = np.split(rows, 2, axis=1)
-    return places, gold
+    """Splits rows into places √KL [S, K], of which those below 0 are 0, and gold scores [S, K]."""
+    kl, gold = np.split(rows, 2, axis=1)
+    return np.sqrt(np.maximum(kl, 0.0)), gold
 
 
 def _interpolated(places_SK: Floats, gold_SK: Floats, wanted_G: Floats) -> Floats:
@@ -159,6 +159,6 @@ def _interpolated(places_SK: Floats, gold_SK: Floats, wanted_G: Floats) -> Float
     x_SK, y_SK = (np.take_along_axis(values, order_SK, axis=1) for values in (places_SK, gold_SK))
     y_SG = np.empty((len(x_SK), len(wanted_G)))
     for row, (x, y) in enumerate(zip(x_SK, y_SK, strict=True)):
-        ahead = x > 0  # policies with an estimate below 0 are left out
+        ahead = x > 0  # policies with an estimated KL below 0 are left out
         y_SG[row] = np.interp(wanted_G, np.append(0.0, x[ahead]), np.append(0.0, y[ahead]))
     return y_SG

@@ -123,9 +123,9 @@ def test_the_curve_of_best_of_n_is_that_of_the_estimator() -> None:
 def test_the_lead_at_equal_kl_by_hand() -> None:
     rl = smooth_curve("rl", 1.0, 0.5, [1.0, 2.0])
     best = smooth_curve("best_of_n", 1.0, 0.25, [1.0, 1.5])
-    # In KL, RL passes (1, 1) and (4, 2 - log 2); best-of-n (1, 0.75) and (2.25, 0.9375). Both are straight in between.
-    middle = (2.25 - 1) / 2
-    expected = 1 + (1 - math.log(2)) * middle / 3 - (0.75 + 0.9375) / 2
+    # In √KL, RL passes (1, 1) and (2, 2 - log 2); best-of-n (1, 0.75) and (1.5, 0.9375). Both are straight in between.
+    middle = (1.5 - 1) / 2
+    expected = 1 + (1 - math.log(2)) * middle - (0.75 + 0.9375) / 2
     assert mean_lead(rl, best, seed=0).mean == pytest.approx(expected)
 
 
@@ -133,8 +133,8 @@ def test_the_lead_is_paired_and_its_interval_holds_the_truth() -> None:
     """Both curves share their prompts' difficulty, which cancels; the planted lead is recovered."""
     hits = []
     (D, one), (_, other) = _planted_pair()
-    places = np.linspace(D[0] ** 2, D[-1] ** 2, 8)
-    true = np.mean(np.interp(places, D**2, one) - np.interp(places, D**2, other))
+    places = np.linspace(D[0], D[-1], 8)
+    true = np.mean(np.interp(places, D, one) - np.interp(places, D, other))
     for world in range(60):
         generator = np.random.default_rng([7, world])
         rl = planted_curve("rl", 1.0, 0.3, num_prompts=80, noise=0.5, generator=generator)
@@ -148,7 +148,7 @@ def test_the_lead_is_paired_and_its_interval_holds_the_truth() -> None:
 
 
 def test_a_curve_that_starts_late_is_not_behind_one_that_starts_early() -> None:
-    """Both curves are d - d²/4. Gold rises like √KL, so a straight line from the reference to a KL of 1 is too low."""
+    """Both curves are d - d²/4. Gold rises like √KL, so straight lines in KL would be too low."""
     leads = []
     for world in range(30):
         generator = np.random.default_rng([11, world])
@@ -159,7 +159,7 @@ def test_a_curve_that_starts_late_is_not_behind_one_that_starts_early() -> None:
             start_P, names = np.zeros(200), tuple(f"d{number}" for number in range(len(distances)))
             curves.append(Curve("rl", names, kl_KP, gain_KP, gain_KP, start_P, start_P))
         leads.append(mean_lead(*curves, seed=world).mean)
-    assert abs(np.mean(leads)) < 0.01  # a line from the reference gives -.019
+    assert abs(np.mean(leads)) < 0.01
 
 
 def test_the_tops_of_resamples_are_those_of_the_fit() -> None:
