@@ -88,7 +88,6 @@ class CompareConfig(Config):
 SETTINGS, PROMPTS, MEASURES = "compare.json", "prompts.jsonl", "measures.json"
 RESPONSES, VERDICTS = "responses.parquet", "verdicts.parquet"
 ALGORITHMS = "algorithms"  # in the settings: by algorithm, the policies that are its training runs
-SHOWN_CHARACTERS = 60  # of a setting in a message
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy")
 
 Settings = dict[str, Any]
@@ -286,33 +285,21 @@ def refuse_other_settings(folder: Path, found: Mapping[str, Any], wanted: Mappin
     """Raises: ValueError naming what differs between a finished comparison's settings and those asked for."""
     for name in ("policies", ALGORITHMS, "prompts", "seed", "verdicts"):
         if found.get(name) != json.loads(json.dumps(wanted.get(name))):
-            where, there, now = _difference(found.get(name), json.loads(json.dumps(wanted.get(name))), name)
+            there, now = _leaves(found.get(name), name), _leaves(json.loads(json.dumps(wanted.get(name))), name)
+            where = next(leaf for leaf in (*there, *now) if there.get(leaf, "absent") != now.get(leaf, "absent"))
             raise ValueError(
-                f"{folder}: holds a comparison with other settings: {where}: {_short(there)} there, {_short(now)} now;"
-                " give another --out, or remove the folder"
+                f"{folder}: holds a comparison with other settings: {where}: {there.get(where, 'absent')} there,"
+                f" {now.get(where, 'absent')} now; give another --out, or remove the folder"
             )
 
 
-def _difference(there: Any, now: Any, name: str) -> tuple[str, Any, Any]:
-    """Returns the first value in which two JSON values differ: its name, in which dots go into objects, and both."""
-    pairs: dict[Any, tuple[Any, Any]] = {}
-    if isinstance(there, dict) and isinstance(now, dict):
-        pairs = {key: (there.get(key), now.get(key)) for key in (*there, *now)}
-    elif isinstance(there, list) and isinstance(now, list):
-        named = [
-            {str(one.get("name", n)) if isinstance(one, dict) else str(n): one for n, one in enumerate(side)}
-            for side in (there, now)
-        ]
-        pairs = {key: (named[0].get(key), named[1].get(key)) for key in (*named[0], *named[1])}
-    for key, (one, other) in pairs.items():
-        if one != other:
-            return _difference(one, other, f"{name}.{key}")
-    return name, there, now
-
-
-def _short(value: Any) -> str:
-    text = "absent" if value is None else json.dumps(value)
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+def _leaves(value: Any, name: str) -> dict[str, str]:
+    """Returns the values within a JSON value by name, in which dots go into objects and lists."""
+    if not isinstance(value, dict | list) or not value:
+        return {name: json.dumps(value)}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    parts = [(one.get("name", key) if isinstance(one, dict) else key, one) for key, one in items]
+    return {leaf: text for key, one in parts for leaf, text in _leaves(one, f"{name}.{key}").items()}
 
 
 def _check_responses(path: Path, rows: Sequence[Response], policies: Sequence[str], known: set[str]) -> None:
