@@ -18,7 +18,7 @@ Shape letters: C tested tokens, V vocabulary, T tokens of a text, N bets.
 
 import json
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -83,41 +83,62 @@ class Draws:
         return Draws(*(getattr(self, name)[part] for name in self.__dataclass_fields__))
 
 
+# Returns the probabilities [C, V] from which a faulty sampler draws, given the policy's logits at its temperature.
+Fault = Callable[[Tensor, Draws], Tensor]
+
+
 @dataclass(frozen=True)
 class Feature:
     """A feature f of tokens: its value for the sampled token and its mean under π.
 
-    `tilts_CN` are q(v) / π(v) for each λ of `tilts`. Where `counts_C` is False, the bets on the feature keep their
-    stake.
+    `gains_CN` are the logs of the factors of the stakes, for each λ. Where `counts_C` is False, the bets on the feature
+    keep their stake.
     """
 
     name: str
     value_C: Tensor
     mean_C: Tensor
-    tilts_CN: Tensor
+    gains_CN: Tensor
     counts_C: Tensor
-
-
-def _indicator(name: str, has_C: Tensor, chance_C: Tensor, tilts: Collection[float], counts_C: Tensor) -> Feature:
-    """Returns a feature that is 1 or 0, where `chance_C` is its probability of being 1."""
-    value_C, chance_C = has_C.float(), chance_C.clamp(0, 1)
-    never_C = (1 - value_C) / (1 - chance_C).clamp(min=LEAST_CHANCE)
-    tilted = [
-        never_C if tilt == NEVER else (tilt * value_C).exp() / (1 + chance_C * math.expm1(tilt)) for tilt in tilts
-    ]
-    return Feature(name, value_C, chance_C, torch.stack(tilted, dim=1), counts_C)
 
 
 @dataclass(frozen=True)
 class _Policy:
-    """The policy at the tested tokens."""
+    """The policy at the tested tokens. With `drawn_CV`, values and gains are expectations over tokens that are drawn
+    with these probabilities; otherwise they are those of the sampled tokens.
+    """
 
     logprobs_CV: Tensor
     draws: Draws
+    drawn_CV: Tensor | None = None
 
     @cached_property
     def probs_CV(self) -> Tensor:
         return self.logprobs_CV.exp()
+
+    def _gain(self, tilt: Tensor) -> Tensor:
+        """Returns the log of a stake's factor where q / π of the token is `tilt`, [C] or [C, V]."""
+        weights = self.draws.weights_C.clamp(max=LARGEST_WEIGHT)
+        return torch.log1p((weights if tilt.ndim == 1 else weights[:, None]) / 2 * (tilt - 1))
+
+    def _indicator(
+        self,
+        name: str,
+        has_C: Tensor,
+        chance: Callable[[Tensor], Tensor],
+        tilts: Collection[float],
+        counts_C: Tensor | None = None,
+    ) -> Feature:
+        """Returns a feature that is 1 or 0. `chance` returns the probability [C] of a 1 under probabilities [C, V]."""
+        value_C = has_C.float() if self.drawn_CV is None else chance(self.drawn_CV).clamp(0, 1)
+        chance_C = chance(self.probs_CV).clamp(0, 1)
+        gains = list[Tensor]()
+        for tilt in tilts:
+            norm_C = (1 - chance_C).clamp(min=LEAST_CHANCE) if tilt == NEVER else 1 + chance_C * math.expm1(tilt)
+            with_C, without_C = self._gain(math.exp(tilt) / norm_C), self._gain(1 / norm_C)
+            gains.append(value_C * with_C + (1 - value_C) * without_C)
+        counts_C = self.all_C if counts_C is None else counts_C
+        return Feature(name, value_C, chance_C, torch.stack(gains, dim=1), counts_C)
 
     @cached_property
     def chosen_C(self) -> Tensor:
@@ -130,18 +151,19 @@ class _Policy:
     def features(self, end_ids: Collection[int]) -> Iterator[list[Feature]]:
         """Yields groups of features; each group has the same share of the stakes."""
         draws, ends = self.draws, torch.tensor(sorted(end_ids), device=self.draws.tokens_C.device)
-        is_end_C, end_C = torch.isin(draws.tokens_C, ends), self.probs_CV[:, ends].sum(dim=1)
-        yield [_indicator("end tokens", is_end_C, end_C, (NEVER, -1, -0.3, 0.3, 1, 2), self.all_C)]
+        is_end_C, end_tilts = torch.isin(draws.tokens_C, ends), (NEVER, -1, -0.3, 0.3, 1, 2)
+        yield [self._indicator("end tokens", is_end_C, lambda probs_CV: probs_CV[:, ends].sum(dim=1), end_tilts)]
         yield [self._likeliest("", (NEVER, -1, -0.3, 0.3, 1), self.all_C)]
         yield [self._repeats()]
         yield [self._rare(below) for below in RARE]
         yield [self._likelihood("", TEMPERATURES, self.all_C)]
         yield self._classes()
+        before_C1 = draws.before_C.clamp(min=0)[:, None]
         yield [
-            _indicator(
+            self._indicator(
                 "the token that the row before has at this place",
                 draws.tokens_C == draws.before_C,
-                self.probs_CV.gather(1, draws.before_C.clamp(min=0)[:, None])[:, 0],
+                lambda probs_CV: probs_CV.gather(1, before_C1)[:, 0],
                 (NEVER, 0.5, 2),
                 draws.before_C >= 0,
             )
@@ -154,47 +176,72 @@ class _Policy:
             ]
 
     @cached_property
-    def _best(self) -> tuple[Tensor, Tensor]:
-        """Whether each sampled token is the likeliest, and the likeliest one's probability."""
-        most_C, likeliest_C = self.probs_CV.max(dim=1)
-        return self.draws.tokens_C == likeliest_C, most_C
+    def _best_C1(self) -> Tensor:
+        return self.probs_CV.argmax(dim=1, keepdim=True)
 
     def _likeliest(self, where: str, tilts: Collection[float], counts_C: Tensor) -> Feature:
-        return _indicator(f"the likeliest token{where}", *self._best, tilts, counts_C)
+        has_C = self.draws.tokens_C == self._best_C1[:, 0]
+        name = f"the likeliest token{where}"
+        return self._indicator(name, has_C, lambda probs_CV: probs_CV.gather(1, self._best_C1)[:, 0], tilts, counts_C)
 
     def _repeats(self) -> Feature:
         text_CT = self.draws.text_CT.sort(dim=1).values
         is_new_CT = F.pad(text_CT[:, 1:] != text_CT[:, :-1], (1, 0), value=True) & (text_CT >= 0)
-        chance_C = (self.probs_CV.gather(1, text_CT.clamp(min=0)) * is_new_CT).sum(dim=1)
+
+        def chance(probs_CV: Tensor) -> Tensor:
+            return (probs_CV.gather(1, text_CT.clamp(min=0)) * is_new_CT).sum(dim=1)
+
         has_C = (text_CT == self.draws.tokens_C[:, None]).any(dim=1)
-        return _indicator("tokens that the text already has", has_C, chance_C, (-1, -0.3, 0.3, 1), self.all_C)
+        return self._indicator("tokens that the text already has", has_C, chance, (-1, -0.3, 0.3, 1))
 
     def _rare(self, below: float) -> Feature:
-        chance_C = torch.where(self.probs_CV < below, self.probs_CV, 0.0).sum(dim=1)
-        name = f"tokens of a probability below {below:g}"
-        return _indicator(name, self.chosen_C.exp() < below, chance_C, (NEVER, -0.5, 0.5), self.all_C)
+        is_rare_CV = self.probs_CV < below
+        has_C, name = self.chosen_C.exp() < below, f"tokens of a probability below {below:g}"
+        return self._indicator(name, has_C, lambda probs_CV: (probs_CV * is_rare_CV).sum(dim=1), (NEVER, -0.5, 0.5))
 
     def _likelihood(self, where: str, tilts: Collection[float], counts_C: Tensor) -> Feature:
         """Returns log π as a feature, for which q is π at the temperature 1 / (1 + λ)."""
-        tilted = [(tilt * self.chosen_C - self._log_norms[tilt]).exp() for tilt in tilts]
-        return Feature(f"sum of log-probs{where}", self.chosen_C, self._mean_C, torch.stack(tilted, dim=1), counts_C)
+        value_C = self.chosen_C if self.drawn_CV is None else _mean(self.drawn_CV, self.logprobs_CV.clamp(min=-1e4))
+        gains_CN = torch.stack([self._of_temperature[tilt] for tilt in tilts], dim=1)
+        return Feature(f"sum of log-probs{where}", value_C, self._mean_C, gains_CN, counts_C)
 
     @cached_property
-    def _log_norms(self) -> dict[float, Tensor]:
-        return {tilt: torch.logsumexp((1 + tilt) * self.logprobs_CV, dim=1) for tilt in TEMPERATURES}
+    def _of_temperature(self) -> dict[float, Tensor]:
+        gains = dict[float, Tensor]()
+        for tilt in TEMPERATURES:
+            norm_C = torch.logsumexp((1 + tilt) * self.logprobs_CV, dim=1)
+            if self.drawn_CV is None:
+                gains[tilt] = self._gain((tilt * self.chosen_C - norm_C).exp())
+            else:
+                gains_CV = self._gain((tilt * self.logprobs_CV - norm_C[:, None]).exp())
+                gains[tilt] = _mean(self.drawn_CV, gains_CV)
+        return gains
 
     @cached_property
     def _mean_C(self) -> Tensor:
-        return (self.probs_CV * self.logprobs_CV.clamp(min=-1e4)).sum(dim=1)
+        return _mean(self.probs_CV, self.logprobs_CV.clamp(min=-1e4))
 
     def _classes(self) -> list[Feature]:
-        padded_CV = F.pad(self.probs_CV, (0, -self.probs_CV.shape[1] % CLASSES))
-        chances = padded_CV.unflatten(1, (-1, CLASSES)).sum(dim=1).unbind(dim=1)
-        own_C = self.draws.tokens_C % CLASSES
-        return [
-            _indicator(f"tokens with id % {CLASSES} = {number}", own_C == number, chance_C, (-0.5, 0.5), self.all_C)
-            for number, chance_C in enumerate(chances)
-        ]
+        own_C, sums = self.draws.tokens_C % CLASSES, _of_classes(self.probs_CV)
+        drawn = sums if self.drawn_CV is None else _of_classes(self.drawn_CV)
+
+        def indicator(number: int) -> Feature:
+            def chance(probs_CV: Tensor) -> Tensor:
+                return (drawn if probs_CV is self.drawn_CV else sums)[number]
+
+            return self._indicator(f"tokens with id % {CLASSES} = {number}", own_C == number, chance, (-0.5, 0.5))
+
+        return [indicator(number) for number in range(CLASSES)]
+
+
+def _of_classes(probs_CV: Tensor) -> Sequence[Tensor]:
+    padded_CV = F.pad(probs_CV, (0, -probs_CV.shape[1] % CLASSES))
+    return padded_CV.unflatten(1, (-1, CLASSES)).sum(dim=1).unbind(dim=1)
+
+
+def _mean(probs_CV: Tensor, values_CV: Tensor) -> Tensor:
+    """Returns the expectation [C] of the values; one of an impossible token may be infinite."""
+    return torch.where(probs_CV > 0, probs_CV * values_CV, 0.0).sum(dim=1)
 
 
 @dataclass(frozen=True)
@@ -221,6 +268,10 @@ class Evidence:
             return other
         return Evidence(self.names, self.shares_N, self.sums_3N + other.sums_3N)
 
+    def __mul__(self, times: float) -> "Evidence":
+        """Returns the evidence that so many times as many tokens would have, if they were like these."""
+        return Evidence(self.names, self.shares_N, self.sums_3N * times)
+
     def as_bytes(self) -> bytes:
         """Returns the evidence as a JSON file, which `load` reads."""
         return json.dumps({"names": self.names, **{name: getattr(self, name).tolist() for name in _TENSORS}}).encode()
@@ -243,32 +294,36 @@ NO_EVIDENCE = Evidence((), torch.ones(1, dtype=torch.float64), torch.zeros(3, 1,
 
 @torch.no_grad()
 def evidence(
-    logits_CV: Tensor, draws: Draws, temperature: float, end_ids: Collection[int], rows_C: Tensor | None = None
+    logits_CV: Tensor,
+    draws: Draws,
+    temperature: float,
+    end_ids: Collection[int],
+    rows_C: Tensor | None = None,
+    fault: Fault | None = None,
 ) -> Evidence:
     """Bet against the policy softmax(logits / temperature) on the sampled tokens.
 
-    With `rows_C`, only these rows of the logits predict a token to test, and `draws` has the tokens of these rows.
+    With `rows_C`, only these rows of the logits predict a token to test, and `draws` has the tokens of these rows. With
+    `fault`, returns the evidence to expect where a sampler with this fault draws the tokens instead.
     """
     size, total = max(1, AT_ONCE // logits_CV.shape[1]), NO_EVIDENCE
     for first in range(0, max(1, len(draws.tokens_C)), size):
         part = slice(first, first + size)
         logits = logits_CV[part] if rows_C is None else logits_CV[rows_C[part]]
-        total += _evidence(logits, draws[part], temperature, end_ids)
+        logits = logits.float() / temperature
+        drawn_CV = None if fault is None else fault(logits, draws[part])
+        total += _evidence(_Policy(torch.log_softmax(logits, dim=1), draws[part], drawn_CV), end_ids)
     return total
 
 
-def _evidence(logits_CV: Tensor, draws: Draws, temperature: float, end_ids: Collection[int]) -> Evidence:
-    policy = _Policy(torch.log_softmax(logits_CV.float() / temperature, dim=1), draws)
-    weights_C1 = draws.weights_C.clamp(max=LARGEST_WEIGHT)[:, None]
+def _evidence(policy: _Policy, end_ids: Collection[int]) -> Evidence:
     names, shares, sums, num_groups = list[str](), list[float](), list[Tensor](), 0
     for features in policy.features(end_ids):
         num_groups += 1
-        num_bets = sum(feature.tilts_CN.shape[1] for feature in features)
+        num_bets = sum(feature.gains_CN.shape[1] for feature in features)
         for feature in features:
-            n = feature.tilts_CN.shape[1]
-            gains_CN = torch.log1p(weights_C1 / 2 * (feature.tilts_CN - 1)).double()
-            counted = feature.counts_C.double()
-            totals = [gains_CN.mul(counted[:, None]).sum(dim=0)]
+            n, counted = feature.gains_CN.shape[1], feature.counts_C.double()
+            totals = [feature.gains_CN.double().mul(counted[:, None]).sum(dim=0)]
             totals += [(values * counted).sum().expand(n) for values in (feature.value_C, feature.mean_C)]
             names += [feature.name] * n
             shares += [1 / num_bets] * n
