@@ -32,7 +32,7 @@ from preferences.statistics.estimates import Interval
 from stages.contract import Parent, Stage
 from stages.data import token_folder
 from stages.plan import Planner, Training
-from stages.reports.parts import Cell, Part, Row, StageReport, StageReporter, Table
+from stages.reports.parts import Answer, Cell, Part, Row, StageReport, StageReporter, Table
 from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import (
     GRADIENT_NORM,
@@ -42,7 +42,7 @@ from stages.reports.stage_report import (
     stage_block,
     train_and_heldout,
 )
-from stages.reports.text import count, number, percent
+from stages.reports.text import count, number, percent, share_ends
 from stages.run import StageRun
 from stages.sizes import Lengths
 from training.data import Overlong, SourceRows
@@ -272,8 +272,9 @@ def report(stage: StageFolder) -> StageReport:
         stage, f"metrics.{name}", f"Classifier: {TITLES[name]}", (share.mean, share.low, share.high), "held-out rows"
     )
     what = "an accuracy" if name == "accuracy" else "an F1"
-    sentence = f"The classifier reaches {what} of {percent(share.mean)} on held-out rows."
-    return StageReport(tuple(parts), headlines=(headline,), sentence=sentence)
+    reached = f"{percent(share.mean)} ({share_ends(share.low, share.high)})"
+    text = f"The classifier reaches {what} of {reached} on {count(results.num_heldout)} held-out rows."
+    return StageReport(tuple(parts), headlines=(headline,), answer=Answer("unclear", text))
 
 
 REPORTER = StageReporter(

@@ -80,6 +80,10 @@ class PreferenceLoss(ABC):
         A metric with its own denominator is a (sum, count) pair.
         """
 
+    def weight(self, comparison: Comparison, _config: "DPOConfig") -> float:
+        """Returns how much a comparison counts in the batch's mean."""
+        return comparison.weight
+
     def implicit_rewards(self, log_ratios: Tensor, _tokens: Tensor, beta: float) -> Tensor:
         """Returns β times the log-ratios, which may have any shape; higher is better."""
         return beta * log_ratios
@@ -296,7 +300,8 @@ class KTOConfig(Config):
         default=1.0,
         gt=0,
         description="Weight of the loss of undesirable responses. The paper advises that the number of desirable"
-        " responses times their weight be 1 to 4/3 times that of the undesirable ones.",
+        " responses times their weight be 1 to 4/3 times that of the undesirable ones; a response whose labelers"
+        " disagree counts in part for both.",
     )
 
 
@@ -323,12 +328,13 @@ class HeldoutLabels:
 
 @dataclass(frozen=True)
 class LabelResults:
-    """Results of KTO: how many labelled responses it learned from and was measured on, the share of held-out ones on
-    the right side of the baseline, with an interval over prompts, and the baseline at the end, in nats.
+    """Results of KTO: how much its loss counts desirable and undesirable responses (their numbers, if labelers agree
+    and weigh 1), how many held-out labels it was measured on, the share of these on the right side of the baseline,
+    with an interval over prompts, and the baseline at the end, in nats.
     """
 
-    train_desirable: int
-    train_undesirable: int
+    train_desirable: float
+    train_undesirable: float
     heldout_desirable: int
     heldout_undesirable: int
     heldout_accuracy: Interval
@@ -343,8 +349,8 @@ class KTO(PreferenceLoss):
         w_D · (1 - σ(β (r - z₀)))   if it is desirable,
         w_U · (1 - σ(β (z₀ - r)))   if it is undesirable.
 
-    z₀ is estimated before each step (`PreferenceObjective.prepare`). A verdict's loss is the mean over the responses
-    that it labels.
+    z₀ is estimated before each step (`PreferenceObjective.prepare`). All labelled responses weigh the same, however
+    many their prompt has; a response's loss is the mean over its labels, each times its labeler's weight.
     """
 
     name = "kto"
@@ -361,7 +367,7 @@ class KTO(PreferenceLoss):
             )
 
     def of_batch(self, batch: PolicyBatch, config: "DPOConfig") -> tuple[Tensor, Metrics]:
-        shares = self._shares(batch.comparisons, config.kto)
+        shares = [share for comparison in batch.comparisons for share in self._shares(comparison, config.kto)]
         desirable_N, undesirable_N = (
             upload(torch.tensor(of_side), batch.logprobs_N.device) for of_side in zip(*shares, strict=True)
         )
@@ -380,19 +386,17 @@ class KTO(PreferenceLoss):
             metrics[f"{side}_reward"] = torch.stack([(own_N * config.beta * batch.log_ratios_N).sum(), own_N.sum()])
         return loss, metrics
 
-    def _shares(self, chosen: Sequence[Comparison], config: KTOConfig) -> list[tuple[float, float]]:
-        """Returns how much of a comparison's weight each response has as a desirable and as an undesirable one, [N]."""
-        shares = []
-        for comparison in chosen:
-            of_K = np.zeros((len(comparison.sequences), 2))
-            for verdict in comparison.verdicts:
-                labels = labels_of(verdict, config)
-                share = verdict.weight / len(comparison.verdicts) / max(1, sum(map(abs, labels)))
-                for k, label in enumerate(labels):
-                    if label:
-                        of_K[k, 0 if label > 0 else 1] += share
-            shares += [(float(desirable), float(undesirable)) for desirable, undesirable in of_K]
-        return shares
+    def weight(self, comparison: Comparison, config: "DPOConfig") -> float:
+        """Returns the number of its labelled responses, if all labelers have the weight 1."""
+        return sum(map(sum, self._shares(comparison, config.kto)))
+
+    def _shares(self, comparison: Comparison, config: KTOConfig) -> list[tuple[float, float]]:
+        """Returns how much each response counts as a desirable and as an undesirable one, [K]."""
+        labels_JK = np.array([labels_of(verdict, config) for verdict in comparison.verdicts])
+        weights_J1 = np.array([[verdict.weight] for verdict in comparison.verdicts])
+        num_K = np.maximum(1, np.abs(labels_JK).sum(axis=0))
+        desirable_K, undesirable_K = ((weights_J1 * (labels_JK == label)).sum(axis=0) / num_K for label in (1, -1))
+        return list(zip(desirable_K.tolist(), undesirable_K.tolist(), strict=True))
 
     def check_data(self, split: Split, config: "DPOConfig") -> list[str]:
         """Warns of flags that no response has.
@@ -435,7 +439,8 @@ class KTO(PreferenceLoss):
     def label_results(
         self, learned: Sequence[Comparison], heldout: HeldoutLabels, config: "DPOConfig"
     ) -> LabelResults | None:
-        trained_on = [label for c in learned for verdict in c.verdicts for label in labels_of(verdict, config.kto)]
+        shares = [share for comparison in learned for share in self._shares(comparison, config.kto)]
+        desirable, undesirable = map(sum, zip(*shares, strict=True))
         numbers: dict[object, int] = {}
         labels, leads, clusters = list[int](), list[float](), list[int]()
         for comparison, log_ratios in zip(heldout.comparisons, heldout.log_ratios, strict=True):
@@ -448,8 +453,8 @@ class KTO(PreferenceLoss):
                         clusters.append(cluster)
         is_right = np.sign(leads) == labels
         return LabelResults(
-            trained_on.count(1),
-            trained_on.count(-1),
+            desirable,
+            undesirable,
             labels.count(1),
             labels.count(-1),
             clustered_mean(is_right.astype(np.float64), np.array(clusters)),

@@ -53,6 +53,9 @@ class PreferenceObjective(ComparisonObjective):
     others_reference: Sequence[Floats] = ()
     baseline: Baseline = field(default_factory=Baseline)
 
+    def count(self, rows: IntArray) -> float:
+        return sum(self.config.preference_loss.weight(self.comparisons[row], self.config) for row in rows)
+
     def prepare(self, engine: Engine[PolicyLearner], rows: IntArray, batch: BatchConfig) -> None:
         """Estimate KTO's z₀ on the whole batch, without a gradient: the mean log-ratio of its prompts with responses to
         other prompts, and at least 0. A collective call.

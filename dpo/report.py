@@ -142,10 +142,13 @@ def _facts(results: DPOResults) -> list[tuple[str, str]]:
     if results.unpaired is not None:
         of_labels = results.unpaired
         facts += [
-            ("Desirable and undesirable labels, train", _two(of_labels.train_desirable, of_labels.train_undesirable)),
+            (
+                "Desirable and undesirable responses, train",
+                f"{of_labels.train_desirable:,.5g} and {of_labels.train_undesirable:,.5g}",
+            ),
             (
                 "Desirable and undesirable labels, held-out",
-                _two(of_labels.heldout_desirable, of_labels.heldout_undesirable),
+                f"{count(of_labels.heldout_desirable)} and {count(of_labels.heldout_undesirable)}",
             ),
             (
                 "Held-out responses on the right side of the baseline",
@@ -163,10 +166,6 @@ def _facts(results: DPOResults) -> list[tuple[str, str]]:
         facts.append(("Rows read" if results.unpaired else "Comparisons read", str(results.overlong)))
     facts += [rows.fact for rows in results.sources]
     return facts
-
-
-def _two(desirable: int, undesirable: int) -> str:
-    return f"{count(desirable)} and {count(undesirable)}"
 
 
 def _change(before: float, after: float) -> str:

@@ -201,6 +201,8 @@ class Reader:
 
     def _place(self, ours: str) -> Stored:
         place = self._family.stored(self._config, ours)
+        if place.otherwise and not self._holds(place):
+            place = replace(place, parts={place.otherwise: None})
         if self._has_prefix:
             return place
         return replace(place, parts={_BODY.sub("", name): rows for name, rows in place.parts.items()})

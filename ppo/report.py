@@ -50,6 +50,7 @@ from stages.reports.text import (
     count,
     count_of,
     ends_of,
+    kl_number,
     label,
     number,
     percent,
@@ -242,6 +243,7 @@ def report(stage: StageFolder) -> StageReport:
         sections=samples_section(samples),
         headlines=_headlines(stage, names) if results is not None else (),
         sentence=_sentence(stage, names),
+        warning=_alarm_sentence(stage),
         styles=tuple(styles_of(["ppo"]).values()) if samples else (),
     )
 
@@ -350,29 +352,35 @@ def _sentence(stage: StageFolder, names: Names) -> str:
     if not scores:
         return distilled
     went = f"{distilled} In {names.algorithm} the {names.score} went from {number(scores[0])} to {number(scores[-1])}."
-    return f"{went} {_said_by_others(stage)}".lstrip()
+    if any("spot_check" in line for line in stage.metrics):  # which `_alarm_sentence` is about
+        return went.lstrip()
+    return (
+        f"{went} No other judge has read the responses, so this does not show whether they got better or only exploit"
+        " the score (reward hacking). Read the samples, or let another judge compare the policies."
+    ).lstrip()
 
 
-def _said_by_others(stage: StageFolder) -> str:
-    """Returns what spot checks say about a gain in score, or that nobody else has read the responses."""
+def _alarm_sentence(stage: StageFolder) -> str:
+    """Returns whether the alarm rang; "" in a run without spot checks, and before the run's end."""
     results, checks = stage.results(PPOResults), [line["spot_check"] for line in stage.metrics if "spot_check" in line]
-    if results is not None and results.alarm is not None:
+    if results is None:
+        return ""
+    if results.alarm is not None:
         by_people = results.alarm.by_people
         shown = "people prefer the initial policy" if by_people else "less of the gain is real than the scores promise"
         return (
-            f"Spot checks rang the alarm after iteration {results.alarm.policy:,}: {shown}, most likely"
-            f" since iteration {results.alarm.fall:,}. The result is the policy after iteration"
+            f"Spot checks rang the alarm after iteration {results.alarm.policy:,} and"
+            f" {count_of(results.alarm.num_checks, 'check')}: {shown}, most likely since iteration"
+            f" {results.alarm.fall:,}. The result is the policy after iteration"
             f" {results.alarm.result:,}."
         )
     if checks:
         return (
-            f"Spot checks went from {number(checks[0])} to {number(checks[-1])} and rang no alarm, which does not show"
-            " that there is nothing to find: read the samples, or let another judge compare the policies."
+            f"Spot checks in {count_of(len(checks), 'iteration')} went from {number(checks[0])} to"
+            f" {number(checks[-1])} and never rang the alarm, which does not show that there is nothing to find: read"
+            " the samples, or let another judge compare the policies."
         )
-    return (
-        "No other judge has read the responses, so this does not show whether they got better or only exploit the"
-        " score (reward hacking). Read the samples, or let another judge compare the policies."
-    )
+    return ""
 
 
 def _headlines(stage: StageFolder, names: Names) -> tuple[Headline, ...]:
@@ -381,7 +389,7 @@ def _headlines(stage: StageFolder, names: Names) -> tuple[Headline, ...]:
     if not isinstance(kl, float) or not isfinite(kl):
         return ()
     file, field, detail = f"{stage.name}/metrics.jsonl", "kl_nats of the last line", "last iteration of training"
-    return (Headline(f"{stage.name}.kl_nats", file, field, kl, names.kl, f"{number(kl, 1)} nats", detail),)
+    return (Headline(f"{stage.name}.kl_nats", file, field, kl, names.kl, f"{kl_number(kl)} nats", detail),)
 
 
 def followed_part(samples: Sequence[TrainingSample]) -> tuple[Part, ...]:

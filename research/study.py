@@ -7,7 +7,7 @@ import typer
 
 from heed.cli import run_app
 from heed.commands.options import Overrides
-from research.studies.study import QUICK, run_study
+from research.studies.study import NAMES, QUICK, TRIAL, run_study
 from stages.progress import results_console
 
 ROOT = Path(__file__).parents[1]
@@ -18,10 +18,7 @@ app = typer.Typer(pretty_exceptions_enable=False)
 def study(
     finding: Annotated[
         str,
-        typer.Argument(
-            help="Findings of research/findings, with commas between; all for the first five; algorithms; lora; judge;"
-            " label-choice."
-        ),
+        typer.Argument(help=f"Findings of research/findings, with commas between: {NAMES}."),
     ],
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds; at least 2 for any verdict.")] = 3,
     runs: Annotated[Path, typer.Option("--runs", help="Folder for run folders and findings.")] = Path("runs/study"),
@@ -53,7 +50,7 @@ def study(
     overrides = [*(QUICK if quick else ()), *(override or [])]
     found = run_study(finding, job, runs, num_seeds=seeds, overrides=overrides, stored=measures)
     for one in found:
-        results_console().print(f"{one.finding.title}: [bold]{one.verdict}[/]")
+        results_console().print(f"{one.finding.title}: [bold]{one.verdict}[/]{f' ({TRIAL})' if quick else ''}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ Shape letters: P pairs of responses, B sequences, O objectives.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations, islice
 from typing import Any
 
@@ -54,8 +54,7 @@ def objective_metrics(
     samples = torch.tensor([score for task_id in unseen for score in scores[task_id]])
     known = [ranking for ranking in train if ranking.task_id in scores]
     return {
-        "heldout_accuracy": accuracy.mean,
-        "heldout_pairs": accuracy.num_pairs,
+        "heldout_accuracy": asdict(accuracy),
         "heldout_comparisons": len(unseen),
         "train_comparisons": len({ranking.task_id for ranking in train}),
         "train_rankings": len(train),
@@ -77,8 +76,7 @@ def joined_metrics(
     accuracy = accuracy_against(heldout, scores)
     counts = ("heldout_comparisons", "train_comparisons", "train_rankings")
     return {
-        "heldout_accuracy": accuracy.mean,
-        "heldout_pairs": accuracy.num_pairs,
+        "heldout_accuracy": asdict(accuracy),
         **{name: sum(metrics[name] for metrics in by_objective.values()) for name in counts},
         "objectives": dict(by_objective),
     }

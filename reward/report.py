@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite, nan
+from math import isfinite
 
 from preferences.statistics.estimates import Share
 from stages.reports.parts import Headline, StageReport, StageReporter
@@ -11,13 +11,12 @@ from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import (
     Panel,
     fields_under,
-    headline_of,
     headline_of_share,
     metric_figures,
     stage_block,
     train_and_heldout,
 )
-from stages.reports.text import count, count_of, label, number, percent
+from stages.reports.text import count, count_of, label, number, percent, share_ends
 from training.data import Overlong, SourceRows
 
 PANELS = (
@@ -63,8 +62,7 @@ class RatingResults:
 class ObjectiveResults:
     """Results of one objective. PPO normalises rewards by `sample_score_mean` and `sample_score_std`."""
 
-    heldout_accuracy: float
-    heldout_pairs: int
+    heldout_accuracy: Share
     heldout_comparisons: int
     train_comparisons: int
     train_rankings: int
@@ -82,8 +80,7 @@ class RewardResults:
     no common unit; with one, they are here. The last two are set if the world knows the truth.
     """
 
-    heldout_accuracy: float
-    heldout_pairs: int
+    heldout_accuracy: Share
     heldout_comparisons: int
     train_comparisons: int
     train_rankings: int
@@ -109,12 +106,14 @@ def report(stage: StageFolder) -> StageReport:
     if rows:
         title, unit = "Reward model's agreement", "pairs of responses ordered alike; chance is 50%"
         figures.append(interval_figure(rows, title=title, unit=unit, name="reward-agreement", is_share=True))
-    accuracy, pairs = results.heldout_accuracy, count_of(results.heldout_pairs, "held-out pair")
-    sentence = f"The reward model orders {percent(accuracy)} of {pairs} as the labelers did."
+    accuracy = results.heldout_accuracy
+    pairs = count_of(accuracy.num_pairs, "held-out pair")
+    reached = f"{percent(accuracy.mean)} ({share_ends(accuracy.low, accuracy.high)})"
+    sentence = f"The reward model orders {reached} of {pairs} as the labelers did."
     return StageReport(
         (stage_block(stage, _facts(results), figures),),
         headlines=_headlines(stage, results),
-        sentence=sentence if isfinite(accuracy) else "",
+        sentence=sentence if isfinite(accuracy.mean) else "",
     )
 
 
@@ -131,8 +130,8 @@ def _facts(results: RewardResults) -> list[tuple[str, str]]:
         ("Comparisons, train", count(results.train_comparisons)),
         ("Rankings, train", count(results.train_rankings)),
         ("Comparisons, held-out", count(results.heldout_comparisons)),
-        ("Held-out pairs", count(results.heldout_pairs)),
-        ("Held-out accuracy", percent(results.heldout_accuracy)),
+        ("Held-out pairs", count(results.heldout_accuracy.num_pairs)),
+        ("Held-out accuracy", percent(results.heldout_accuracy.mean)),
     ]
     if results.overlong:
         facts.append(("Comparisons read", str(results.overlong)))
@@ -145,16 +144,17 @@ def _facts(results: RewardResults) -> list[tuple[str, str]]:
         facts.append(("Score of samples, mean", number(results.sample_score_mean)))
         facts.append(("Score of samples, std", number(results.sample_score_std)))
     for name, own in results.objectives.items():
-        text = f"{percent(own.heldout_accuracy)} of {count_of(own.heldout_pairs, 'pair')}"
+        own_share = own.heldout_accuracy
+        ends = share_ends(own_share.low, own_share.high)
+        text = f"{percent(own_share.mean)} of {count_of(own_share.num_pairs, 'pair')} (95%: {ends})"
         facts.append((f"Held-out accuracy, {label(name)}", text))
     return facts
 
 
 def _agreement(results: RewardResults) -> Sequence[Measured]:
     """Returns how often the reward model orders two responses as others do."""
-    labelers = Share(results.heldout_accuracy, nan, nan, results.heldout_pairs, results.heldout_comparisons)
     shares = (
-        ("labelers", "o", labelers),
+        ("labelers", "o", results.heldout_accuracy),
         ("gold", "s", results.gold_accuracy),
         ("people", "D", results.human_pairs_accuracy),
     )
@@ -166,18 +166,15 @@ def _agreement(results: RewardResults) -> Sequence[Measured]:
 
 
 def _headlines(stage: StageFolder, results: RewardResults) -> tuple[Headline, ...]:
-    headlines, accuracy = [], results.heldout_accuracy
-    if isfinite(accuracy):
-        detail = f"of {count_of(results.heldout_pairs, 'held-out pair')}, ordered as labelers did"
-        title = "Reward model accuracy"
-        headlines.append(headline_of(stage, "heldout_accuracy", title, accuracy, percent(accuracy), detail))
-    for name, title, share in (
-        ("gold_accuracy", "Reward model, gold", results.gold_accuracy),
-        ("human_pairs_accuracy", "Reward model, people", results.human_pairs_accuracy),
+    headlines = []
+    for name, title, share, what in (
+        ("heldout_accuracy", "Reward model accuracy", results.heldout_accuracy, "held-out pair"),
+        ("gold_accuracy", "Reward model, gold", results.gold_accuracy, "pair"),
+        ("human_pairs_accuracy", "Reward model, people", results.human_pairs_accuracy, "pair"),
     ):
         if share is not None and isfinite(share.mean):
             span = (share.mean, share.low, share.high)
-            headlines.append(headline_of_share(stage, name, title, span, count_of(share.num_pairs, "pair")))
+            headlines.append(headline_of_share(stage, name, title, span, count_of(share.num_pairs, what)))
     return tuple(headlines)
 
 

@@ -130,7 +130,9 @@ def print_notice(notice: str) -> None:
 
 def in_words(line: dict[str, Any]) -> str:
     """Returns a line of metrics as the console shows it."""
-    shown = [f"{name} {line[name]:.3g}" for name in ("loss", "score", "kl_nats", "teacher_kl_nats") if name in line]
+    shown = [f"{name} {line[name]:.3g}" for name in ("loss", "score") if name in line]
+    kls = {name: line[name] for name in ("kl_nats", "teacher_kl_nats") if name in line}
+    shown += [f"{name} {'about 0' if kl < 0 else f'{kl:.3g}'}" for name, kl in kls.items()]
     shown += [f"{name} {value:g}" for name, value in line.items() if name.startswith("failures/") and value]
     return "  ".join([*shown, f"{line['tokens_per_second']:,.0f} tokens/s"])
 

@@ -285,10 +285,21 @@ def refuse_other_settings(folder: Path, found: Mapping[str, Any], wanted: Mappin
     """Raises: ValueError naming what differs between a finished comparison's settings and those asked for."""
     for name in ("policies", ALGORITHMS, "prompts", "seed", "verdicts"):
         if found.get(name) != json.loads(json.dumps(wanted.get(name))):
+            there, now = _leaves(found.get(name), name), _leaves(json.loads(json.dumps(wanted.get(name))), name)
+            where = next(leaf for leaf in (*there, *now) if there.get(leaf, "absent") != now.get(leaf, "absent"))
             raise ValueError(
-                f"{folder}: holds a comparison whose {name} differ: {json.dumps(found.get(name))}; now"
-                f" {json.dumps(wanted.get(name))}. Give another --out, or remove the folder"
+                f"{folder}: holds a comparison with other settings: {where}: {there.get(where, 'absent')} there,"
+                f" {now.get(where, 'absent')} now; give another --out, or remove the folder"
             )
+
+
+def _leaves(value: Any, name: str) -> dict[str, str]:
+    """Returns the values within a JSON value by name, in which dots go into objects and lists."""
+    if not isinstance(value, dict | list) or not value:
+        return {name: json.dumps(value)}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    parts = [(one.get("name", key) if isinstance(one, dict) else key, one) for key, one in items]
+    return {leaf: text for key, one in parts for leaf, text in _leaves(one, f"{name}.{key}").items()}
 
 
 def _check_responses(path: Path, rows: Sequence[Response], policies: Sequence[str], known: set[str]) -> None:

@@ -162,9 +162,10 @@ def reward_judge(
     objective_weights: Mapping[str, float],
     *,
     is_climbed: bool = True,
+    same_labels: str = "",
 ) -> ScoreJudge:
     """Open a run's reward as a judge: its reward model's folder, or a function or endpoint. `is_climbed` says whether
-    the policies were trained to raise it; DPO's were not.
+    the policies were trained to raise it; DPO's were not. `same_labels` names who learned from its labels.
     """
     if isinstance(reward, RewardFunction):
         judge = function_judge(name, reward.function, has_rows=True)
@@ -174,6 +175,9 @@ def reward_judge(
     else:
         details = {"description": "the run's reward model", "sha256": folder_hash(reward)}
         judge = ScoreJudge(name, "reward model", str(reward), reward_model_score(reward, objective_weights), details)
+    if same_labels and not is_climbed:
+        said = f"{judge.details['description']}, which learned from the same labels as {same_labels}"
+        return replace(judge, details={**judge.details, "description": said, "same_labels": same_labels})
     return described_as_reward(judge, "is also the reward") if is_climbed else judge
 
 

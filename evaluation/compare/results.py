@@ -57,6 +57,7 @@ class JudgeResults:
     description: str
     kind: str = GOLD
     is_reward: bool = False
+    same_labels: str = ""  # the policies that learned from the same labels as this reward model
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> "JudgeResults":
@@ -65,7 +66,8 @@ class JudgeResults:
         if entry.get("kind") == "people":
             store = str(entry["spec"]).removeprefix("people:")
             description = f"people, {entry['num_labelers']} per task, by the labels in {store}"
-        return cls(entry["name"], description, entry.get("kind", ""), bool(entry.get("is_reward")))
+        is_reward, same_labels = bool(entry.get("is_reward")), str(entry.get("same_labels", ""))
+        return cls(entry["name"], description, entry.get("kind", ""), is_reward, same_labels)
 
 
 @dataclass(frozen=True)

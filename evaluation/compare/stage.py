@@ -151,10 +151,12 @@ def _contract(job: JobView, name: str) -> Stage[Any]:
 
 
 def _title(job: JobView, name: str) -> str:
-    """Returns what reports call the model of a stage; "" if its name is enough, as for those of later rounds."""
+    """Returns what reports call the model of a stage, with its round if there are several; "" if its name is enough."""
     stage = _contract(job, name)
     section = job.section(stage)
-    return stage.title(section) if stage.title and stage.round == 1 and section is not None else ""
+    title = stage.title(section) if stage.title and section is not None else ""
+    rounds = [other for other in job.stage_names if _first_round(job, other) == _first_round(job, name)]
+    return f"{title}, round {stage.round}" if title and len(rounds) > 1 else title
 
 
 def policies_of(job: JobView) -> tuple[str, ...]:
@@ -298,8 +300,20 @@ def judge_of(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJudge:
         proxy = proxy_of(run)
         reward = proxy.external or Path(proxy.model)
         is_climbed = _is_climbed(run.job)
-        return reward_judge("reward", reward, proxy.objective_weights, is_climbed=is_climbed)
+        same = _same_labels(run.job)
+        return reward_judge("reward", reward, proxy.objective_weights, is_climbed=is_climbed, same_labels=same)
     return gold_judge(run.world.judge_names[0], "gold:../job.toml", run.world)
+
+
+def _same_labels(job: JobView) -> str:
+    """Returns the titles of the policies that learned from the rankings of the job's reward model; "" for none."""
+
+    def labels(name: str) -> object:
+        return getattr(job.section(job.stage(name)), "rankings", None)
+
+    wanted = [labels(name) for name in job.stage_names if name == REWARD]
+    found = [_title(job, name) or name for name in policies_of(job) if wanted and labels(name) in wanted[:1]]
+    return " and ".join(found)
 
 
 def _is_climbed(job: JobView) -> bool:

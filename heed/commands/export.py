@@ -50,7 +50,7 @@ def export_gguf(
         context = export(folder, output, kind.value)
     if context < read_config(folder, "language")[0].max_position_embeddings:
         console.print(f"its context is cut to its sliding window of {context} tokens, which llama.cpp would ignore")
-    results_console().print(f"{output}: {folder} in {kind.value}", soft_wrap=True)
+    results_console().print(f"{output}: {model} in {kind.value}", soft_wrap=True)
 
 
 def merge_adapter(

@@ -39,6 +39,9 @@ def verify_sampler(
     tensor_parallel_size: Annotated[
         int, typer.Option(min=1, help="Processes that sample together, each with a share of the weights.")
     ] = 1,
+    draws: Annotated[
+        int, typer.Option(min=1, help="Responses to test for being draws; smaller faults need more of them.")
+    ] = 512,
 ) -> None:
     """Test whether a sampling engine holds the policy that it is sent, and name the fault if it does not.
 
@@ -58,7 +61,7 @@ def verify_sampler(
         python = require_vllm(python, option="--python")
     found, passed = results_console(), True
     with console.status("loading the engine") as status:
-        for check in _checks(engine, model, precision.value, python, tensor_parallel_size):
+        for check in _checks(engine, model, precision.value, python, tensor_parallel_size, draws):
             mark = ("ok    ", "green") if check.passed else ("FAILED", "bold red")
             found.print(Text.assemble(mark, " ", (check.name, "bold"), ": ", check.found))
             status.update(f"after: {check.name}")
@@ -69,7 +72,7 @@ def verify_sampler(
     found.print("the engine holds the policy that it is sent", style="green")
 
 
-def _checks(engine: str, model: Path, precision: str, python: str, team_size: int) -> "Iterator[Check]":
+def _checks(engine: str, model: Path, precision: str, python: str, team_size: int, num_draws: int) -> "Iterator[Check]":
     """Yields the checks as they finish. Other processes make them, all of which make the same.
 
     Raises: ValueError for the user's mistakes; RunError if the process ends before all checks are done.
@@ -92,7 +95,7 @@ def _checks(engine: str, model: Path, precision: str, python: str, team_size: in
         for rank in reversed(range(team_size)):
             pipe = writing if rank == 0 else ending.enter_context(open(os.devnull, "w")).fileno()
             process = subprocess.Popen(
-                [*command, str(team_size), str(pipe)],
+                [*command, str(team_size), str(num_draws), str(pipe)],
                 stdout=said,
                 stderr=said,
                 text=True,

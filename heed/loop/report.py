@@ -32,7 +32,7 @@ from stages.reports.parts import (
 from stages.reports.plots import KLPoint, KLSeries, Measured, interval_figure, kl_figure
 from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import headline_of, stage_block
-from stages.reports.text import UNKNOWN, count_of, duration, ends_of, label, number, percent
+from stages.reports.text import UNKNOWN, count_of, duration, ends_of, kl_number, label, number, percent
 
 STATE = "loop.json"
 STAGES = ("collect", "reward", "rejection", "dpo", "ppo", GAIN)  # of a round, if the job has them
@@ -227,7 +227,7 @@ def _row(one: RoundFiles, job: Mapping[str, Any]) -> Row:
     if reward is not None:
         truth = reward.gold_accuracy
         gold = f"gold: {percent(truth.mean)}" if truth is not None and isfinite(truth.mean) else ""
-        accuracy = Cell(percent(reward.heldout_accuracy), gold)
+        accuracy = Cell(percent(reward.heldout_accuracy.mean), gold)
     stages = [name for name in STAGES if name == GAIN or name in job]
     links = tuple((f"#{name_of_round(name, one.number)}", name) for name in stages)
     return Row(
@@ -237,7 +237,7 @@ def _row(one: RoundFiles, job: Mapping[str, Any]) -> Row:
             Cell(collected.rule, label(collected.policy)),
             Cell(number(collected.effective_tasks, 0), f"of {number(collected.num_tasks)}"),
             accuracy,
-            _cell(None if gain is None else gain.kl_nats, 1),
+            Cell(UNKNOWN) if gain is None else Cell(kl_number(gain.kl_nats.mean), ends_of(gain.kl_nats, 1)),
             _cell(None if gain is None else gain.gain, 2, is_signed=True),
             _cell(None if gain is None else gain.per_hundred, 3, is_signed=True),
             _cell(None if gain is None else gain.score, 2),
@@ -288,7 +288,7 @@ def _report_gain(stage: StageFolder) -> StageReport:
         ("Judge", label(found.judge)),
         ("Gain", _signed(found.gain)),
         ("Per hundred labels", _cell(found.per_hundred, 3, is_signed=True).text),
-        ("KL from the first model, nats", _cell(found.kl_nats, 1).text),
+        ("KL from the first model, nats", f"{kl_number(found.kl_nats.mean)} (95% {ends_of(found.kl_nats, 1)})"),
     )
     headline = headline_of(
         stage, "gain.mean", "Gain of the last round", found.gain.mean,

@@ -17,7 +17,7 @@ class Stored:
 
     None: all rows. `transposed`: the checkpoint stores the matrix as (in, out), as GPT-2 does. The first `rows_before`
     rows in the checkpoint are not used: BART counts its positions from 2. Heed's numbers are the checkpoint's times
-    `factor`, plus `added`.
+    `factor`, plus `added`. A checkpoint without this tensor has its numbers in the whole tensor `otherwise`, if set.
     """
 
     parts: Mapping[str, int | None]
@@ -25,6 +25,7 @@ class Stored:
     rows_before: int = 0
     factor: float = 1.0
     added: float = 0.0
+    otherwise: str = ""
 
     def read(self, theirs: Tensor) -> Tensor:
         """Returns Heed's numbers, given the checkpoint's."""

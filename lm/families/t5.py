@@ -17,7 +17,8 @@ class T5Family:
     head and relative distance, which all layers of a stack share.
 
     A head that shares the embedding (version 1.0) reads states divided by √d_model; the decoder's last norm does that
-    in Heed. A head of its own (version 1.1) reads them as they are.
+    in Heed. A head of its own (version 1.1) reads them as they are. Since version 5, transformers makes such a T5 with
+    a head that shares the embedding and is not stored; in Heed it begins as a copy of the embedding.
     """
 
     model_type = "t5"
@@ -74,7 +75,9 @@ class T5Family:
         if ".blocks." not in module:
             is_scaled = module == "decoder.norm" and config.tie_word_embeddings
             return Stored(
-                {f"{self._OUTER[module]}.{kind}": None}, factor=config.hidden_size**-0.5 if is_scaled else 1.0
+                {f"{self._OUTER[module]}.{kind}": None},
+                factor=config.hidden_size**-0.5 if is_scaled else 1.0,
+                otherwise="shared.weight" if module == "head" else "",
             )
         stack, _, layer, inner = module.split(".", 3)
         place, names = self._INNER[inner]

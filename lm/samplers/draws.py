@@ -20,7 +20,7 @@ N all bets, E end tokens.
 import itertools
 import json
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -91,6 +91,10 @@ class Draws:
 
     def __getitem__(self, part: slice) -> Self:
         return type(self)(*(getattr(self, name)[part] for name in self.__dataclass_fields__))
+
+
+# Returns the probabilities [C, V] from which a faulty sampler draws, given the policy's logits at its temperature.
+Fault = Callable[[Tensor, Draws], Tensor]
 
 
 class Bet(NamedTuple):
@@ -171,6 +175,10 @@ class Evidence:
             return other
         return Evidence(self.names, self.shares_N, self.sums_3N + other.sums_3N)
 
+    def __mul__(self, times: float) -> "Evidence":
+        """Returns the evidence that so many times as many tokens would have, if they were like these."""
+        return Evidence(self.names, self.shares_N, self.sums_3N * times)
+
     def as_bytes(self) -> bytes:
         """Returns the evidence as a JSON file, which `load` reads."""
         return json.dumps({"names": self.names, **{name: getattr(self, name).tolist() for name in _TENSORS}}).encode()
@@ -192,8 +200,11 @@ NO_EVIDENCE = Evidence((), torch.ones(1, dtype=torch.float64), torch.zeros(3, 1,
 
 
 @torch.no_grad()
-def evidence(logits_CV: Tensor, draws: Draws, temperature: float, end_ids: Collection[int]) -> Evidence:
-    """Bet against the policy softmax(logits / temperature) on the sampled tokens.
+def evidence(
+    logits_CV: Tensor, draws: Draws, temperature: float, end_ids: Collection[int], fault: Fault | None = None
+) -> Evidence:
+    """Bet against the policy softmax(logits / temperature) on the sampled tokens. With `fault`, returns the evidence to
+    expect where a sampler with this fault draws the tokens instead.
 
     On a GPU, `TESTED` probabilities take about 120 kernels and one wait for the result.
     """
@@ -203,71 +214,92 @@ def evidence(logits_CV: Tensor, draws: Draws, temperature: float, end_ids: Colle
     sums_3N = torch.zeros(3, len(BETS), dtype=torch.float64, device=device)
     for first in range(0, len(draws.tokens_C), at_once):
         part = slice(first, first + at_once)
-        sums_3N += _sums(logits_CV[part], draws[part], temperature, end_ids)
+        sums_3N += _sums(logits_CV[part].float() / temperature, draws[part], end_ids, fault)
     shares_N = torch.tensor([bet.share for bet in BETS], dtype=torch.float64)
     return Evidence(tuple(bet.name for bet in BETS), shares_N, sums_3N.cpu())
 
 
-def _sums(logits_CV: Tensor, draws: Draws, temperature: float, end_ids: Collection[int]) -> Tensor:
+def _sums(logits_CV: Tensor, draws: Draws, end_ids: Collection[int], fault: Fault | None) -> Tensor:
     """Returns `Evidence.sums_3N`."""
-    logprobs_CV = torch.log_softmax(logits_CV.float() / temperature, dim=1)
-    probs_CV, chosen_C1 = logprobs_CV.exp(), logprobs_CV.gather(1, draws.tokens_C[:, None])
-    has_CF, chance_CF = _features(probs_CV, chosen_C1, draws, end_ids)
-    mean_C1 = (probs_CV * logprobs_CV.clamp(min=-1e4)).sum(dim=1, keepdim=True)
-
-    device = logits_CV.device
+    device, num_temperatures = logits_CV.device, len(ON_LOG_PROB)
+    logprobs_CV = torch.log_softmax(logits_CV, dim=1)
+    probs_CV, ends_E = logprobs_CV.exp(), upload(torch.tensor(sorted(end_ids), dtype=torch.long), device)
+    # Where the tokens are not given, each value is an expectation over what the fault draws.
+    drawn_CV = None if fault is None else fault(logits_CV, draws)
+    chance_CF = _chances(probs_CV, probs_CV, draws, ends_E)
+    has_CF = _has(probs_CV, draws, ends_E) if drawn_CV is None else _chances(drawn_CV, probs_CV, draws, ends_E)
     of_F, of_K, where_N = (
         upload(torch.tensor(columns), device)
         for columns in (
             [bet.column for bet in ON_FEATURES], [bet.column for bet in ON_LOG_PROB], [bet.where for bet in BETS]
         )
     )  # fmt: skip
-    tilt_N = upload(torch.tensor([bet.tilt for bet in BETS]), device)
-    tilt_F, tilt_K = tilt_N.split([len(ON_FEATURES), len(ON_LOG_PROB)])
-    has_CF, chance_CF, less_F = has_CF[:, of_F], chance_CF[:, of_F], tilt_F.exp() - 1  # q/π is e^λ or 1, over its mean
-    on_features_CF = (1 + has_CF * less_F) / (1 + chance_CF * less_F).clamp(min=LEAST_CHANCE)
-    on_log_prob_CK = (tilt_K * chosen_C1 - _log_norms(logprobs_CV)[:, of_K]).exp()
-    tilts_CN = torch.cat([on_features_CF, on_log_prob_CK], dim=1)
-
-    gains_CN = (draws.weights_C.clamp(max=LARGEST_WEIGHT)[:, None] / 2 * (tilts_CN - 1)).log1p()
-    values_CN = torch.cat([has_CF, chosen_C1.expand(-1, len(ON_LOG_PROB))], dim=1)
-    means_CN = torch.cat([chance_CF, mean_C1.expand(-1, len(ON_LOG_PROB))], dim=1)
+    odds_F = upload(torch.tensor([bet.tilt for bet in ON_FEATURES]), device).exp()
+    has_CF, chance_CF = has_CF[:, of_F], chance_CF[:, of_F]
+    norm_CF = (1 + chance_CF * (odds_F - 1)).clamp(min=LEAST_CHANCE)
+    gains_CF = has_CF * _gain(odds_F / norm_CF, draws) + (1 - has_CF) * _gain(1 / norm_CF, draws)
+    value_C1, gains_CK = _on_log_prob(logprobs_CV, draws, drawn_CV)
+    gains_CN = torch.cat([gains_CF, gains_CK[:, of_K]], dim=1)
+    values_CN = torch.cat([has_CF, value_C1.expand(-1, num_temperatures)], dim=1)
+    means_CN = torch.cat([chance_CF, _mean(probs_CV, logprobs_CV)[:, None].expand(-1, num_temperatures)], dim=1)
     return (torch.stack([gains_CN, values_CN, means_CN]).double() * _places(draws)[:, where_N]).sum(dim=1)
 
 
-def _log_norms(logprobs_CV: Tensor) -> Tensor:
-    """Returns log Σ π^(1 + λ) for each λ of TEMPERATURES [C, K].
+def _gain(ratio: Tensor, draws: Draws) -> Tensor:
+    """Returns the log of a stake's factor where q / π of the token is `ratio` [C, ...]."""
+    return (draws.weights_C.clamp(max=LARGEST_WEIGHT)[:, None] / 2 * (ratio - 1)).log1p()
 
-    Each term is a probability to a power between .4 and 1.6, so the sum neither overflows nor vanishes.
+
+def _mean(of_CV: Tensor, values_CV: Tensor) -> Tensor:
+    """Returns the expectation [C] of values under probabilities; a value may be infinite where they are 0."""
+    return (of_CV * values_CV.clamp(-1e4, 1e4)).sum(dim=1)
+
+
+def _on_log_prob(logprobs_CV: Tensor, draws: Draws, drawn_CV: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns the tokens' log π [C, 1], and the gains of bets at each of TEMPERATURES [C, K].
+
+    Each term of a norm is a probability to a power between .4 and 1.6, so it neither overflows nor vanishes.
     """
-    return torch.stack([((1 + tilt) * logprobs_CV).exp().sum(dim=1).log() for tilt in TEMPERATURES], dim=1)
+    chosen_C1 = logprobs_CV.gather(1, draws.tokens_C[:, None])
+    norms_CK = torch.stack([((1 + tilt) * logprobs_CV).exp().sum(dim=1).log() for tilt in TEMPERATURES], dim=1)
+    if drawn_CV is None:
+        tilts_K = upload(torch.tensor(TEMPERATURES), logprobs_CV.device)
+        return chosen_C1, _gain((tilts_K * chosen_C1 - norms_CK).exp(), draws)
+    gains = [
+        _mean(drawn_CV, _gain((tilt * logprobs_CV - norm_C[:, None]).exp(), draws))
+        for tilt, norm_C in zip(TEMPERATURES, norms_CK.unbind(dim=1), strict=True)
+    ]
+    return _mean(drawn_CV, logprobs_CV)[:, None], torch.stack(gains, dim=1)
 
 
-def _features(probs_CV: Tensor, chosen_C1: Tensor, draws: Draws, end_ids: Collection[int]) -> tuple[Tensor, Tensor]:
-    """Returns whether each sampled token has each of FEATURES, 1 or 0, and the probability of that [C, F]."""
-    tokens_C1, before_C1, text_CT = draws.tokens_C[:, None], draws.before_C[:, None], draws.text_CT.sort(dim=1).values
-    ends_E = upload(torch.tensor(sorted(end_ids), dtype=torch.long), probs_CV.device)
-    most_C1, likeliest_C1 = probs_CV.max(dim=1, keepdim=True)
-    is_new_CT = F.pad(text_CT[:, 1:] != text_CT[:, :-1], (1, 0), value=True) & (text_CT >= 0)
-    of_class = torch.arange(CLASSES, device=probs_CV.device)
-    padded_CV = F.pad(probs_CV, (0, -probs_CV.shape[1] % CLASSES))
+def _has(probs_CV: Tensor, draws: Draws, ends_E: Tensor) -> Tensor:
+    """Returns whether each sampled token has each of FEATURES, 1 or 0 [C, features]."""
+    tokens_C1 = draws.tokens_C[:, None]
+    chosen_C1 = probs_CV.gather(1, tokens_C1)
     has = [
         (tokens_C1 == ends_E).any(dim=1, keepdim=True),
-        tokens_C1 == likeliest_C1,
-        (tokens_C1 == text_CT).any(dim=1, keepdim=True),
-        *(chosen_C1 < math.log(below) for below in RARE),
-        tokens_C1 == before_C1,
-        tokens_C1 % CLASSES == of_class,
+        tokens_C1 == probs_CV.argmax(dim=1, keepdim=True),
+        (tokens_C1 == draws.text_CT).any(dim=1, keepdim=True),
+        *(chosen_C1 < below for below in RARE),
+        tokens_C1 == draws.before_C[:, None],
+        tokens_C1 % CLASSES == torch.arange(CLASSES, device=probs_CV.device),
     ]
+    return torch.cat(has, dim=1).float()
+
+
+def _chances(of_CV: Tensor, probs_CV: Tensor, draws: Draws, ends_E: Tensor) -> Tensor:
+    """Returns the probability of each of FEATURES [C, features] under `of_CV`. π decides what is likely or rare."""
+    text_CT = draws.text_CT.sort(dim=1).values
+    is_new_CT = F.pad(text_CT[:, 1:] != text_CT[:, :-1], (1, 0), value=True) & (text_CT >= 0)
     chances = [
-        probs_CV[:, ends_E].sum(dim=1, keepdim=True),
-        most_C1,
-        (probs_CV.gather(1, text_CT.clamp(min=0)) * is_new_CT).sum(dim=1, keepdim=True),
-        *((probs_CV * (probs_CV < below)).sum(dim=1, keepdim=True) for below in RARE),
-        probs_CV.gather(1, before_C1.clamp(min=0)),
-        padded_CV.unflatten(1, (-1, CLASSES)).sum(dim=1),
+        of_CV[:, ends_E].sum(dim=1, keepdim=True),
+        of_CV.gather(1, probs_CV.argmax(dim=1, keepdim=True)),
+        (of_CV.gather(1, text_CT.clamp(min=0)) * is_new_CT).sum(dim=1, keepdim=True),
+        *((of_CV * (probs_CV < below)).sum(dim=1, keepdim=True) for below in RARE),
+        of_CV.gather(1, draws.before_C.clamp(min=0)[:, None]),
+        F.pad(of_CV, (0, -of_CV.shape[1] % CLASSES)).unflatten(1, (-1, CLASSES)).sum(dim=1),
     ]
-    return torch.cat(has, dim=1).float(), torch.cat(chances, dim=1).clamp(0, 1)
+    return torch.cat(chances, dim=1).clamp(0, 1)
 
 
 def _places(draws: Draws) -> Tensor:

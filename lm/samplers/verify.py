@@ -6,8 +6,8 @@
 Three rollouts, before, between and after two updates of the weights, must have the policy's log-probs of the sampled
 tokens, and tokens that are drawn from the policy. If the log-probs are those of a known fault, the check names it.
 
-`heed verify-sampler` runs `python -m lm.samplers.verify ENGINE MODEL PRECISION TEAM_SIZE PIPE` with an engine's own
-Python, if it has one. Engines may print anything and may end the process, so checks have a separate pipe (a file
+`heed verify-sampler` runs `python -m lm.samplers.verify ENGINE MODEL PRECISION TEAM_SIZE DRAWS PIPE` with an engine's
+own Python, if it has one. Engines may print anything and may end the process, so checks have a separate pipe (a file
 descriptor), one JSON line each, and a last line says how many there were. With a TEAM_SIZE above 1, so many processes
 run the same test together, each with a share of the weights; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT
 identify them. Each sees one GPU at most, so LOCAL_RANK is 0.
@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache, partial
-from itertools import combinations, product
+from itertools import combinations, cycle, islice, product
 from pathlib import Path
 
 import torch
@@ -39,6 +39,7 @@ from lm.model import LanguageModel
 from lm.samplers.draws import ALARM, NO_EVIDENCE, Draws, Evidence, evidence
 from lm.samplers.engine import Agreement, LoadEngine, SamplingEngine, SentWeights, chunks, held_tensors, max_difference
 from lm.samplers.heed_engine import DTYPES
+from lm.samplers.power import faults, power_row
 from lm.sampling import token_logprobs
 from lm.source import load_for_inference, on_meta
 from lm.tokenizer import Messages, Tokenizer
@@ -77,7 +78,11 @@ VLLM = "vllm"
 TIMEOUT_SECONDS = 600.0  # that ranks of a team wait for each other
 MISTAKE, DONE = "mistake", "done"  # keys of the last line: the user's mistake, or the number of checks
 NOT_DRAWS = "tokens that are not draws from the policy"
-MORE_DRAWS = 16  # responses per prompt for the test of draws
+DRAWS = 512  # responses for the test of draws
+LAST_TOKENS = 4  # single tokens per response, drawn where a response may end
+END_CONTEXTS = 32  # texts after which they are drawn
+SEARCH_STEPS, SEARCH_WIDTH = 8, 32  # of the search for them: tokens that a text gets, and how many are tried for each
+POWER_TOKENS = 1024  # whose contexts state the power of the test
 UNEXPLAINED = "another policy, for no reason that this test knows"
 
 
@@ -168,38 +173,90 @@ def truth(policy: LanguageModel, prompts: Tokens, responses: Tokens, temperature
     """Returns the policy's log-probs of the sampled tokens, response after response, [C] nats. They are computed in
     full passes over prompts and responses, without a cache.
     """
-    found = [
-        token_logprobs(logits_CV, tokens_C, temperature) for logits_CV, tokens_C in _passes(policy, prompts, responses)
-    ]
+    found = list[Tensor]()
+    for first in range(0, len(prompts), AT_ONCE):
+        part = slice(first, first + AT_ONCE)
+        found.append(token_logprobs(*_logits_of(policy, prompts[part], responses[part]), temperature))
     return torch.cat(found).cpu()
 
 
-def _passes(policy: LanguageModel, prompts: Tokens, responses: Tokens) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the logits [C, V] that predict the tokens [C] of `AT_ONCE` responses each."""
+def _logits_of(policy: LanguageModel, prompts: Tokens, responses: Tokens) -> tuple[Tensor, Tensor]:
+    """Returns the logits [C, V] that predict the tokens [C] of the responses. Equal texts are read once."""
     device = policy.head.weight.device
-    for first in range(0, len(prompts), AT_ONCE):
-        pairs = list(zip(prompts[first : first + AT_ONCE], responses[first : first + AT_ONCE], strict=True))
-        tokens_BT, _ = pad_right([[*prompt, *response] for prompt, response in pairs], device)
-        logits_BTV = policy(tokens_BT)
-        logits = [
-            logits_BTV[row, len(prompt) - 1 : len(prompt) + len(response) - 1]
-            for row, (prompt, response) in enumerate(pairs)
-        ]
-        yield torch.cat(logits), torch.tensor([token for _, response in pairs for token in response], device=device)
+    texts = [(*prompt, *response[:-1]) for prompt, response in zip(prompts, responses, strict=True)]
+    places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
+    logits_BTV = policy(pad_right(list(places), device)[0])
+    logits = [
+        logits_BTV[places[text], len(prompt) - 1 : len(text)] for text, prompt in zip(texts, prompts, strict=True)
+    ]
+    return torch.cat(logits), torch.tensor([token for response in responses for token in response], device=device)
 
 
-@torch.inference_mode()
-def draw_evidence(trial: Trial, policy: LanguageModel, prompts: Tokens, generated: Generated) -> Evidence:
-    """Bet that the tokens of these responses are not draws from the policy."""
-    first, total = 0, NO_EVIDENCE
-    for logits_CV, tokens_C in _passes(policy, prompts, generated.responses):
-        rows = range(first, min(first + AT_ONCE, len(prompts)))
-        reported_C = torch.tensor([nats for row in rows for nats in generated.logprobs[row]], device=tokens_C.device)
-        weights_C = (token_logprobs(logits_CV, tokens_C, TEMPERATURE) - reported_C).exp()
-        draws = Draws.of(prompts, generated.responses, rows, tokens_C, weights_C)
-        total += evidence(logits_CV, draws, TEMPERATURE, trial.tokenizer.end_ids)
-        first = rows.stop
-    return total
+@dataclass(frozen=True)
+class DrawTest:
+    """Responses that a sampler says it drew from `policy`, to bet on, and how many of them a pass reads."""
+
+    policy: LanguageModel
+    end_ids: Sequence[int]
+    prompts: Tokens
+    generated: Generated
+    at_once: int = AT_ONCE
+
+    @torch.inference_mode()
+    def tokens(self, every: int = 1) -> Iterator[tuple[Tensor, Draws]]:
+        """Yields logits [C, V] and the tokens drawn from them, pass by pass, or those of every n-th pass."""
+        responses = self.generated.responses
+        for first in range(0, len(self.prompts), self.at_once * every):
+            rows = range(first, min(first + self.at_once, len(self.prompts)))
+            part = slice(first, rows.stop)
+            logits_CV, tokens_C = _logits_of(self.policy, self.prompts[part], responses[part])
+            reported = [nats for row in rows for nats in self.generated.logprobs[row]]
+            true_C = token_logprobs(logits_CV, tokens_C, TEMPERATURE)
+            weights_C = (true_C - torch.tensor(reported, device=tokens_C.device)).exp()
+            yield logits_CV, Draws.of(self.prompts, responses, rows, tokens_C, weights_C)
+
+    def evidence(self) -> Evidence:
+        found = (evidence(logits_CV, draws, TEMPERATURE, self.end_ids) for logits_CV, draws in self.tokens())
+        return sum(found, NO_EVIDENCE)
+
+    @torch.inference_mode()
+    def end_contexts(self) -> list[tuple[int, ...]]:
+        """Returns texts after which it is least certain whether an end token follows: there a wrong probability of an
+        end shows in the fewest draws. They are prompts with the beginning of their response, and further tokens if a
+        search finds some that make an end less certain.
+        """
+        rows = islice(zip(self.prompts, self.generated.responses, strict=True), DRAWS)
+        texts = [(*prompt, *response[:n]) for prompt, response in rows for n in range(len(response))]
+        passes = islice(self.tokens(), DRAWS // AT_ONCE)
+        doubts = [doubt for logits_CV, _ in passes for doubt in self._doubts(logits_CV)]
+        found, draw = dict(zip(texts, doubts, strict=True)), random.Random(0)
+        others = sorted({*range(self.policy.config.vocab_size)} - {*self.end_ids})
+        for _ in range(SEARCH_STEPS):
+            found = dict(sorted(found.items(), key=lambda item: -item[1])[:END_CONTEXTS])
+            room = self.policy.config.max_position_embeddings - 1
+            texts = [text for text in found for _ in range(SEARCH_WIDTH) if len(text) < room]
+            if texts:
+                tokens = draw.choices(others, k=len(texts))
+                batch = Batch.start(self.policy, range(len(texts)), texts, 1)
+                batch.feed(torch.tensor(tokens, device=batch.columns_B.device))
+                longer = [(*text, token) for text, token in zip(texts, tokens, strict=True)]
+                found |= zip(longer, self._doubts(batch.logits_BV), strict=True)
+        return sorted(found, key=lambda text: -found[text])[:END_CONTEXTS]
+
+    def _doubts(self, logits_CV: Tensor) -> list[float]:
+        """Returns the variance of whether an end token is drawn, after each text."""
+        chance_C = (logits_CV.float() / TEMPERATURE).softmax(dim=1)[:, list(self.end_ids)].sum(dim=1)
+        return (chance_C * (1 - chance_C)).tolist()
+
+    def expected(self) -> dict[str, Evidence]:
+        """Returns the evidence to expect of each fault, from some of the passes and scaled to all."""
+        planted = faults(self.end_ids, self.policy.config.vocab_size)
+        found, num_read, num_tokens = dict.fromkeys(planted, NO_EVIDENCE), 0, sum(map(len, self.generated.responses))
+        for logits_CV, draws in self.tokens(every=math.ceil(num_tokens / POWER_TOKENS)):
+            num_read += len(draws.tokens_C)
+            for name, fault in planted.items():
+                found[name] += evidence(logits_CV, draws, TEMPERATURE, self.end_ids, fault=fault)
+        return {name: gained * (num_tokens / num_read) for name, gained in found.items()}
 
 
 @torch.inference_mode()
@@ -342,21 +399,23 @@ class Check:
     found: str
 
 
-def verify_sampler(load: LoadEngine, folder: Path, *, precision: Precision = "fp32") -> Iterator[Check]:
+def verify_sampler(
+    load: LoadEngine, folder: Path, *, precision: Precision = "fp32", num_draws: int = DRAWS
+) -> Iterator[Check]:
     """Yields the checks of the sampler that `load(folder, precision)` makes of a model directory, as they finish. They
-    end with the first rollout of a wrong form.
+    end with the first rollout of a wrong form. `num_draws` responses are tested for being draws from the policy.
 
     Raises: ValueError for a directory without a language model, or whose context is too short.
     """
     trial = Trial(folder, precision)
     sampler = load(folder, precision)
     try:
-        yield from _checks(sampler, trial)
+        yield from _checks(sampler, trial, num_draws)
     finally:
         sampler.close()
 
 
-def _checks(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
+def _checks(sampler: SamplingEngine, trial: Trial, num_draws: int) -> Iterator[Check]:
     rollouts = list[Generated]()
     for version in range(NUM_VERSIONS):
         name = "the model as loaded" if not version else f"after update {version}"
@@ -369,7 +428,7 @@ def _checks(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
             return
         fault, measured = judge(trial, rollouts[-1], version)
         yield Check(f"policy, {name}", not fault, fault or measured)
-    yield _draws(more_draws(sampler, trial))
+    yield from _draws(more_draws(sampler, trial, num_draws), num_draws)
     sampler.sleep()
     sampler.wake()
     sampler.receive(trial.sent(0))
@@ -379,17 +438,30 @@ def _checks(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
     yield Check("the same seeds again, after sleeping, with the first weights", same, found)
 
 
-def more_draws(sampler: SamplingEngine, trial: Trial) -> Evidence:
-    """Test that tokens are drawn from the policy, on more tokens than a rollout has, because some faults are small."""
-    prompts = trial.prompts * MORE_DRAWS
-    seeds = trial.draw_seeds("draws", len(prompts))
-    found = sampler.sample(prompts, seeds, max_new_tokens=MAX_NEW_TOKENS, temperature=TEMPERATURE)
-    return draw_evidence(trial, trial.policy(NUM_VERSIONS - 1), prompts, found)
+def more_draws(sampler: SamplingEngine, trial: Trial, num_draws: int = DRAWS) -> tuple[DrawTest, DrawTest]:
+    """Returns the tests of draws from the last policy: of `num_draws` responses, because some faults are small, and of
+    `LAST_TOKENS` times as many single tokens where a response may end, because ends can be rare.
+    """
+    policy, end_ids = trial.policy(NUM_VERSIONS - 1), trial.tokenizer.end_ids
+
+    def drawn(purpose: str, prompts: Tokens, num_tokens: int) -> DrawTest:
+        seeds = trial.draw_seeds(purpose, len(prompts))
+        found = sampler.sample(prompts, seeds, max_new_tokens=num_tokens, temperature=TEMPERATURE)
+        return DrawTest(policy, end_ids, prompts, found, AT_ONCE * MAX_NEW_TOKENS // num_tokens)
+
+    usual = drawn("draws", list(islice(cycle(trial.prompts), num_draws)), MAX_NEW_TOKENS)
+    contexts, num_last = usual.end_contexts(), LAST_TOKENS * num_draws
+    return usual, drawn("ends", [contexts[row * len(contexts) // num_last] for row in range(num_last)], 1)
 
 
-def _draws(evidence: Evidence) -> Check:
-    measured = f"the evidence against it is {evidence.nats:+.1f} nats; above {ALARM:.1f} is an alarm"
-    return Check("draws from the policy", not evidence.is_alarm, _biased(evidence) or measured)
+def _draws(tests: tuple[DrawTest, DrawTest], num_draws: int) -> Iterator[Check]:
+    usual, last = tests
+    found = usual.evidence() + last.evidence()
+    measured = f"the evidence against it is {found.nats:+.1f} nats; above {ALARM:.1f} is an alarm"
+    yield Check("draws from the policy", not found.is_alarm, _biased(found) or measured)
+    of_last = last.expected()
+    rows = [power_row(name, gained + of_last[name], num_draws) for name, gained in usual.expected().items()]
+    yield Check(f"evidence that {num_draws:,} draws have of each fault", True, "\n".join(["", *rows]))
 
 
 def _biased(evidence: Evidence) -> str:
@@ -406,7 +478,7 @@ def judge(trial: Trial, generated: Generated, version: int) -> tuple[str, str]:
     measured = f"log-probs differ by {agreement.difference:.1e} nats on average, mean ratio {agreement.ratio:.4f}"
     if not agreement.holds(trial.max_difference):
         return f"{explain(trial, generated, reported_C, version) or UNEXPLAINED} ({measured})", measured
-    return _biased(draw_evidence(trial, policy, trial.prompts, generated)), measured
+    return _biased(DrawTest(policy, trial.tokenizer.end_ids, trial.prompts, generated).evidence()), measured
 
 
 def _form(name: str, generated: Generated, trial: Trial) -> Check:
@@ -457,7 +529,7 @@ def loader_of(engine: str, team_size: int) -> LoadEngine:
     return load_function(engine, "sampler")
 
 
-def main(engine: str, model: str, precision: Precision, team_size: str, pipe: str) -> int:
+def main(engine: str, model: str, precision: Precision, team_size: str, num_draws: str, pipe: str) -> int:
     with os.fdopen(int(pipe), "w") as checks:
 
         def write(line: object) -> None:
@@ -465,7 +537,8 @@ def main(engine: str, model: str, precision: Precision, team_size: str, pipe: st
 
         num_checks = 0
         try:
-            for check in verify_sampler(loader_of(engine, int(team_size)), Path(model), precision=precision):
+            load = loader_of(engine, int(team_size))
+            for check in verify_sampler(load, Path(model), precision=precision, num_draws=int(num_draws)):
                 write(asdict(check))
                 num_checks += 1
         except ValueError as error:

@@ -69,6 +69,7 @@ from stages.reports.plots import ROUND_STEPS, draw, tone
 from stages.reports.text import number
 
 # The debug job's pool and number of policies are too small for a curve.
+TRIAL = "a trial with --quick, which means nothing"
 QUICK = ("compare.best_of=8", "ppo.keep_policies_every=1", "world.num_graded=1800")
 
 
@@ -91,7 +92,8 @@ def run_study(
     """
     findings = _named(wanted)
     if any(finding in CHOICES for finding in findings):
-        return _run_choices(findings, load_job(job_file, overrides, opens_models=False), runs, num_seeds, stored)
+        policy = load_job(job_file, overrides, opens_models=False)
+        return _run_choices(findings, policy, runs, num_seeds, stored, TRIAL if set(QUICK) <= set(overrides) else "")
     seeds = [
         (runs / f"seed-{seed}", load_job(job_file, [*overrides, f"seed={seed}"], opens_models=False))
         for seed in range(num_seeds)
@@ -107,14 +109,13 @@ def run_study(
         results = [finding.evaluate(measures) for finding in findings]
         if isinstance(recorded := measures[-1], Recorded):
             recorded.write(measures_file(runs / "measures", job.seed), stamps_of(job))
-        write_findings(
-            runs, results, len(measures)
-        )  # after each seed, so that a stopped study has reported its results
+        # After each seed, so that a stopped study has reported its results.
+        write_findings(runs, results, len(measures), TRIAL if set(QUICK) <= set(overrides) else "")
     return results
 
 
 def _run_choices(
-    findings: Sequence[Finding], policy: JobConfig, runs: Path, num_seeds: int, stored: Path | None
+    findings: Sequence[Finding], policy: JobConfig, runs: Path, num_seeds: int, stored: Path | None, note: str
 ) -> list[Found]:
     """As `run_study`, for findings on the choice of labels. Raises: ValueError if there are others among them."""
     others = [finding.name for finding in findings if finding not in CHOICES]
@@ -139,7 +140,7 @@ def _run_choices(
         sizes = num_labels(measures[-1], "uniform")
         if isinstance(recorded := measures[-1], Recorded):
             recorded.write(measures_file(runs / "measures", seed), stamps[seed])
-        write_findings(runs, results, len(measures))
+        write_findings(runs, results, len(measures), note)
         write_gold_by_labels(runs, sizes, gold)
     return results
 
@@ -192,19 +193,20 @@ def _check(job: JobConfig, findings: Sequence[Finding]) -> None:
         )
 
 
+GROUPS = {"all": FINDINGS, "algorithms": ALGORITHMS, "lora": LORA_FINDINGS, "label-choice": CHOICES}
+OTHERS = (CONTROL, ALARM, *LORA_FINDINGS, JUDGED, *CHOICES)
+KNOWN = {finding.name: finding for finding in (*FINDINGS, *ALGORITHMS, *OTHERS)}
+NAMES = f"{', '.join(KNOWN)}; or a group: {', '.join(GROUPS)}"
+
+
 def _named(wanted: str) -> list[Finding]:
-    groups = {"all": FINDINGS, "algorithms": ALGORITHMS, "lora": LORA_FINDINGS, "label-choice": CHOICES}
-    if wanted in groups:
-        return list(groups[wanted])
-    others = (CONTROL, ALARM, *LORA_FINDINGS, JUDGED, *CHOICES)
-    known = {finding.name: finding for finding in (*FINDINGS, *ALGORITHMS, *others)}
+    if wanted in GROUPS:
+        return list(GROUPS[wanted])
     names = [name.strip() for name in wanted.split(",")]
     for name in names:
-        if name not in known:
-            raise ValueError(
-                f"finding {name!r}: one of {', '.join(known)}, or all, algorithms, lora or label-choice, was expected"
-            )
-    return [known[name] for name in names]
+        if name not in KNOWN:
+            raise ValueError(f"finding {name!r}: one of these was expected: {NAMES}")
+    return [KNOWN[name] for name in names]
 
 
 LINE_TONES = ("ppo", "sft", "other-1")
@@ -216,17 +218,17 @@ INTERVALS = (
 )
 
 
-def write_findings(folder: Path, results: Sequence[Found], num_seeds: int) -> None:
-    """Writes all findings. Raises: OSError if the folder cannot be written."""
+def write_findings(folder: Path, results: Sequence[Found], num_seeds: int, note: str = "") -> None:
+    """Writes all findings, with the note at each verdict. Raises: OSError if the folder cannot be written."""
     figures = folder / "figures"
     figures.mkdir(parents=True, exist_ok=True)
     for finding in results:
         if finding.curves[0]:
             svg = draw_curves(finding.finding.name, finding.finding.title, finding.curves)
             (figures / f"{finding.finding.name}.svg").write_text(standalone(svg), encoding="utf-8")
-    report = {"num_seeds": num_seeds, "intervals": INTERVALS, "findings": [_as_json(finding) for finding in results]}
+    report = {"num_seeds": num_seeds, "note": note, "intervals": INTERVALS, "findings": list(map(_as_json, results))}
     (folder / "findings.json").write_text(json.dumps(as_json(report), indent=2) + "\n", encoding="utf-8")
-    (folder / "findings.md").write_text(as_markdown(results, num_seeds), encoding="utf-8")
+    (folder / "findings.md").write_text(as_markdown(results, num_seeds, note), encoding="utf-8")
     console.print(str(folder / "findings.md"))
 
 
@@ -252,14 +254,15 @@ def _as_json(result: Found) -> dict[str, Any]:
     }
 
 
-def as_markdown(results: Sequence[Found], num_seeds: int) -> str:
-    """Formats every finding with its verdict and a table of its claims."""
-    parts = [f"# Findings over {num_seeds} seed{'s' if num_seeds > 1 else ''}", INTERVALS]
+def as_markdown(results: Sequence[Found], num_seeds: int, note: str = "") -> str:
+    """Formats every finding with its verdict and a table of its claims, and the note at each verdict."""
+    note = note and f" ({note})"
+    parts = [f"# Findings over {num_seeds} seed{'s' if num_seeds > 1 else ''}{note}", INTERVALS]
     for finding in results:
         parts.append(f"## {finding.finding.title}")
-        parts.append(f"{finding.finding.source}. **{finding.verdict.capitalize()}.**")
+        parts.append(f"{finding.finding.source}. **{finding.verdict.capitalize()}{note}.**")
         head = ["claim", "expected", *(f"seed {seed}" for seed in range(num_seeds)), "mean", "verdict"]
-        rows = [_row(claim) for claim in finding.claims]
+        rows = [_row(claim, note) for claim in finding.claims]
         table = [head, ["---"] * len(head), *rows]
         parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in table))
         if finding.curves[0]:
@@ -267,9 +270,9 @@ def as_markdown(results: Sequence[Found], num_seeds: int) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _row(claim: Claim) -> list[str]:
+def _row(claim: Claim, note: str) -> list[str]:
     seeds = [spread(value) for value in claim.by_seed]
-    return [claim.text, claim.rule.text, *seeds, spread(claim.over_seeds), claim.verdict]
+    return [claim.text, claim.rule.text, *seeds, spread(claim.over_seeds), claim.verdict + note]
 
 
 def spread(interval: Interval) -> str:

@@ -383,13 +383,15 @@ class StageReport:
     """What a stage shows from its folder.
 
     `parts` are the stage's block in the list of stages; `sections` appear on their own above that list. `sentence` says
-    what the stage achieved, for a run whose stages give no `answer`. `styles` are those of the policies that it shows.
+    what the stage achieved, for a run whose stages give no `answer`; `warning` follows any answer. `styles` are those
+    of the policies that it shows.
     """
 
     parts: tuple[Part, ...] = ()
     sections: tuple[Section, ...] = ()
     headlines: tuple[Headline, ...] = ()
     sentence: str = ""
+    warning: str = ""
     answer: Answer | None = None
     styles: tuple[PolicyStyle, ...] = ()
 

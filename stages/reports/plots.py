@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from preferences.statistics.estimates import Interval, Share
 from stages.reports.parts import Figure, Key
-from stages.reports.text import ends_of, label, number, percent, share_ends
+from stages.reports.text import ends_of, kl_number, label, number, percent, share_ends
 
 Floats = npt.NDArray[np.float64]
 
@@ -252,7 +252,7 @@ def kl_figure(series: Sequence[KLSeries], *, title: str, unit: str, name: str, x
         axes.margins(x=0.1, y=0.16)
 
     spoken = [
-        f"{point.name} {number(point.score.mean)} at {number(point.kl_nats, 1)} nats"
+        f"{point.name} {number(point.score.mean)} at {kl_number(point.kl_nats)} nats"
         for one in series
         if not one.is_joined
         for point in one.points

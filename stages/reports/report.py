@@ -83,10 +83,9 @@ def headlines_of(reports: Reports) -> tuple[Headline, ...]:
 def answer_of(reports: Reports) -> Answer:
     """Say in plain words what the run shows: its last stage's answer, or else what the stages have achieved."""
     answers = [report.answer for report in reports.values() if report.answer is not None]
-    if answers:
-        return answers[-1]
     sentences = [report.sentence for report in reports.values() if report.sentence]
-    return Answer("unclear", " ".join(["No policies have been compared.", *sentences]))
+    answer = (answers or [Answer("unclear", " ".join(["No policies have been compared.", *sentences]))])[-1]
+    return replace(answer, text=" ".join([answer.text, *(r.warning for r in reports.values() if r.warning)]))
 
 
 def _json(run: Run, reports: Reports) -> dict[str, Any]:

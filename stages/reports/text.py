@@ -97,6 +97,11 @@ def number(value: Any, digits: int = 2) -> str:
     return text.replace("-", "\u2212")
 
 
+def kl_number(nats: float, digits: int = 1) -> str:
+    """Format an estimate of a KL. No KL is below 0, but an estimate of a small one may be."""
+    return "about 0" if nats < 0 else number(nats, digits)
+
+
 def count(value: Any) -> str:
     """Format a count, large ones in thousands or millions."""
     if isinstance(value, int | float) and value >= 10_000_000:

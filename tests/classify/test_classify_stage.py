@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from classify.examples import BEGINS, ENDS, Examples
 from classify.objective import ClassifyObjective
 from classify.predict import TextClassifier, classifier_source
-from classify.stage import known_labels, train
+from classify.stage import ClassifyResults, known_labels, report, train
+from files.records import as_json
 from heed.jobs.job_file import load_job
 from heed.jobs.plan import Setting, StagePlan, make_plan
 from heed.jobs.times import GPUS
@@ -22,6 +23,9 @@ from lm.encoder import MaskedLanguageModel, SequenceClassifier, SpanPredictor, T
 from lm.model import init_weights
 from lm.source import load
 from lm.weights import load_model
+from preferences.statistics.estimates import Interval
+from stages.reports.report import answer_of
+from stages.reports.run_folder import StageFolder
 from tests.classify.conftest import SHAPE, config_for, train_here, write_tokens
 from training.config import EngineConfig
 from training.engine import StageContext
@@ -346,3 +350,12 @@ def test_a_model_without_token_types_reads_pairs(tmp_path: Path, words_tokenizer
     assert results_of(folder)["metrics"]["accuracy"]["mean"] == 1
     read = TextClassifier.load(folder / "model")
     assert next(iter(read.probabilities("Mia has", "a cake"))) == "true"
+
+
+def test_a_run_that_only_classifies_says_what_the_classifier_reaches(tmp_path: Path) -> None:
+    accuracy = Interval(0.91, 0.88, 0.94)
+    metrics = {"accuracy": accuracy, "macro_f1": accuracy}
+    found = ClassifyResults("sequence", 0.3, 0.7, 10, 400, 500, ("no", "yes"), metrics)
+    stage = StageFolder("classify", tmp_path, as_json(found), [], {}, [], {})
+    answer = answer_of({"classify": report(stage)})
+    assert answer.text == "The classifier reaches an accuracy of 91% (88 to 94%) on 500 held-out rows."

@@ -46,7 +46,8 @@ COMPARISONS = [
     Comparison("c", ((4, 4, 2, 1),), (Verdict((1,), (1.0,), 0.5),), response_tokens=(2,)),
 ]  # fmt: skip
 REFERENCE = [np.array(values, dtype=np.float32) for values in ([-9.0], [-4.0, -11.0], [-6.5])]
-LABELS = [[(1, 1.0)], [(1, 0.25), (-1, 0.75)], [(-1, 0.5)]]  # and each response's share, over its comparison's labelers
+# And each response's share, over its labels. In b, the second response has two.
+LABELS = [[(1, 1.0)], [(1, 1.0), (-1, 1.0)], [(-1, 0.5)]]
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,44 @@ def test_the_loss_and_its_gradient_are_the_equations(policy: PolicyLearner) -> N
         torch.testing.assert_close(own, by_hand, atol=1e-6, rtol=1e-4)
     parts = sum(float(objective.loss(policy, np.array([row]), CPU)[0].detach()) for row in range(3))
     assert parts == pytest.approx(float(found.detach()), rel=1e-5)  # however a batch is split
+
+
+def test_every_labelled_response_weighs_the_same_as_in_trl(policy: PolicyLearner) -> None:
+    """TRL 1.16's KTOTrainer, by hand: one row per labelled response, whose losses have the mean over all rows. Here two
+    prompts have two labelled responses and one has one; a further response has no label.
+    """
+    rated = [((8, 5, 7, 1), (8, 6, 1)), ((4, 4, 2, 1),), ((9, 4, 1), (9, 7, 7, 1), (9, 5, 1))]
+    verdicts = [
+        Verdict((1, 2), (7.0, 1.0)),
+        Verdict((1,), (1.0,)),
+        Verdict((1, 2, 3), (), 1.0, (("harmful",), ("harmful",), ())),
+    ]
+    comparisons = [
+        Comparison(str(n), sequences, (verdict,), response_tokens=(2,) * len(sequences))
+        for n, (sequences, verdict) in enumerate(zip(rated, verdicts, strict=True))
+    ]
+    reference = [np.full(len(sequences), -9.0, dtype=np.float32) for sequences in rated]
+    objective = PreferenceObjective(comparisons, reference, CONFIG)
+    objective.baseline.value = 0.4
+    rows = np.arange(3)
+    loss = objective.loss(policy, rows, CPU)[0] / objective.count(rows)
+    examples = [
+        (rated[0][0], True),
+        (rated[0][1], False),
+        (rated[1][0], False),
+        (rated[2][0], False),
+        (rated[2][1], False),
+    ]
+    ratios = {tokens: logprob_of(policy, tokens, 2) + 9.0 for tokens, _ in examples}
+    chosen = [1 - torch.sigmoid(BETA * (ratios[tokens] - 0.4)) for tokens, label in examples if label]
+    rejected = [1 - torch.sigmoid(BETA * (0.4 - ratios[tokens])) for tokens, label in examples if not label]
+    theirs = torch.stack([*chosen, *(UNDESIRABLE_WEIGHT * one for one in rejected)]).mean()
+    assert float(loss.detach()) == pytest.approx(float(theirs.detach()), rel=1e-5)
+    parameters = list(policy.parameters())
+    for own, by_hand in zip(
+        torch.autograd.grad(loss, parameters), torch.autograd.grad(theirs, parameters), strict=True
+    ):
+        torch.testing.assert_close(own, by_hand, atol=1e-6, rtol=1e-4)
 
 
 def test_the_baseline_is_the_batchs_mean_log_ratio_of_other_responses(tmp_path: Path, model_folder: Path) -> None:
@@ -146,6 +185,7 @@ def test_ratings_and_flags_are_labels(
 ) -> None:
     verdict = Verdict((1, 2), ratings, 1.0, flags)
     assert labels_of(verdict, KTO) == labels
+    assert LOSSES["kto"].weight(Comparison("t", ((1,), (2,)), (verdict,)), CONFIG) == sum(map(abs, labels))
     kept = LOSSES["kto"].select([Comparison("t", ((1,), (2,)), (verdict,))], CONFIG)
     assert bool(kept) == any(labels)
 

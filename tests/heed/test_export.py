@@ -51,8 +51,13 @@ def exported(call: Call, model_folder: Path, tmp_path: Path) -> Path:
     path = tmp_path / "out" / "policy.gguf"
     code, said, errors = call("export", "gguf", tmp_path / "ppo", path, "--type", "f32")
     assert code == 0, errors
-    assert said == f"{path}: {tmp_path / 'ppo' / 'model'} in f32\n"
+    assert said == f"{path}: {tmp_path / 'ppo'} in f32\n"
     return path
+
+
+def test_a_gguf_file_that_is_exported_again_is_named(call: Call, exported: Path, tmp_path: Path) -> None:
+    code, said, errors = call("export", "gguf", exported, tmp_path / "again.gguf")
+    assert (code, said) == (0, f"{tmp_path / 'again.gguf'}: {exported} in f16\n"), errors
 
 
 def test_commands_take_the_file_as_a_model(call: Call, exported: Path, model_folder: Path, tmp_path: Path) -> None:

@@ -293,6 +293,21 @@ def test_older_t5s_have_another_class_and_tables_that_nothing_uses(tmp_path: Pat
     torch.testing.assert_close(our_logits(ours), their_logits(theirs), **EXACT)
 
 
+@torch.no_grad()
+def test_a_t5_whose_unscaled_head_is_the_embedding_has_the_logits_of_transformers(tmp_path: Path) -> None:
+    """transformers 5 makes every T5 with such a head, which it does not store, and leaves the states unscaled with
+    tie_word_embeddings = false.
+    """
+    torch.manual_seed(3)
+    made = transformers.T5ForConditionalGeneration(transformers.T5Config(**FLAN_T5))
+    made.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in stored
+    theirs = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path).eval()
+    ours = load_any(tmp_path).eval()
+    torch.testing.assert_close(our_logits(ours), their_logits(theirs), **EXACT)
+
+
 LONG = {"type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0]}
 
 

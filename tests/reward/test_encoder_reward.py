@@ -64,7 +64,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, encoder_folder: Path) -> 
 
 def test_an_encoder_learns_the_preference(finished: Path) -> None:
     results = json.loads((finished / "results.json").read_text())
-    assert results["heldout_accuracy"] > 0.9
+    assert results["heldout_accuracy"]["mean"] > 0.9
     judge = RewardModel.load(finished / "model")
     assert isinstance(judge.network, SequenceClassifier)
     shown = judge.tokenizer.encode("<|end|>The fox?<|end|>In the bush!<|end|>")

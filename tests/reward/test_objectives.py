@@ -193,14 +193,14 @@ def test_rankings_of_one_task_by_two_objectives_are_refused(tokenizer: Tokenizer
 def test_conflicting_objectives_are_both_learned(finished: Finished) -> None:
     folder, _, results = finished
     calm, loud = results["objectives"][CALM], results["objectives"][LOUD]
-    assert loud["heldout_accuracy"] > 0.9
+    assert loud["heldout_accuracy"]["mean"] > 0.9
     # One labeler of three judges upside down: whoever is right agrees with two.
-    assert calm["heldout_accuracy"] == pytest.approx(2 / 3, abs=0.02)
+    assert calm["heldout_accuracy"]["mean"] == pytest.approx(2 / 3, abs=0.02)
     assert calm["train_comparisons"] + calm["heldout_comparisons"] == 10
     assert loud["train_comparisons"] + loud["heldout_comparisons"] == 40
-    pairs = calm["heldout_pairs"] + loud["heldout_pairs"]
-    right = sum(found["heldout_accuracy"] * found["heldout_pairs"] for found in (calm, loud))
-    assert results["heldout_accuracy"] == pytest.approx(right / pairs)
+    pairs = calm["heldout_accuracy"]["num_pairs"] + loud["heldout_accuracy"]["num_pairs"]
+    right = sum(found["heldout_accuracy"]["mean"] * found["heldout_accuracy"]["num_pairs"] for found in (calm, loud))
+    assert results["heldout_accuracy"]["mean"] == pytest.approx(right / pairs)
     assert results["train_rankings"] == calm["train_rankings"] + loud["train_rankings"]
     last = read_metrics(folder / "metrics.jsonl")[-1]
     assert {"heldout_accuracy/calm", "heldout_accuracy/loud"} <= last.keys()

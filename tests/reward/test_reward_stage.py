@@ -174,7 +174,7 @@ def test_it_learns_the_preference(finished: tuple[Path, RewardConfig, dict[str, 
     lines = read_metrics(folder / "metrics.jsonl")
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
     assert lines[-1]["accuracy"] > 0.9
-    assert results["heldout_accuracy"] > 0.9
+    assert results["heldout_accuracy"]["mean"] > 0.9
     assert results["train_comparisons"] + results["heldout_comparisons"] == 40
     assert results["train_rankings"] > results["train_comparisons"]
     assert len(lines) == round(4 * results["train_comparisons"] / 8)
@@ -214,8 +214,8 @@ def test_figures_of_the_heldout_rankings(finished: tuple[Path, RewardConfig, dic
                 right += (scores[i] > scores[j]) == (ranking.ranks[i] < ranking.ranks[j])
     everything = [score for scores in by_task.values() for score in scores]
     assert 0 < results["heldout_comparisons"] == len(by_task) < len(heldout)
-    assert results["heldout_pairs"] == untied
-    assert results["heldout_accuracy"] == pytest.approx(right / untied)
+    assert results["heldout_accuracy"]["num_pairs"] == untied
+    assert results["heldout_accuracy"]["mean"] == pytest.approx(right / untied)
     assert results["sample_score_mean"] == pytest.approx(float(np.mean(everything)), abs=1e-4)
     assert results["sample_score_std"] == pytest.approx(float(np.std(everything, ddof=1)), abs=1e-4)
 
@@ -262,7 +262,7 @@ def test_ties_with_their_own_probability_and_ratings(
     context = StageContext(tmp_path / "run", SEED, 1, EngineConfig(precision="fp32", trackers=()))
     train_reward(context, config, model_folder)
     results = json.loads((context.folder / "results.json").read_text())
-    assert results["heldout_accuracy"] > 0.9
+    assert results["heldout_accuracy"]["mean"] > 0.9
     trained_on, _ = split_rankings(read_rankings(config.rankings), 0.25, SEED)
     pairs = [pair for r in trained_on for pair in itertools.combinations(r.ranks, 2)]
     share = (sum(first == second for first, second in pairs) + 0.5) / (len(pairs) + 1)

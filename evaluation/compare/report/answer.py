@@ -28,6 +28,7 @@ from stages.reports.text import (
     count_of,
     ends_of,
     in_capital,
+    kl_number,
     label,
     listed,
     number,
@@ -322,7 +323,8 @@ def _of_trained(results: CompareResults, one: PolicyResults) -> Answer:
     if not pair.different and isfinite(pair.win_rate.low):
         sentences.append(detectable(pair))
     if one.kl_nats is not None:
-        sentences.append(f"{title}'s {names.kl} is {number(float(one.kl_nats.mean), 1)} nats.")
+        ends = f" ({ends_of(one.kl_nats, 1) or 'interval unknown'})"
+        sentences.append(f"{title}'s {names.kl} is {kl_number(float(one.kl_nats.mean))} nats{ends}.")
     if isfinite(one.gold_score.mean):  # otherwise people gave no ratings
         scores = (
             f"The judge's mean score goes from {number(float(initial.gold_score.mean))} ({names.initial}) to"

@@ -38,6 +38,7 @@ from stages.reports.text import (
     count,
     ends_of,
     in_capital,
+    kl_number,
     label,
     number,
     percent,
@@ -67,7 +68,9 @@ def report(stage: StageFolder) -> StageReport:
 
 
 def judge_sentence(judge: JudgeResults) -> str:
-    """Says who judged, and that this judge took no part in training, if that is so."""
+    """Says who judged, and that this judge took no part in training or is not independent of it."""
+    if judge.same_labels:
+        return f"The judge: {judge.description}, so it shares their errors and is not independent."
     return f"The judge: {judge.description}{'' if judge.is_reward else '; it took no part in training'}."
 
 
@@ -154,7 +157,7 @@ def policy_table(results: CompareResults, styles: Styles) -> Table:
         "Share above the pass mark": [_share_cell(policy.pass_share) for policy in policies.values()],
         in_capital(results.names.score): [_mean_cell(policy.proxy_score) for policy in policies.values()],
         f"{results.names.kl}, nats": [
-            Cell(f"≤ {number(bounds[name], 1)}", "bound") if name in bounds else _mean_cell(policy.kl_nats, 1)
+            Cell(f"≤ {number(bounds[name], 1)}", "bound") if name in bounds else _kl_cell(policy.kl_nats)
             for name, policy in policies.items()
         ],
         "Distinct-2": [Cell(number(policy.distinct_2)) for policy in policies.values()],
@@ -177,6 +180,10 @@ def _mean_cell(mean: Interval | None, digits: int = 2) -> Cell:
     if mean is None or not isfinite(mean.mean):
         return Cell(UNKNOWN)
     return Cell(number(float(mean.mean), digits), ends_of(mean, digits))
+
+
+def _kl_cell(kl: Interval | None) -> Cell:
+    return Cell(UNKNOWN) if kl is None or not isfinite(kl.mean) else Cell(kl_number(kl.mean), ends_of(kl, 1))
 
 
 def _share_cell(share: Interval) -> Cell:
@@ -311,7 +318,7 @@ def _headlines_of(
         on = "held-out prompts" if results.are_heldout else "prompts"
         detail = ", ".join(part for part in (ends_of(kl, 1), on) if part)
         about = names.kl if len(results.trained) == 1 else f"{names.kl}, {title}"
-        yield Headline(f"{name}.kl_nats", file, field, kl.mean, about, f"{number(kl.mean, 1)} nats", detail)
+        yield Headline(f"{name}.kl_nats", file, field, kl.mean, about, f"{kl_number(kl.mean)} nats", detail)
 
 
 REPORTER = StageReporter("Comparison", "All policies answer the same prompts, and a judge compares them.", report)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from evaluation.compare.folder import refuse_other_settings
 from evaluation.verdicts import Verdict
 from files.atomic import lock
 from reward import sampling
@@ -95,3 +96,21 @@ def test_a_folder_is_compared_in_by_one_at_a_time(place: Path, heed_main: Call, 
     with lock(aside):
         code, said = heed_main(*compare(place, *policies, judges=(f"{place / 'judges.py'}:length",)))
     assert (code, "is comparing here; wait for it, or run with another --out" in said) == (2, True)
+
+
+def test_the_setting_in_which_a_finished_comparison_differs_is_named() -> None:
+    def settings(policies: dict[str, int], prompts: str = "a") -> dict[str, Any]:
+        return {
+            "policies": [{"name": name, "sampling": {"seed": 0, "max_new_tokens": n}} for name, n in policies.items()],
+            "prompts": {"source": prompts},
+        }
+
+    there = settings({"one": 12, "two": 12})
+    refuse_other_settings(Path("out"), there, there)
+    for now, words in (
+        (settings({"one": 12, "two": 16}), "policies.two.sampling.max_new_tokens: 12 there, 16 now;"),
+        (settings({"one": 12, "two": 12}, "b"), 'prompts.source: "a" there, "b" now;'),
+        (settings({"one": 12}), 'policies.two.name: "two" there, absent now;'),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"out: holds a comparison with other settings: {words}")):
+            refuse_other_settings(Path("out"), there, now)

@@ -364,7 +364,7 @@ def test_a_reward_model_learns_from_verdicts(
     assert run("run", str(job), "--runs", str(tmp_path)) == 0, capsys.readouterr().err
     results = json.loads((tmp_path / "arena" / "reward" / "results.json").read_text())
     assert results["train_comparisons"] + results["heldout_comparisons"] == 12
-    assert 0 < results["heldout_pairs"] <= results["heldout_comparisons"]  # ties order no pair
+    assert 0 < results["heldout_accuracy"]["num_pairs"] <= results["heldout_comparisons"]  # ties order no pair
 
 
 def test_ten_people_at_once(processes: PolicyProcesses, judge: Callable[..., str]) -> None:

@@ -75,6 +75,49 @@ def test_a_judge_from_the_rewards_file_cannot_show_gaming(
     assert ("took no part in training" in judge_sentence(results)) != is_reward
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_a_reward_model_that_learned_from_dpos_labels_is_not_called_independent(
+    tmp_path: Path, model_folder: Path, tokenizer: Tokenizer, same: bool
+) -> None:
+    row = {"prompt": "Why?", "chosen": "So.", "rejected": "No."}
+    for name in ("pairs", "others"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    network = load(WithNewHead(model_folder, LanguageModel, ScalarModel, 0))
+    (tmp_path / "reward").mkdir()
+    save_model(tmp_path / "reward" / "model", network, network.state_dict(), tokenizer)
+    training = """
+        batch = { batch_size = 1, micro_batch_size = 1 }
+        optimizer = { learning_rate = 1e-3 }
+        save_every_steps = 1
+        evaluate_every_steps = 1"""
+    (tmp_path / "job.toml").write_text(
+        f"""
+        name = "judged"
+        [reward]
+        init_from = "{model_folder}"
+        rankings = {{ source = "{tmp_path}/{"pairs" if same else "others"}.jsonl" }}{training}
+        [dpo]
+        init_from = "{model_folder}"
+        rankings = {{ source = "{tmp_path}/pairs.jsonl" }}{training}
+        [compare]
+        prompts = {{ source = "{tmp_path}/pairs.jsonl" }}
+        judge_reward = true
+        max_new_tokens = 4
+        """
+    )
+    job = load_job(tmp_path / "job.toml")
+    assert job.compare is not None
+    entry = judge_of(Run(job, tmp_path, None, None).of("compare"), job.compare).describe()  # type: ignore[arg-type]
+    said = judge_sentence(JudgeResults.of(entry))
+    if same:
+        assert said == (
+            "The judge: the run's reward model, which learned from the same labels as DPO, so it shares their errors"
+            " and is not independent."
+        )
+    else:
+        assert said == "The judge: the run's reward model; it took no part in training."
+
+
 def test_a_judge_that_is_the_reward_model_cannot_show_gaming(
     tmp_path: Path, model_folder: Path, tokenizer: Tokenizer
 ) -> None:

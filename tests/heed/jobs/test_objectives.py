@@ -98,7 +98,7 @@ def test_the_weights_decide_which_objective_the_policy_climbs(tmp_path: Path, mo
     louder = end_of(run)
     assert load_scalar_model(run / "reward" / "model").labels == (CALM, LOUD)
     judged = json.loads((run / "reward" / "results.json").read_text())["objectives"]
-    assert [judged[name]["heldout_accuracy"] > 0.9 for name in (LOUD, CALM)] == [True, True]
+    assert [judged[name]["heldout_accuracy"]["mean"] > 0.9 for name in (LOUD, CALM)] == [True, True]
     page = (run / "report.html").read_text()
     assert "Held-out accuracy, calm" in page
     assert "Score, loud" in page

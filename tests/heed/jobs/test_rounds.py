@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.connection import connect, disconnect
+from evaluation.compare.stage import _title as start_title
 from files.hashes import derive_seed
 from heed.jobs import recovery
 from heed.jobs.job_file import load_job
@@ -86,6 +87,8 @@ def test_the_reward_model_is_refitted_where_the_policy_learns_from_it() -> None:
     run = Run(job, Path("run"), None, None)
     assert was_measured(run.of("ppo_2"))  # by reward_2, on the samples of ppo that collect_2 has collected
     assert run.of("ppo_2").start("reward") == Path("run/reward_2/model")
+    titles = [start_title(run.of("compare").job, name) for name in ("ppo", "ppo_2")]
+    assert titles == ["PPO, round 1", "PPO, round 2"]
     kept = load_job(REJECTION, ["rounds=2", "reward.init_from=body"], opens_models=False)
     assert kept.section_of(kept.stage("reward_2")).init_from == "body"
 

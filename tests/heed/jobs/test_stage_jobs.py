@@ -100,7 +100,7 @@ def test_stages_run_alone_from_directories(tmp_path: Path, model_folder: Path, e
     }
     judged = run_job(load_job(job_of(tmp_path, "reward", reward=reward)), tmp_path / "runs-reward")
     assert load_model(judged / "reward" / "model", SequenceClassifier).labels == ("score",)
-    assert 0 <= json.loads((judged / "reward" / "results.json").read_text())["heldout_accuracy"] <= 1
+    assert 0 <= json.loads((judged / "reward" / "results.json").read_text())["heldout_accuracy"]["mean"] <= 1
 
     prompts = rows(tmp_path / "prompts.jsonl", [{"prompt": row["prompt"]} for row in demonstrations])
     ppo = {
@@ -137,7 +137,7 @@ def test_kto_learns_from_the_ratings_of_scripted_labelers(tmp_path: Path) -> Non
     assert "Held-out responses on the right side of the baseline" in report
     assert re.search(r"KTO puts [\d.]+% of \d+ held-out labels on the right side of the baseline", report)
     assert "KTO's estimate of the" in html.unescape(report)
-    assert "Desirable and undesirable labels, train" in report
+    assert "Desirable and undesirable responses, train" in report
     assert "Comparisons, train" not in report
     assert "The policy learns from labels of single responses" in report
     assert "DPO" not in re.sub(r"<style>.*?</style>|<script>.*?</script>", "", report, flags=re.DOTALL)

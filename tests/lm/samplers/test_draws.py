@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.draw_power import planted
+from benchmarks.draw_power import gained, planted
 from lm.samplers.draws import ALARM, NO_EVIDENCE, PARTS, Draws, Evidence, evidence
+from lm.samplers.power import ENOUGH, faults, power_row
 from lm.samplers.verify import Trial, more_draws
 
 VOCABULARY, ENDS = 70, (3, 65)
@@ -101,14 +102,58 @@ def test_without_tokens_there_is_no_evidence_and_nan_is_an_alarm() -> None:
 
 def test_draws_rarely_have_much_evidence(untied: Path) -> None:
     """The mean stake is at most 1 on average, so with 95% or more, its mean over some tests is below 20."""
-    trials = [Trial(untied, "fp32", seed) for seed in range(4)]
-    gained = [more_draws(planted(trial, "nothing"), trial) for trial in trials]
-    assert mean(torch.tensor([found.nats for found in gained]).exp().tolist()) < 20
-    assert not any(found.is_alarm for found in gained)
+    clean = [gained(Trial(untied, "fp32", seed), "nothing") for seed in range(4)]
+    assert mean(torch.tensor([found.nats for found in clean]).exp().tolist()) < 20
+    assert not any(found.is_alarm for found in clean)
 
 
-# Each of these passed a check on the sum of log-probs, whose expectation they leave alone.
+def test_expected_evidence_is_the_mean_over_the_tokens_that_a_fault_draws() -> None:
+    """The mean is exact, because it is summed over the whole vocabulary."""
+    found = faults(ENDS, VOCABULARY)
+    assert len(found) == 12
+    draws = [a_draw(token) for token in range(VOCABULARY)]
+    by_token = [evidence(logits(), draw, 0.7, ENDS).sums_3N for draw in draws]
+    for name, fault in found.items():
+        drawn_V = fault(logits() / 0.7, draws[0])[0].double()
+        assert float(drawn_V.sum()) == pytest.approx(1, abs=1e-5)
+        expected = evidence(logits(), draws[0], 0.7, ENDS, fault=fault)
+        average_3N = sum(chance * sums for chance, sums in zip(drawn_V.tolist(), by_token, strict=True))
+        torch.testing.assert_close(expected.sums_3N, average_3N, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_faults_by_hand() -> None:
+    """Logits log 4, log 3, log 2 and log 1; the last token ends, and the text has tokens 0 and 1."""
+    four, nothing = torch.tensor([[4.0, 3.0, 2.0, 1.0]]).log(), torch.tensor([[0, 1]])
+    draw = replace(a_draw(0, before=2), text_CT=nothing)
+    found = faults((3,), 4)
+    drawn = {name: fault(four, draw)[0].tolist() for name, fault in found.items()}
+    assert drawn["the end token is never drawn"] == pytest.approx([4 / 9, 3 / 9, 2 / 9, 0])
+    assert drawn["the end token's logit + 1"] == pytest.approx([x / (9 + 2.718282) for x in (4, 3, 2, 2.718282)])
+    assert drawn["the end token and its neighbour exchanged"] == pytest.approx([0.4, 0.3, 0.1, 0.2])
+    assert drawn["top_k 1"] == pytest.approx([1, 0, 0, 0])
+    assert drawn["top_p .95"] == pytest.approx([0.4, 0.3, 0.2, 0.1])
+    assert drawn["every 50th token greedy"] == pytest.approx([0.412, 0.294, 0.196, 0.098])
+    less = [4 ** (1 / 1.02), 3 ** (1 / 1.02), 2, 1]
+    assert drawn["repetition penalty 1.02"] == pytest.approx([x / sum(less) for x in less])
+    twice = Draws(*(torch.cat([getattr(draw, field.name)] * 2) for field in fields(Draws)))
+    pair = found["random numbers shared by pairs of rows"](four.repeat(2, 1), twice)
+    assert pair.flatten().tolist() == pytest.approx([0.4, 0.3, 0.2, 0.1, 0, 0, 1, 0])
+
+
+def test_the_draws_that_a_fault_needs_by_hand() -> None:
+    """With two bets of equal stakes, of which one gains 5 nats, log 2 more must be gained."""
+    expected = Evidence(("a", "b"), torch.tensor([0.5, 0.5]), torch.tensor([[5.0, -9.0], [0, 0], [0, 0]]))
+    assert power_row("a fault", expected, 512).endswith("4.3 nats  needs --draws 2,429")  # 512 (ENOUGH + log 2) / 5
+    assert power_row("a fault", expected * 10, 512).endswith("49.3 nats  found")
+    none = replace(expected, sums_3N=expected.sums_3N.clamp(max=0))
+    assert power_row("a fault", none, 512).endswith("not found by any number")
+
+
+# Each of these passed a check on the sum of log-probs, whose expectation they leave alone, or hides in rare end tokens.
 FOUND = (
+    "never the end token",
+    "end token's logit + 1",
+    "end token exchanged with its neighbour",
     "likeliest token banned",
     "every tenth token greedy",
     "repetition penalty 1.1",
@@ -122,9 +167,20 @@ FOUND = (
     [(name, 0) for name in FOUND] + [pytest.param(name, 1, marks=pytest.mark.nightly) for name in FOUND],
 )
 def test_wrong_draws_with_right_logprobs_are_found(untied: Path, name: str, seed: int) -> None:
-    trial = Trial(untied, "fp32", seed)
-    found = more_draws(planted(trial, name), trial)
+    found = gained(Trial(untied, "fp32", seed), name)
     assert found.nats > ALARM, f"{name}: {found.nats:.1f} nats; {found}"
+
+
+def test_planted_faults_have_the_evidence_that_the_table_of_power_states(untied: Path) -> None:
+    """The end token is rare there: its probability is below .001 on average."""
+    trial = Trial(untied, "fp32")
+    usual, last = more_draws(planted(trial, "nothing"), trial)
+    stated, of_last = usual.expected(), last.expected()
+    named = {"top_p .95": "top_p .95", "the end token is never drawn": "never the end token"}
+    for name, plant in named.items():
+        expected = (stated[name] + of_last[name]).nats
+        assert expected > ENOUGH
+        assert 0.6 < gained(trial, plant).nats / expected < 1.6, name
 
 
 def test_trials_of_neighbouring_seeds_share_no_random_stream() -> None:

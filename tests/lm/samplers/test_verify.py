@@ -1,6 +1,7 @@
 """The test of sampling engines: Heed's own passes it, engines with a fault do not, and the fault is named."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,7 +39,9 @@ def failed(checks: Iterator[Check]) -> dict[str, str]:
 def test_heeds_sampler_passes(model: str, precision: Precision, request: pytest.FixtureRequest) -> None:
     found = [*verify_sampler(HeedSampler.load, request.getfixturevalue(model), precision=precision)]
     assert all(check.passed for check in found), found
-    assert len(found) == 8
+    assert len(found) == 9
+    (power,) = (check.found for check in found if check.name == "evidence that 512 draws have of each fault")
+    assert re.search(r"^the end token is never drawn +\d+\.\d nats  found$", power, re.MULTILINE)
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])

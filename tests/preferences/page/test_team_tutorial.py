@@ -75,7 +75,7 @@ def test_the_tutorial(tmp_path: Path, model_folder: Path) -> None:
     assert purpose_of(tmp_path / "runs" / "team" / "reward" / "model") == "score"
     results = json.loads((tmp_path / "runs" / "team" / "reward" / "results.json").read_text())
     assert results["train_comparisons"] + results["heldout_comparisons"] == 12
-    assert 0 <= results["heldout_accuracy"] <= 1
+    assert 0 <= results["heldout_accuracy"]["mean"] <= 1
     assert (tmp_path / "runs" / "team" / "report.html").is_file()
 
 

@@ -11,7 +11,7 @@ from evaluation.measures.best_of_n import best_of_n_kl
 from preferences.statistics.estimates import UNKNOWN, Floats, Interval
 from research.over_optimisation.curves import Curve
 from research.studies.findings import FINDINGS, GOLD, LITTLE_COST, NO_SHIFT, Finding, Found
-from research.studies.study import as_markdown, draw_curves, standalone
+from research.studies.study import TRIAL, as_markdown, draw_curves, standalone
 from research.studies.verdicts import Contrast, Rule, decide, earlier, overall, ratio_difference, rise_and_fall
 
 NUM_PROMPTS = 400
@@ -129,7 +129,13 @@ def test_what_is_planted_the_other_way_does_not(finding: Finding) -> None:
 def test_one_seed_decides_nothing(finding: Finding) -> None:
     found = look(finding, as_published, num_seeds=1)
     assert found.verdict == "undecided"
-    assert "seed 0" in as_markdown([found], 1)
+    page = as_markdown([found], 1)
+    assert "seed 0" in page
+    assert "means nothing" not in page
+    trial = as_markdown([found], 1, TRIAL)
+    verdicts = [line for line in trial.splitlines() if found.verdict in line.lower() or line.startswith("# ")]
+    assert len(verdicts) > 2
+    assert all("a trial with --quick, which means nothing" in line for line in verdicts)
 
 
 def test_seeds_that_disagree_leave_a_claim_open() -> None:

@@ -21,6 +21,7 @@ from evaluation.compare.results import CompareResults
 from files.records import read_record
 from heed.jobs.registry import BUILT_IN
 from preferences.statistics.estimates import Interval
+from stages.progress import in_words
 from stages.reports import report as run_report
 from stages.reports import run_folder
 from stages.reports.page import Glossary
@@ -259,8 +260,8 @@ def make_run(run: Path, *, note: str = "") -> Path:
     )  # fmt: skip
     write_stage(
         run, "reward",
-        {"heldout_accuracy": 0.776, "heldout_pairs": 1344, "heldout_comparisons": 120, "train_comparisons": 1080,
-         "train_rankings": 1190,
+        {"heldout_accuracy": mean(0.776, 0.02, num_pairs=1344, num_tasks=120), "heldout_comparisons": 120,
+         "train_comparisons": 1080, "train_rankings": 1190,
          "score_bias": -0.4, "sample_score_mean": -0.3, "sample_score_std": 1.27,
          "gold_accuracy": mean(0.861, 0.017, num_pairs=1100, num_tasks=300)},
         reward_metrics(rng, 120),
@@ -328,7 +329,7 @@ def test_promised_fields(whole_run: Path) -> None:
     report = read(whole_run / "report.json")
     assert report["pretrain"]["heldout_bits_per_byte"] == 0.734
     assert report["sft"]["heldout_loss"] == 0.912
-    assert report["reward"]["heldout_accuracy"] == 0.776
+    assert report["reward"]["heldout_accuracy"]["mean"] == 0.776
     assert report["ppo"]["kl_nats"] == 5.21
     rate = report["compare"]["pairs"]["ppo/sft"]["win_rate"]
     assert {"mean", "low", "high", "num_prompts"} <= set(rate)
@@ -481,6 +482,33 @@ def test_a_kl_that_stays_at_0_or_is_below_it_is_explained(run: Path) -> None:
         assert (still in page, below in page) == shown, kl
 
 
+def test_an_estimate_of_the_kl_below_0_is_about_0(run: Path) -> None:
+    change(run, "compare/results.json", "policies.ppo.kl_nats", mean(-0.2, 0.3))
+    report = write_report(run)
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "PPO's KL from SFT is about 0 nats (\u22120.5 to 0.1)." in report["verdict"]
+    assert report["ppo"]["kl_nats"] == -0.2  # raw
+    assert page.count("about 0") >= 3  # the answer, the card and the table
+    assert "\u22120.2 nats" not in page
+    assert in_words({"kl_nats": -0.01, "tokens_per_second": 9.0}) == "kl_nats about 0  9 tokens/s"
+
+
+def test_the_reward_models_card_has_an_interval(run: Path) -> None:
+    write_report(run)
+    assert "95% interval 76 to 80%, 1,344 held-out pairs" in (run / "report.html").read_text(encoding="utf-8")
+
+
+def test_it_says_next_to_a_comparison_whether_the_alarm_rang(run: Path) -> None:
+    assert "alarm" not in write_report(run)["verdict"]
+    change_metrics(run, spot_check=0.5, alarm_nats=0.1)
+    never = write_report(run)["verdict"]
+    assert never.startswith("PPO is preferred to SFT")
+    assert "Spot checks in 80 iterations went from 0.50 to 0.50 and never rang the alarm" in never
+    rang = {"policy": 12, "fall": 7, "num_checks": 448, "nats": 3.1, "result": 6, "by_people": False}
+    change(run, "ppo/results.json", "alarm", rang)
+    assert "Spot checks rang the alarm after iteration 12 and 448 checks: " in write_report(run)["verdict"]
+
+
 def test_a_sample_shows_its_whole_conversation(run: Path, read_page: ReadPage) -> None:
     """The system message and the last turns are open, the turns between them folded."""
     turns = [("user" if place % 2 == 0 else "assistant", f"Turn number {place}.") for place in range(7)]
@@ -594,7 +622,7 @@ def test_a_run_without_a_comparison_says_what_its_figures_do_not(run: Path) -> N
 
 
 def test_nan_becomes_null(run: Path) -> None:
-    change(run, "reward/results.json", "heldout_accuracy", math.nan)
+    change(run, "reward/results.json", "heldout_accuracy.mean", math.nan)
     change(run, "compare/results.json", "policies.ppo.gold_score.high", math.inf)
     change(run, "compare/results.json", "pairs.ppo/sft.win_rate.mean", math.nan)
     lines = (run / "pretrain/metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -602,7 +630,7 @@ def test_nan_becomes_null(run: Path) -> None:
     (run / "pretrain/metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     write_report(run)
     report = read(run / "report.json")
-    assert report["reward"]["heldout_accuracy"] is None
+    assert report["reward"]["heldout_accuracy"]["mean"] is None
     assert report["compare"]["policies"]["ppo"]["gold_score"]["high"] is None
     page = (run / "report.html").read_text(encoding="utf-8")
     assert not re.search(r"\b(nan|NaN|None|inf)\b", page)
@@ -640,7 +668,7 @@ def test_verdict_is_honest(run: Path) -> None:
         "PPO is preferred to SFT 83% of the time by the judge playground gold (95% interval 79 to 87%, ties counting"
         " half; p = .001; 200 held-out prompts)."
     )
-    assert "PPO's KL from SFT is 5.2 nats." in text
+    assert "PPO's KL from SFT is 5.2 nats (4.9 to 5.5)." in text
     change(run, "compare/results.json", "policies.ppo.policy.is_seen_known", False)
     assert "p = .001; 200 prompts)" in answer(run).text  # such as the prompts of DPO's rankings
     tone, text = answer_with(run, 0.54, 0.06, p=0.2, holm_p=0.2)
