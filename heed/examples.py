@@ -137,12 +137,6 @@ heed label serve --store labels.sqlite --config label.toml --public-url https://
 heed label invite ann --store labels.sqlite
 heed label invite lea --lead --store labels.sqlite --public-url https://labels.example.org
 """,
-    "heed label links": """
-heed label links --store labels.sqlite
-""",
-    "heed label revoke": """
-heed label revoke ann --store labels.sqlite
-""",
     "heed label person": """
 heed label person ann --store labels.sqlite --out ann.json
 """,

@@ -309,28 +309,6 @@ def invite_labeler(
         )
 
 
-@label_app.command("links")
-def list_links(store: Store) -> None:
-    """List one-time links that nobody has used yet."""
-    from datetime import UTC, datetime
-
-    with _people(store) as accounts:
-        links = accounts.links()
-    for link in links:
-        until = datetime.fromtimestamp(link.expires_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        typer.echo(f"{link.name}: {link.role}, until {until}, invited by {link.invited_by or 'unknown'}")
-    if not links:
-        console.print("there are no unused links")
-
-
-@label_app.command("revoke")
-def revoke_link(name: Annotated[str, typer.Argument(help="The name that the link is for.")], store: Store) -> None:
-    """Void an unused one-time link. To close an account, use the People page."""
-    with _people(store) as accounts:
-        accounts.revoke(name)
-    typer.echo(f"the link of {name} no longer works")
-
-
 @label_app.command("person")
 def export_person(
     name: Annotated[str, typer.Argument(help="A labeler's or lead's name.")],

@@ -5,7 +5,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
@@ -178,23 +177,11 @@ def _write_table(path: Path, rows: list[dict[str, Any]], *, is_folder: bool) -> 
 # ---- new tasks ----
 
 
-@dataclass(frozen=True)
-class NewTasks:
-    """Tasks that nobody has judged. `quotas` says how many labelers each wants.
-
-    `num_same` rows are left out, since their responses are all the same or an earlier row has the task.
-    """
-
-    tasks: Sequence[Task]
-    quotas: Sequence[int]
-    num_same: int
-    locations: Locations
-
-
-def read_new_tasks(source: str, num_labelers: int) -> NewTasks:
+def read_new_tasks(source: str, batch: str, num_labelers: int) -> tuple[Import, Locations, int]:
     """Reads a file of tasks to label: rows of the format `heed`, or rows without `task_id` as `tasks_of_rows` does.
 
-    `num_labelers` is for the rows that do not say it.
+    `num_labelers` is for rows that do not say it. Returns the tasks, where each was found, and how many rows are left
+    out because their responses are all the same or an earlier row has the task.
 
     Raises: ValueError naming file, line and field, and for a file without tasks or with judgments.
     """
@@ -202,20 +189,18 @@ def read_new_tasks(source: str, num_labelers: int) -> NewTasks:
     rows = read_source(source, invalid=invalid)
     first = list(islice(rows, 1))
     rows = chain(first, rows)
-    if not first or "task_id" not in first[0][1]:
-        tasks, num_same = tasks_of_rows(rows)
-        invalid.finish()
-        found = NewTasks(tasks, [num_labelers] * len(tasks), num_same, NO_LOCATIONS)
-    else:
+    if first and "task_id" in first[0][1]:
         filled = ((where, {"num_labelers": num_labelers, **row}) for where, row in rows)
         read = collect_all(FORMATS["heed"], filled, invalid)
         if read.judgments:
             raise ValueError(f"{source}: has judgments, which `heed label import` stores; rows without were expected")
-        found = NewTasks([*read.tasks.values()], [*read.quotas.values()], 0, read.locations)
-    if not found.tasks:
-        why = "no prompt has two different responses" if found.num_same else "there are no rows"
+        return Import(batch, [*read.tasks.values()], [*read.quotas.values()], []), read.locations, 0
+    tasks, num_same = tasks_of_rows(rows)
+    invalid.finish()
+    if not tasks:
+        why = "no prompt has two different responses" if num_same else "there are no rows"
         raise ValueError(f"{source}: {why}; at least one task was expected")
-    return found
+    return Import(batch, tasks, [num_labelers] * len(tasks), []), NO_LOCATIONS, num_same
 
 
 def tasks_of_rows(rows: Rows) -> tuple[list[Task], int]:

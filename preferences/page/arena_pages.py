@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from urllib.parse import quote
 
 from fastapi import APIRouter, HTTPException, Request, Response
@@ -78,7 +79,7 @@ class ArenaPages:
 
     def conversation(self, handle: str, request: Request) -> Response:
         account, token = self.site.signed_in(request)
-        return self._unread(account) or self._page(account, token, handle)
+        return self._unread(account) or self._page(handle, account, token)
 
     async def events(self, handle: str, request: Request) -> Response:
         """Streams what both sides show, until the last turn is written or the session ends.
@@ -135,9 +136,9 @@ class ArenaPages:
 
     def _page(
         self,
+        handle: str,
         account: Account,
         token: str,
-        handle: str,
         fields: Fields = EMPTY,
         wrong: str = "",
         wrong_turn: int | None = None,
@@ -189,44 +190,27 @@ class ArenaPages:
     # ---- what people send ----
 
     def begin(self, request: Request, posted: Posted) -> Response:
-        def save(account: Account, token: str, fields: Fields) -> Response:
-            try:
-                if fields.text("take"):
-                    handle = self.arena.begin_with_prompt(account)
-                else:
-                    handle = self.arena.begin(account, fields.text("question"))
-            except RefusedError:
-                raise
-            except (ValueError, BusyError) as error:
-                return self._home_page(account, token, fields, _sentence(error))
-            return redirect(_path_of(handle))
+        def save(account: Account, fields: Fields) -> str:
+            if fields.text("take"):
+                return _path_of(self.arena.begin_with_prompt(account))
+            return _path_of(self.arena.begin(account, fields.text("question")))
 
-        return self._saved(request, posted, save)
+        return self._saved(request, posted, save, self._home_page)
 
     def ask(self, handle: str, request: Request, posted: Posted) -> Response:
-        def save(account: Account, token: str, fields: Fields) -> Response:
+        def save(account: Account, fields: Fields) -> str:
             turn, question = fields.number("turn") or 0, fields.text("question")
-            try:
-                self.arena.ask(account, handle, turn, question, fields.text("continues"))
-            except RefusedError:
-                raise
-            except (ValueError, BusyError) as error:
-                return self._page(account, token, handle, fields, _sentence(error))
-            return redirect(f"{_path_of(handle)}#turn-{turn + 1}")
+            self.arena.ask(account, handle, turn, question, fields.text("continues"))
+            return f"{_path_of(handle)}#turn-{turn + 1}"
 
-        return self._saved(request, posted, save)
+        return self._saved(request, posted, save, partial(self._page, handle))
 
     def again(self, handle: str, request: Request, posted: Posted) -> Response:
-        def save(account: Account, token: str, fields: Fields) -> Response:
-            try:
-                self.arena.again(account, handle)
-            except RefusedError:
-                raise
-            except (ValueError, BusyError) as error:
-                return self._page(account, token, handle, fields, _sentence(error))
-            return redirect(_path_of(handle))
+        def save(account: Account, _fields: Fields) -> str:
+            self.arena.again(account, handle)
+            return _path_of(handle)
 
-        return self._saved(request, posted, save)
+        return self._saved(request, posted, save, partial(self._page, handle))
 
     def stop(self, handle: str, request: Request, posted: Posted) -> Response:
         account, _, _ = self.site.form(request, posted)
@@ -234,32 +218,35 @@ class ArenaPages:
         return redirect(_path_of(handle))
 
     def verdict(self, handle: str, request: Request, posted: Posted) -> Response:
-        def save(account: Account, token: str, fields: Fields) -> Response:
-            conversation, turn = self.arena.conversation(account, handle), fields.number("turn") or 0
+        turn = fields_of(posted).number("turn") or 0
+
+        def save(account: Account, fields: Fields) -> str:
             marks = [tuple(fields.ticked.get(f"flags_{side}", ())) for side in "ab"]
             note, revision = fields.text("note").strip(), fields.number("revision") or 0
-            try:
-                given = Given(fields.text("choice"), (marks[0], marks[1]), note, revision)
-                self.arena.judge(account, conversation, turn, given)
-            except RefusedError:
-                raise
-            except ValueError as error:
-                return self._page(account, token, handle, fields, _without_ids(error), turn)
-            return redirect(f"{_path_of(handle)}#verdict-{turn + 1}")
+            given = Given(fields.text("choice"), (marks[0], marks[1]), note, revision)
+            self.arena.judge(account, self.arena.conversation(account, handle), turn, given)
+            return f"{_path_of(handle)}#verdict-{turn + 1}"
 
-        return self._saved(request, posted, save)
+        return self._saved(request, posted, save, partial(self._page, handle, wrong_turn=turn))
 
-    def _saved(self, request: Request, posted: FormData, save: Callable[[Account, str, Fields], Response]) -> Response:
-        """Saves a form. If that is refused or fails, returns what the person typed."""
+    def _saved(
+        self, request: Request, posted: FormData, save: Callable[[Account, Fields], str], show: Callable[..., Response]
+    ) -> Response:
+        """Saves a form and redirects to where `save` says. If it is refused or fails, returns what the person typed.
+
+        `show(account, token, fields, wrong)` shows the form again with what is wrong with it.
+        """
         try:
             account, token, fields = self.site.form(request, posted)
             if self._unread(account) is not None:
                 raise RefusedError(WHY_CLOSED["instructions"])
-            return save(account, token, fields)
+            return redirect(save(account, fields))
         except SignInNeededError:
             return self.site.typed_page(request, 401, "Your session has ended", SESSION_OVER, _typed(posted))
         except RefusedError as error:
             return self.site.typed_page(request, 403, "Not possible", str(error), _typed(posted))
+        except (ValueError, BusyError) as error:
+            return show(account, token, fields, _sentence(error))
         except STORE_AWAY as error:
             LOG.error("a message or a verdict was not stored: %s", reason_of(error))
             return self.site.unsaved_page(request, posted, 503, _typed(posted))
@@ -281,14 +268,11 @@ def _continues(given: Given | None) -> str:
 
 
 def _sentence(error: Exception) -> str:
-    text = str(error)
-    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
-
-
-def _without_ids(error: ValueError) -> str:
     """Returns an error for the page. The store's errors name tasks, which people must not see."""
     text = str(error)
-    return "This verdict was changed in another window. Reload the page." if text.startswith("task ") else text
+    if text.startswith("task "):
+        return "This verdict was changed in another window. Reload the page."
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
 
 
 def _path_of(handle: str) -> str:

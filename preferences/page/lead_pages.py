@@ -17,7 +17,7 @@ from fastapi.responses import HTMLResponse
 from preferences import assignment, organizing, recording
 from preferences.accounts import Account, Role, State
 from preferences.formats.annotated import TURNS, WHOLE, CriterionNeededError
-from preferences.formats.exchange import NewTasks, read_new_tasks
+from preferences.formats.exchange import read_new_tasks
 from preferences.formats.parts import Report
 from preferences.formats.registry import FORMATS
 from preferences.page.search_pages import tags_in
@@ -25,6 +25,7 @@ from preferences.page.security import MAX_TASKS_BYTES
 from preferences.page.service import EXPORTS, Exported, LeadView, RefusedError, exported_what, warning_of
 from preferences.page.site import Posted, Site, Uploaded, download, redirect
 from preferences.recording import Import
+from preferences.records import Locations
 from preferences.store import LabelStore
 
 JSONL = "application/jsonl"
@@ -39,12 +40,8 @@ class Upload:
     """A file's tasks that are not stored yet. `key` identifies the preview that its lead saw."""
 
     key: str
-    batch: str
-    found: NewTasks
-
-    @property
-    def coming(self) -> Import:
-        return Import(self.batch, self.found.tasks, self.found.quotas, [])
+    coming: Import
+    locations: Locations
 
 
 class LeadPages:
@@ -96,34 +93,30 @@ class LeadPages:
         account, token, fields = self.site.lead_form(request, posted)
         suffix, batch = Path(file.filename or "").suffix.lower(), fields.text("batch").strip()
         with TemporaryDirectory(prefix="heed-upload-") as folder:
-            path = Path(folder) / f"tasks{suffix}"
             try:
-                if not batch:
-                    raise ValueError("The batch has no name.")
-                if suffix not in UPLOADED:
-                    raise ValueError(f"The file's name ends in {suffix!r}; one of {', '.join(UPLOADED)} was expected.")
+                if not batch or suffix not in UPLOADED:
+                    raise ValueError(
+                        f"A batch's name, and a file whose name ends in {', '.join(UPLOADED)}, were expected."
+                    )
+                path = Path(folder) / f"tasks{suffix}"
                 path.write_bytes(file.file.read())
-                upload = Upload(
-                    secrets.token_urlsafe(12), batch, read_new_tasks(str(path), fields.number("num_labelers") or 1)
-                )
-                self.lead.store.import_all([upload.coming], files=upload.found.locations, only_check=True)
+                coming, locations, num_same = read_new_tasks(str(path), batch, fields.number("num_labelers") or 1)
+                self.lead.store.import_all([coming], files=locations, only_check=True)
             except ValueError as error:
                 return self._progress_page(account, token, str(error).replace(f"{folder}/", ""))
-        self._uploads[account.name] = upload
-        tasks = upload.found.tasks
+        upload = self._uploads[account.name] = Upload(secrets.token_urlsafe(12), coming, locations)
         with self.lead.store.reading() as connection:
-            num_new = len(tasks) - len(recording.stored(connection, [task.task_id for task in tasks]))
+            num_known = len(recording.stored(connection, [task.task_id for task in coming.tasks]))
         return self.site.page(
             "new-batch",
             account,
             token,
             upload=upload,
-            num_new=num_new,
+            num_same=num_same,
+            num_new=len(coming.tasks) - num_known,
             is_new=batch not in self.lead.store.batches(),
-            num_responses=sorted(Counter(len(task.responses) for task in tasks).items()),
-            num_labelers=sorted(Counter(upload.found.quotas).items()),
-            num_gold=sum(bool(task.gold_ranks) for task in tasks),
-            num_warned=sum(bool(task.warning) for task in tasks),
+            num_responses=sorted(Counter(len(task.responses) for task in coming.tasks).items()),
+            num_labelers=sorted(Counter(coming.quotas).items()),
         )
 
     def store_batch(self, request: Request, posted: Posted) -> Response:
@@ -131,9 +124,9 @@ class LeadPages:
         upload = self._uploads.get(account.name)
         if upload is None or upload.key != fields.text("upload"):
             return self._progress_page(account, token, "This preview is out of date. Upload the file again.")
-        self.lead.store.import_all([upload.coming], files=upload.found.locations)
+        self.lead.store.import_all([upload.coming], files=upload.locations)
         self._uploads.pop(account.name, None)
-        self.site.accounts.log(account.name, "added", f"{len(upload.found.tasks)} tasks to {upload.batch}")
+        self.site.accounts.log(account.name, "added", f"{len(upload.coming.tasks)} tasks to {upload.coming.batch}")
         return redirect("/lead")
 
     # ---- changing batches ----

@@ -15,7 +15,7 @@ from tests.heed.test_documented_commands import WRITTEN
 RUN = (
     ("inspect",), ("few-shot",), ("measure", "reward"), ("measure", "tax"), ("compare", "runs/demo/sft/model"),
     ("compare", "sft=runs/demo/sft/model"), ("judge",), ("report",), ("chat", "runs/demo"), ("label", "sample"),
-    ("label", "invite", "ann"), ("label", "links"), ("label", "revoke"), ("label", "person"),
+    ("label", "invite", "ann"), ("label", "person"),
 )  # fmt: skip
 
 

@@ -101,10 +101,10 @@ def test_rows_of_heeds_own_format_keep_what_they_say(world, eve):
         ("t.jsonl", jsonl(row("there", responses=["other", "texts"])), "tasks.jsonl: line 1"),
         ("t.jsonl", jsonl(row(EVIL, num_labelers=EVIL)), "&lt;script&gt;"),
         ("t.json", jsonl({"prompt": "p", "response_a": "x", "response_b": "x"}), "no prompt has two different"),
-        ("t.parquet", b"PAR1", "one of .jsonl, .json, .csv was expected"),
-        ("t.jsonl.gz", b"\x1f\x8b", "one of .jsonl, .json, .csv was expected"),
-        ("../../etc/passwd", b"x", "one of .jsonl, .json, .csv was expected"),
-        (EVIL, b"x", "one of .jsonl, .json, .csv was expected"),
+        ("t.parquet", b"PAR1", "a file whose name ends in .jsonl, .json, .csv"),
+        ("t.jsonl.gz", b"\x1f\x8b", "a file whose name ends in .jsonl, .json, .csv"),
+        ("../../etc/passwd", b"x", "a file whose name ends in .jsonl, .json, .csv"),
+        (EVIL, b"x", "a file whose name ends in .jsonl, .json, .csv"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_file_is_named_and_nothing_is_stored(world, eve, name, content, words):
