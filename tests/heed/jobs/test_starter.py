@@ -459,7 +459,10 @@ def test_kto_needs_both_labels_and_dpo_needs_pairs(tmp_path: Path, model_folder:
     assert not (tmp_path / "job.toml").exists()
 
 
-def test_a_loop_has_people_label(tmp_path: Path, model_folder: Path, data: dict[str, str]) -> None:
+def test_a_loop_has_people_label(
+    tmp_path: Path, model_folder: Path, data: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     made = starter(model_folder, data, "demonstrations", "prompts", algorithm="loop")
     made.write(tmp_path / "job.toml")
     job = load_job(tmp_path / "job.toml")
