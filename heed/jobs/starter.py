@@ -383,7 +383,8 @@ class Starter:
         said, limit = list[str](), PromptLimit("ppo", self._shape.context, 0, "skip")
         lengths = prompt_lengths(self._tokenizer, self._conversations(self.prompts), limit, said.append)
         found = Source(self.prompts, lengths, self.format, self.on_invalid)
-        others = f"the first {found.num_compared:,} for the comparison, the others for {'the loop' if self._chosen == 'loop' else self._chosen.upper()}"
+        by = "the loop" if self._chosen == "loop" else self._chosen.upper()
+        others = f"the first {found.num_compared:,} for the comparison, the others for {by}"
         use = "for the comparison" if self._chosen in LOSSES else others
         lines += [f"{said[0]}; {use}; {lengths.tokens(self.prompts, 'prompts')}", *said[1:]]
         return found

@@ -517,12 +517,12 @@ def test_an_encoder_classifies(tmp_path: Path, encoder: str, data: dict[str, str
 def test_a_model_of_another_kind_is_named_with_what_it_is_for(
     tmp_path: Path, encoder: str, model_folder: Path, data: dict[str, str]
 ) -> None:
-    decoder = r"a decoder, for \[pretrain\], \[sft\], \[collect\], \[reward\], .*\[ppo\]"
+    decoder = r"a decoder \(for \[pretrain\], \[sft\], \[collect\], \[reward\], .*\[ppo\]"
     with pytest.raises(
-        ValueError, match=rf"--model .*model is {decoder}.*; an encoder, for \[pretrain\], \[classify\]"
+        ValueError, match=rf"--model .*model is {decoder}.*; an encoder \(for \[pretrain\], \[classify\]"
     ):
         Starter(str(model_folder), demonstrations=data["texts"], algorithm="classify").write(tmp_path / "a.toml")
     with pytest.raises(
-        ValueError, match=r"--model .*encoder is an encoder, for \[pretrain\], \[classify\]; it is also"
+        ValueError, match=r"--model .*encoder is an encoder \(for \[pretrain\], \[classify\], or the body"
     ):
         Starter(encoder, preferences=data["preferences"], algorithm="dpo").write(tmp_path / "a.toml")
