@@ -208,17 +208,13 @@ def _load(source: str, split: str, subset: str) -> Rows:
 
 
 def _is_away(source: str) -> bool:
-    """Whether the hub's name leads nowhere and nothing of the source was downloaded before: the hub's clients would try
-    for half a minute.
+    """Whether nothing of a hub id was downloaded before and the hub has no address here: its clients would try for half
+    a minute.
     """
-    import datasets
     from huggingface_hub import constants
 
-    downloads = (
-        Path(constants.HF_HUB_CACHE, f"datasets--{source.replace('/', '--')}"),
-        Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___").lower()),
-    )
-    if constants.HF_HUB_OFFLINE or getproxies() or any(folder.exists() for folder in downloads):
+    was_downloaded = Path(constants.HF_HUB_CACHE, f"datasets--{source.replace('/', '--')}").exists()
+    if constants.HF_HUB_OFFLINE or was_downloaded or getproxies():
         return False
     try:
         socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)

@@ -58,7 +58,8 @@ if TYPE_CHECKING:
 HUB_ROWS = 1000  # how many rows of a hub data set are read to recognise its format
 SEED = 0  # of the job that is written, to split preferences as that job will
 HELDOUT_SHARES = tuple(tenths / 10 for tenths in range(1, 10))  # of preferences; the first one that empties no side
-FEW_PROMPTS, FEW_SHARE = 20, 0.2  # if a comparison uses the held-out prompts, up to FEW_SHARE are held out to have FEW
+# If the comparison uses the held-out prompts, FEW_SHARE are held out to have FEW_PROMPTS, up to half to have FEWEST.
+FEW_PROMPTS, FEWEST_PROMPTS, FEW_SHARE = 20, 6, 0.2
 LOSSES = ("dpo", "kto")  # of [dpo]
 ALGORITHMS = (*POLICY_GRADIENTS, *LOSSES, "loop", "classify")
 # What an algorithm learns from, as options of `heed init`.
@@ -356,7 +357,8 @@ class Starter:
         few = FEW_PROMPTS if self._chosen in LOSSES and not self.prompts else 0
         for share in HELDOUT_SHARES:
             train, heldout = split_rankings(rankings, share, SEED)
-            is_enough = share >= FEW_SHARE or len({ranking.prompt for ranking in heldout}) >= few
+            needed = min(few, FEW_PROMPTS if share < FEW_SHARE else FEWEST_PROMPTS if share < 0.5 else 0)
+            is_enough = len({ranking.prompt for ranking in heldout}) >= needed
             if is_enough and all(
                 {ranking.objective for ranking in side} == set(objectives) for side in (train, heldout)
             ):
@@ -381,7 +383,8 @@ class Starter:
         said, limit = list[str](), PromptLimit("ppo", self._shape.context, 0, "skip")
         lengths = prompt_lengths(self._tokenizer, self._conversations(self.prompts), limit, said.append)
         found = Source(self.prompts, lengths, self.format, self.on_invalid)
-        others = f"the first {found.num_compared:,} for the comparison, the others for {self._chosen.upper()}"
+        by = "the loop" if self._chosen == "loop" else self._chosen.upper()
+        others = f"the first {found.num_compared:,} for the comparison, the others for {by}"
         use = "for the comparison" if self._chosen in LOSSES else others
         lines += [f"{said[0]}; {use}; {lengths.tokens(self.prompts, 'prompts')}", *said[1:]]
         return found

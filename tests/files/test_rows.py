@@ -102,7 +102,6 @@ def test_a_hub_without_an_address_is_given_up_at_once(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: pytest.fail("the hub's client retries"))
     monkeypatch.setattr("files.rows.getproxies", dict)
     monkeypatch.setattr(socket, "getaddrinfo", nowhere)

@@ -459,7 +459,10 @@ def test_kto_needs_both_labels_and_dpo_needs_pairs(tmp_path: Path, model_folder:
     assert not (tmp_path / "job.toml").exists()
 
 
-def test_a_loop_has_people_label(tmp_path: Path, model_folder: Path, data: dict[str, str]) -> None:
+def test_a_loop_has_people_label(
+    tmp_path: Path, model_folder: Path, data: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     made = starter(model_folder, data, "demonstrations", "prompts", algorithm="loop")
     made.write(tmp_path / "job.toml")
     job = load_job(tmp_path / "job.toml")
@@ -514,12 +517,12 @@ def test_an_encoder_classifies(tmp_path: Path, encoder: str, data: dict[str, str
 def test_a_model_of_another_kind_is_named_with_what_it_is_for(
     tmp_path: Path, encoder: str, model_folder: Path, data: dict[str, str]
 ) -> None:
-    decoder = r"a decoder, for \[pretrain\], \[sft\], \[collect\], \[reward\], .*\[ppo\]"
+    decoder = r"a decoder \(for \[pretrain\], \[sft\], \[collect\], \[reward\], .*\[ppo\]"
     with pytest.raises(
-        ValueError, match=rf"--model .*model is {decoder}.*; an encoder, for \[pretrain\], \[classify\]"
+        ValueError, match=rf"--model .*model is {decoder}.*; an encoder \(for \[pretrain\], \[classify\]"
     ):
         Starter(str(model_folder), demonstrations=data["texts"], algorithm="classify").write(tmp_path / "a.toml")
     with pytest.raises(
-        ValueError, match=r"--model .*encoder is an encoder, for \[pretrain\], \[classify\]; it is also"
+        ValueError, match=r"--model .*encoder is an encoder \(for \[pretrain\], \[classify\], or the body"
     ):
         Starter(encoder, preferences=data["preferences"], algorithm="dpo").write(tmp_path / "a.toml")
