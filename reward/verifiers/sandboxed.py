@@ -261,7 +261,7 @@ class Peer:
             return {"named": [kind.__name__, [*kind._fields], *map(self.encode, value)]}
         if kind is base:
             return {TAGS[base]: [*map(self.encode, DATA[TAGS[base]][1](value))]}
-        if base and not is_made and id(value) not in self.places:
+        if base and not (is_made or id(value) in self.places or hasattr(kind, "__members__")):  # an enum keeps its name
             return self.encode(plain(value))
         name = full_name(value)
         return {"shared": [name]} if SHARED.get(name) is value else self.encode_object(value)
