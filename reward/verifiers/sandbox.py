@@ -17,9 +17,9 @@ from tempfile import TemporaryFile
 
 from files.fields import shown
 from reward.external import Scored
-from reward.verifiers import sandboxed
 
-FORGED, REFUSED = "forged", "refused"  # kinds of failure with score 0
+SCRIPT = Path(__file__).with_name("sandboxed.py")
+PASSED, WRONG, FORGED, REFUSED, KILLED = VERDICTS = ("passed", "wrong", "forged", "refused", "killed")  # SCRIPT's words
 
 _FENCE = re.compile(r"(?P<indent>[ \t]*)(?P<marks>`{3,}|~{3,})[ \t]*(?P<info>.*)")
 _PYTHON = re.compile(r"\{?\.?py(?:thon)?[\d.]*\b(?!-)", re.IGNORECASE)  # the first word after a fence that opens
@@ -84,7 +84,7 @@ class _Process:
 
     def __init__(self, limits: Limits) -> None:
         self.errors = TemporaryFile()  # noqa: SIM115  # `end` closes it
-        command = [sys.executable, "-s", "-S", "-P", "-B", sandboxed.__file__]
+        command = [sys.executable, "-s", "-S", "-P", "-B", str(SCRIPT)]
         self.process = subprocess.Popen(
             [*command, str(limits.cpu_seconds), str(limits.memory_bytes)],
             stdin=subprocess.PIPE,
@@ -95,19 +95,19 @@ class _Process:
             start_new_session=True,
         )
 
-    def verdict(self, request: bytes, seconds: float) -> int | None:
-        """Returns the verdict, or the status with which the process ended; None if neither came in time."""
+    def verdict(self, request: bytes, seconds: float) -> str | None:
+        """Returns the verdict, or how the process ended; None if neither came in time."""
         assert self.process.stdin
         assert self.process.stdout
         try:
             self.process.stdin.write(request + b"\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            return self.process.wait()
+            return f"status {self.process.wait()}"
         if not wait([self.process.stdout.fileno()], seconds):
             return None
         line = self.process.stdout.readline()
-        return int(line) if line else self.process.wait()
+        return line.decode().strip() or f"status {self.process.wait()}"
 
     def end(self) -> str:
         """End the process, and with it its children. Returns the last line of its errors."""
@@ -119,7 +119,7 @@ class _Process:
             return self.errors.read().decode(errors="replace").strip().rpartition("\n")[2]
 
 
-_idle: dict[tuple[str, Limits], list[_Process]] = {}  # what has answered, for the next program
+_idle: dict[tuple[Path, Limits], list[_Process]] = {}  # what has answered, for the next program
 
 
 @atexit.register
@@ -138,24 +138,23 @@ def score_code(code: str, tests: Sequence[str], limits: Limits) -> Scored:
     process, it is REFUSED. It cannot be told of code that needs more time by the clock, since the machine may have been
     busy, and if the machine ended a process.
     """
-    key = (sandboxed.__file__, limits)
+    key = (SCRIPT, limits)
     try:
         process = _idle[key].pop()
     except (KeyError, IndexError):
         process = _Process(limits)
     verdict = process.verdict(json.dumps({"code": code, "tests": list(tests)}).encode(), limits.wall_seconds)
-    if verdict in sandboxed.VERDICTS:
+    if verdict in VERDICTS:
         _idle.setdefault(key, []).append(process)
     else:
         said = process.end()
     if verdict is None:
         return Scored(math.nan, f"the tests took longer than {limits.wall_seconds:g} s by the clock")
-    if verdict in (sandboxed.KILLED, -signal.SIGKILL):
+    if verdict in (KILLED, f"status {-signal.SIGKILL}"):
         return Scored(math.nan, "the machine ended the process of the tests, perhaps for lack of memory")
-    if verdict not in sandboxed.VERDICTS:
-        return Scored(math.nan, f"the sandbox did not start: {shown(said or f'status {verdict}')}")
-    kind = {sandboxed.FORGED: FORGED, sandboxed.REFUSED: REFUSED}.get(verdict, "")
-    return Scored(float(verdict == sandboxed.PASSED), failure_kind=kind)
+    if verdict not in VERDICTS:
+        return Scored(math.nan, f"the sandbox did not start: {shown(said or verdict)}")
+    return Scored(float(verdict == PASSED), failure_kind=verdict if verdict in (FORGED, REFUSED) else "")
 
 
 @cache

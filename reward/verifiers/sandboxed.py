@@ -33,9 +33,9 @@ from fractions import Fraction
 from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, ModuleType
 from typing import Any, NoReturn
 
-PASSED, WRONG, REFUSED, FORGED, KILLED = VERDICTS = range(10, 15)  # exit statuses
-ENDED = 15  # exit status of an examiner whose answerer has ended, or closed its end of the channel
-GAVE_UP = 16  # exit status of an answerer that cannot reply, as without memory
+PASSED, WRONG, REFUSED, FORGED, KILLED, ENDED, GAVE_UP = range(10, 17)  # exit statuses of the two processes
+# ENDED = of an examiner whose answerer has ended or closed the channel; GAVE_UP = of an answerer that cannot reply
+WORDS = {PASSED: b"passed\n", WRONG: b"wrong\n", REFUSED: b"refused\n", FORGED: b"forged\n", KILLED: b"killed\n"}
 MODULES = (
     "__future__", "abc", "array", "base64", "bisect", "calendar", "cmath", "collections", "collections.abc",
     "contextlib", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools", "hashlib", "heapq",
@@ -132,32 +132,18 @@ def plain(value: Any) -> Any:
     return EXACT[base](value) if base in EXACT else DATA[TAGS[base]][2](*DATA[TAGS[base]][1](value))
 
 
-def update(old: Any, new: Any) -> bool:
-    """Make a mutable argument what it has become, and the values in it too. Returns whether it could."""
-    if type(old) is not type(new) or type(old) not in MUTABLE:
-        return False
-    before = dict(old) if isinstance(old, dict) else [*old]
+def update(old: Any, new: Any) -> None:
+    """Make a mutable argument what a call has made of it."""
     old.clear()
-    if isinstance(old, dict):
-        for key, value in new.items():
-            old[key] = before[key] if key in before and update(before[key], value) else value
-    elif isinstance(old, set):
-        old.update(new)
-    else:
-        old.extend(
-            before[at] if at < len(before) and update(before[at], new[at]) else new[at] for at in range(len(new))
-        )
-    return True
+    old.extend(new) if isinstance(old, (list, deque, bytearray)) else old.update(new)
 
 
 # --- objects ---------------------------------------------------------------------------------------------------------
 
 UNARY: dict[str, Callable[..., Any]] = {
-    "len": len, "iter": iter, "next": next, "hash": hash, "str": str, "repr": repr, "bool": bool, "int": int,
-    "float": float, "complex": complex, "index": operator.index, "abs": abs, "round": round, "reversed": reversed,
-    "format": format, "neg": operator.neg, "pos": operator.pos, "invert": operator.invert, "dir": dir,
-    "getitem": operator.getitem, "setitem": operator.setitem, "delitem": operator.delitem,
-    "enter": lambda value: type(value).__enter__(value),
+    **{kind.__name__: kind for kind in (len, iter, next, hash, str, repr, bool, int, float, complex, abs, round)},
+    **{name: getattr(operator, name) for name in ("index", "neg", "pos", "invert", "getitem", "setitem", "delitem")},
+    "reversed": reversed, "format": format, "dir": dir, "enter": lambda value: type(value).__enter__(value),
     "instancecheck": lambda kind, value: isinstance(value, kind),
     "subclasscheck": lambda kind, other: issubclass(other, kind),
 }  # fmt: skip
@@ -275,7 +261,7 @@ class Peer:
             return {"named": [kind.__name__, [*kind._fields], *map(self.encode, value)]}
         if kind is base:
             return {TAGS[base]: [*map(self.encode, DATA[TAGS[base]][1](value))]}
-        if base and not is_made and id(value) not in self.places:
+        if base and not (is_made or id(value) in self.places or hasattr(kind, "__members__")):  # an enum keeps its name
             return self.encode(plain(value))
         name = full_name(value)
         return {"shared": [name]} if SHARED.get(name) is value else self.encode_object(value)
@@ -601,13 +587,13 @@ def run(limits: tuple[int, int]) -> int:
 
 
 def main() -> None:
-    """Answer each request, a line of JSON, with a line that has its verdict. This process never reads one."""
+    """Answer each request, a line of JSON, with its verdict, one of WORDS. This process never reads one."""
     for name in MODULES:
         importlib.import_module(name)
     share()
     limits = int(sys.argv[1]), int(sys.argv[2])
-    while (verdict := run(limits)) in VERDICTS:
-        os.write(1, b"%d\n" % verdict)
+    while (verdict := run(limits)) in WORDS:
+        os.write(1, WORDS[verdict])
 
 
 if __name__ == "__main__":

@@ -280,7 +280,7 @@ def test_the_template_of_the_job_goes_into_the_policy_and_the_comparison(tmp_pat
 def test_a_machine_without_a_sandbox_refuses_a_job_with_tests(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox.sandboxed, "__file__", "/nowhere/sandboxed.py")
+    monkeypatch.setattr(sandbox, "SCRIPT", Path("/nowhere/sandboxed.py"))
     monkeypatch.setattr(verifier, "check_sandbox", sandbox.check_sandbox.__wrapped__)
     rows = [{"prompt": f"double({n})?", "tests": f"assert double({n}) == {2 * n}"} for n in range(16)]
     path = job_with(tmp_path, model_folder, rows, reward={"kind": "verifier"})

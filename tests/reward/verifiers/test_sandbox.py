@@ -173,7 +173,7 @@ def test_a_program_that_waits_cannot_be_told_from_a_busy_machine() -> None:
 
 
 def test_a_sandbox_that_does_not_start_is_a_failure_never_a_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox.sandboxed, "__file__", "/nowhere/sandboxed.py")
+    monkeypatch.setattr(sandbox, "SCRIPT", Path("/nowhere/sandboxed.py"))
     scored = score_code("", ["pass"], LIMITS)
     assert math.isnan(scored.score)
     assert scored.failure.startswith("the sandbox did not start: ")
@@ -186,10 +186,10 @@ def test_a_machine_that_does_not_limit_code_is_refused(
     """With one of the forbidden system calls allowed, as on a machine whose filter does not work."""
     numbers = {"openat": (257, 56), "clone": (56, 220), "socket": (41, 198), "kill": (62, 129)}
     words = {"openat": "files", "clone": "processes", "socket": "sockets", "kill": "signalled"}
-    source = Path(sandbox.sandboxed.__file__).read_text()
+    source = sandbox.SCRIPT.read_text()
     weak = tmp_path / "sandboxed.py"
     weak.write_text(source.replace("ALLOWED = {", f"ALLOWED = {{{missing!r}: {numbers[missing]},", 1))
-    monkeypatch.setattr(sandbox.sandboxed, "__file__", str(weak))
+    monkeypatch.setattr(sandbox, "SCRIPT", weak)
     with pytest.raises(ValueError, match=f"in the sandbox .*{words[missing]}.*; Linux on x86_64 or aarch64"):
         check_sandbox.__wrapped__()
 

@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ def test_unclear_answers_are_wrong_by_default_and_counted() -> None:
 
 
 def test_a_sandbox_that_fails_leaves_the_score_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox.sandboxed, "__file__", "/nowhere/sandboxed.py")
+    monkeypatch.setattr(sandbox, "SCRIPT", Path("/nowhere/sandboxed.py"))
     scored = score(TESTS, "def double(x):\n    return 2 * x")
     assert math.isnan(scored.score)
     assert scored.failure.startswith("the sandbox did not start: ")
