@@ -139,8 +139,9 @@ def post_json(
     final = Future[httpx.Response]()
     with ExitStack() as reporting:
         try:
-            pauses = {"first_pause_seconds": FIRST_PAUSE_SECONDS, "longest_pause_seconds": LONGEST_PAUSE_SECONDS}
-            final.set_result(send_with_retries(send, seconds_left, stopped=stopped, **pauses))
+            first, longest = FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
+            retrying = partial(send_with_retries, first_pause_seconds=first, longest_pause_seconds=longest)
+            final.set_result(retrying(send, seconds_left, stopped=stopped))
         except httpx.RequestError as error:
             final.set_exception(error)
     if final.exception() is None and final.result().is_success:
