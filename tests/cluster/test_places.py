@@ -1,4 +1,4 @@
-"""What a group that has no places yet is said to wait for."""
+"""What a group that has no places yet is said to wait for, and a rank that waits for a server."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 
 from cluster import places
+from cluster.calls import Vigil
+from cluster.config import ClusterConfig
+from cluster.messages import Beat
 
 
 @pytest.mark.parametrize(
@@ -26,3 +29,14 @@ def test_other_jobs_are_blamed_only_if_they_hold_places(
     monkeypatch.setattr(places, "nodes_of", lambda _: [])
     group: Any = object()
     assert places._why_missing(group, 2, {"CPU": 1.0}) == f"the cluster's 1 machine has {said}"
+
+
+def test_a_rank_that_waits_for_a_server_is_not_stuck() -> None:
+    vigil = Vigil(ClusterConfig(stall_seconds=10), ["a", "b"], {})
+    notice = "waiting up to 600 s for http://host/score: status 500 (Internal Server Error)"
+    for number in range(1, 9):
+        vigil._count({"a": Beat(number, 5), "b": Beat(number, 3, awaited=notice)}, ["a", "b"], 5.0)
+        assert (vigil.is_stalled, vigil.awaited) == (False, notice)
+    for number in range(9, 13):
+        vigil._count({"a": Beat(number, 5), "b": Beat(number, 3)}, ["a", "b"], 5.0)
+    assert (vigil.is_stalled, vigil.awaited) == (True, "")
