@@ -155,6 +155,8 @@ def _why_missing(group: PlacementGroup | None, num_ranks: int, bundle: Bundle) -
     there_is = f"the cluster's {len(room)} machine{'s have' if len(room) != 1 else ' has'} room for {sum(room)}"
     if sum(room) >= num_ranks:
         free = sum(rooms(bundle, [free_on.get(key, {}) for key in living])) + sum(node in living for node in placed)
+        if free >= num_ranks:
+            return f"{there_is}, and enough of it is free; Ray has not assigned it yet"
         return f"{there_is}, of which {free} {'is' if free == 1 else 'are'} free; other jobs hold the rest"
     returned = {node.node_manager_address for node in living.values()}
     lost = [

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -107,7 +107,7 @@ def post_json(
     Raises:
         ServerError: there is no proper answer.
     """
-    body, values, server, failed_since = json.dumps(value).encode(), list[Value](), _server(url), math.inf
+    outage, values, body = _Outage(url, key, max_wait_seconds, waiting), list[Value](), json.dumps(value).encode()
 
     def send() -> httpx.Response:
         response = _sent(url, body, key, timeout_seconds)
@@ -117,35 +117,20 @@ def post_json(
             except ValueError as error:
                 raise httpx.DecodingError(f"{_shown(response.content, key)} was answered; {error}") from None
         if not is_transient(response, RETRIED_STATUSES):
-            server.away_since = math.inf
+            outage.server.away_since = math.inf
         return response
 
-    def waited() -> float:
-        return max(0.0, time.monotonic() - min(failed_since, server.away_since))
-
-    def seconds_left(state: tenacity.RetryCallState) -> float:
-        nonlocal failed_since
-        failed_since = min(failed_since, time.monotonic())
-        server.away_since = min(server.away_since, failed_since)
-        left = max_wait_seconds - waited()
-        if waited() >= QUIET_SECONDS and left > 0 and not server.is_reported:
-            server.is_reported = True
-            reporting.callback(setattr, server, "is_reported", False)
-            reporting.enter_context(
-                waiting(f"waiting up to {max_wait_seconds:.0f} s for {url}: {_said(state.outcome, key)}")
-            )
-        return left
-
     final = Future[httpx.Response]()
-    with ExitStack() as reporting:
+    with outage.reporting:
         try:
-            pauses = {"first_pause_seconds": FIRST_PAUSE_SECONDS, "longest_pause_seconds": LONGEST_PAUSE_SECONDS}
-            final.set_result(send_with_retries(send, seconds_left, stopped=stopped, **pauses))
+            first, longest = FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
+            retrying = partial(send_with_retries, first_pause_seconds=first, longest_pause_seconds=longest)
+            final.set_result(retrying(send, outage.seconds_left, stopped=stopped))
         except httpx.RequestError as error:
             final.set_exception(error)
     if final.exception() is None and final.result().is_success:
         return values[-1]
-    how_long = f"; no proper answer for {waited():.0f} s" if waited() >= 1 else ""
+    how_long = f"; no proper answer for {outage.seconds:.0f} s" if outage.seconds >= 1 else ""
     raise ServerError(f"{url}: {_said(final, key)}{how_long}")
 
 
@@ -160,6 +145,38 @@ class _Server:
 @cache
 def _server(_url: str) -> _Server:
     return _Server()
+
+
+@dataclass
+class _Outage:
+    """How long a request has failed, or its server in all threads of this process, and whether this is reported."""
+
+    url: str
+    key: str
+    max_wait_seconds: float
+    waiting: Callable[[str], AbstractContextManager[None]]
+    failed_since: float = math.inf
+    reporting: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def server(self) -> _Server:
+        return _server(self.url)
+
+    @property
+    def seconds(self) -> float:
+        return max(0.0, time.monotonic() - min(self.failed_since, self.server.away_since))
+
+    def seconds_left(self, state: tenacity.RetryCallState) -> float:
+        """Returns how long the request may still be repeated after this failure."""
+        now, server = time.monotonic(), self.server
+        self.failed_since, server.away_since = min(self.failed_since, now), min(server.away_since, now)
+        left = self.max_wait_seconds - self.seconds
+        if self.seconds >= QUIET_SECONDS and left > 0 and not server.is_reported:
+            server.is_reported = True
+            self.reporting.callback(setattr, server, "is_reported", False)
+            notice = f"waiting up to {self.max_wait_seconds:.0f} s for {self.url}: {_said(state.outcome, self.key)}"
+            self.reporting.enter_context(self.waiting(notice))
+        return left
 
 
 class _StoppedError(Exception):
@@ -196,13 +213,15 @@ def _sent(url: str, body: bytes, key: str, timeout_seconds: float) -> httpx.Resp
         with _client().stream(
             "POST", url, content=body, headers=headers, timeout=timeout_seconds, extensions={"trace": trace}
         ) as response:
-            return _read(response)
+            answer = _read(response)
     except httpx.RequestError:
-        if is_over.is_set():
-            raise httpx.ReadTimeout(f"no whole answer within {timeout_seconds:g} s") from None
-        raise
+        if not is_over.is_set():
+            raise
     finally:
         timer.cancel()
+    if is_over.is_set():  # an answer without a length ends as its connection does
+        raise httpx.ReadTimeout(f"no whole answer within {timeout_seconds:g} s")
+    return answer
 
 
 def _read(response: httpx.Response) -> httpx.Response:

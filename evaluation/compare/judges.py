@@ -220,8 +220,8 @@ def _rubric_judge(name: str, spec: str, rubric: Path, asking: Asking) -> ScoreJu
 
 def _reward_endpoint(name: str, spec: str, asking: Asking) -> ScoreJudge:
     asker = asking.asker(name, f"{spec}#none")  # refuses invalid URLs and URLs with a password
-    limits = {"timeout_seconds": asking.timeout_seconds, "max_wait_seconds": asking.max_wait_seconds}
-    endpoint = RemoteReward(url=asker.endpoint.url, **limits)
+    timeout, max_wait = asking.timeout_seconds, asking.max_wait_seconds
+    endpoint = RemoteReward(url=asker.endpoint.url, timeout_seconds=timeout, max_wait_seconds=max_wait)
 
     def score(conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
         if not asking.budget.take(1):

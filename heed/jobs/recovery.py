@@ -300,7 +300,8 @@ def milestones(folder: Path) -> list[str]:
 
 
 def _since(saved: list[str]) -> str:
-    return f"from {saved[-1]}" if saved else "from its start"
+    checkpoints = [name for name in saved if name.startswith("checkpoints/")]
+    return f"from {(checkpoints or saved)[-1]}" if saved else "from its start"
 
 
 def storage_trouble(error: BaseException, folder: Path) -> str:

@@ -158,7 +158,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _code_of(place: str) -> str:
-    """Returns the file or folder with the code that MODULE:NAME or FILE.py:NAME names; "" if Python has it installed."""
+    """Returns the file or folder with the code that MODULE:NAME or FILE.py:NAME names; "" if it is installed."""
     module = place.partition(":")[0]
     top = module.partition(".")[0]
     if module.endswith(".py"):

@@ -243,7 +243,7 @@ def _add_tasks(run: StageRun, config: RoundConfig, prompts: Sequence[Prompt], ea
 
 
 def _with_new_ids(store: Labels, tasks: Sequence[Task], batch: str) -> list[Task]:
-    """Returns the tasks, with the batch in the id if another batch has it: of this stage before its settings changed."""
+    """Returns the tasks, with the batch in an id that another batch has: this stage's before its settings changed."""
     others = [other for other in store.batches() if other != batch]
     taken = {stored.task.task_id for other in others for stored in store.tasks(other)}
     return [replace(task, task_id=f"{task.task_id}/{batch}") if task.task_id in taken else task for task in tasks]

@@ -29,10 +29,12 @@ from lm.samplers.engine import SamplingEngine
 from lm.tokenizer import Messages, Tokenizer
 from ppo.environments.environment import Environment, Episode, Reply
 from ppo.rollout import Dialogue
+from training.notices import waits_for
 
 Answer = TypeVar("Answer")
 
 GRACE_SECONDS = 1.0  # after a deadline, until a call that does not end at it is given up
+AFTER_OUTAGE_SECONDS = 61.0  # the longest pause of a request that is repeated, and as much as above
 FILES_PER_EPISODE = 4  # an event loop has three, and an episode often a connection
 CHARACTERS_PER_TOKEN = 64  # a longer reply cannot fit, so it is refused before it is tokenized
 REPLY_ROLES = ("system", "user", "tool")
@@ -291,7 +293,9 @@ class Conversations:
         conversations: Sequence[Conversation],
         ask: Callable[[Conversation], Coroutine[Any, Any, Answer]],
     ) -> "list[tuple[Conversation, Outcome[Answer]]]":
-        """Make a call to each episode, all at once, and wait until each has returned or its deadline has passed."""
+        """Make a call to each episode, all at once, and wait until each has returned or its deadline has passed. While
+        a server's outage is waited for (`training.notices`), and until requests are repeated after it, none passes.
+        """
         started = time.monotonic()
         end = started + self.environment.deadline_seconds + GRACE_SECONDS
         stuck = [conversation.thread.is_stuck for conversation in conversations]
@@ -300,6 +304,8 @@ class Conversations:
         while pending and (left := end - time.monotonic()) > 0:
             _, pending = wait(pending, min(1.0, left))
             note_progress()
+            if waits_for():
+                end = time.monotonic() + self.environment.deadline_seconds + AFTER_OUTAGE_SECONDS
         self._seconds += time.monotonic() - started
         seconds = self.environment.deadline_seconds
         return [(own, Outcome(future, seconds)) for own, future in zip(conversations, futures, strict=True)]

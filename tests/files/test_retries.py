@@ -139,7 +139,7 @@ def test_an_outage_ends_all_requests_together_and_is_reported_once(
     assert [post(server.url, 1.2) for _ in range(2)] == [b"done"] * 2  # it is back, and has all the time again
 
 
-@pytest.mark.parametrize("begins", [b"", b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\n"])
+@pytest.mark.parametrize("begins", [b"", b"HTTP/1.0 200 OK\r\n\r\n", b"HTTP/1.0 200 OK\r\nContent-Length: 999\r\n\r\n"])
 def test_an_answer_that_drips_meets_the_limit_of_the_whole(monkeypatch: pytest.MonkeyPatch, begins: bytes) -> None:
     """Each byte comes well within the limit of the silence."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")

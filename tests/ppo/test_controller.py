@@ -16,7 +16,7 @@ from torch import Tensor
 from cluster.remote import Pending
 from lm.samplers.draws import NO_EVIDENCE, Evidence
 from ppo.config import PPOConfig
-from ppo.controller import PPOController
+from ppo.controller import MissingScoresError, PPOController
 from ppo.rank import ScoreScale
 from ppo.roles import ModelOutputs
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
@@ -261,9 +261,13 @@ def test_a_failed_score_is_not_a_score_of_zero(start: Callable[..., PPOControlle
 
 def test_too_many_failed_scores_stop_the_run(start: Callable[..., PPOController]) -> None:
     roles = FailingScores(5)
-    with pytest.raises(ValueError, match=r"5 of 16 responses .* allows 25%. The first: the endpoint is asleep"):
-        start(roles, max_failed_share=0.25).step(0)
+    controller = start(roles, max_failed_share=0.25)
+    evidence = controller.evidence
+    said = r"5 of 16 responses .* allows 25%. The same command continues after iteration 0. The first: the endpoint is"
+    with pytest.raises(MissingScoresError, match=said):
+        controller.step(0)
     assert roles.policy_batches == []  # before any weight changed
+    assert (controller.evidence, [*controller.in_flight]) == (evidence, [0])  # as a checkpoint needs them
     start(FailingScores(4), max_failed_share=0.25).step(0)
 
 

@@ -129,10 +129,13 @@ def test_losses_without_progress_end_the_run(tmp_path: Path) -> None:
     assert work.calls == MAX_LOSSES_IN_PLACE
 
 
-def test_losses_with_progress_do_not(tmp_path: Path) -> None:
+def test_losses_with_progress_do_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     work = Dying(tmp_path, losses=9, saves=True)
+    (tmp_path / "samples" / "scale").mkdir(parents=True)
+    (tmp_path / "samples" / "scale" / "00000.jsonl").touch()  # which are read, but are not where it resumes from
     run_to_end("sft", tmp_path, work, list)
     assert work.calls == 10
+    assert "sft: continues from checkpoints/step-000009\n" in capsys.readouterr().err
     quiet = Dying(tmp_path, losses=2, saves=False)
     with StatusFile(tmp_path, dict) as status:
         run_to_end("sft", tmp_path, quiet, list, status.restarted)

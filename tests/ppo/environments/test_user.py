@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 
+from files import retries
+from lm.tokenizer import Tokenizer
 from lm.tool_calls import read_tool_calls
+from ppo.environments import conversations, user
+from ppo.environments.conversations import Conversations
 from ppo.environments.environment import Reply
 from ppo.environments.user import SimulatedUser
+from tests.ppo.environments.test_conversations import Scripted
 from tests.serving import serving
 
 
@@ -73,15 +78,36 @@ def test_the_simulator_sees_the_conversation_from_the_users_side(simulator: Simu
     ("answer", "failure"),
     [
         ((404, {"error": "no such model"}), r": status 404 \(.*\): .*no such model"),
-        ((200, {"choices": []}), r" answered .*choices\[0\].message.content was expected"),
-        ((200, {"choices": [{}]}), r" answered .*choices\[0\].message.content was expected"),
+        ((200, {"choices": []}), r": '.*' was answered; choices\[0\].message.content was expected"),
+        ((200, {"choices": [{}]}), r": '.*' was answered; choices\[0\].message.content was expected"),
     ],
 )
-def test_an_endpoint_that_does_not_answer_is_named(simulator: Simulator, answer: Any, failure: str) -> None:
+def test_an_endpoint_that_does_not_answer_is_named(
+    simulator: Simulator, answer: Any, failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user, "MAX_WAIT_SECONDS", 0.0)
     simulator.answers = [answer]
     episode = user_at(simulator).open([{"role": "user", "content": "Hello"}], {}, 5)
-    with pytest.raises(RuntimeError, match=rf"127\.0\.0\.1:\d+/v1{failure}"):
+    with pytest.raises(RuntimeError, match=rf"127\.0\.0\.1:\d+/v1/chat/completions{failure}"):
         asyncio.run(episode.reply(read_tool_calls("What?")))
+
+
+def test_an_outage_of_the_endpoint_is_waited_for_beyond_the_deadline(
+    simulator: Simulator, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retries, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(conversations, "GRACE_SECONDS", 0.0)
+    simulator.answers = [(503, {})] * 6 + ["Thanks. ###STOP###"]
+    chatty, asked = tokenizer.with_template("chat"), [{"role": "user", "content": "the fox"}]
+    talks = Conversations(
+        user_at(simulator).model_copy(update={"deadline_seconds": 3.0}), chatty,
+        Scripted(chatty, ["Here."]),  # type: ignore[arg-type]
+        max_new_tokens=60, max_prompt_tokens=60, temperature=0.5,
+    )  # fmt: skip
+    found = talks.sample([chatty.encode_prompt(asked)], [asked], [{}], [7])
+    assert found.failure == ""
+    assert found.seconds > 0.1 * (2**6 - 1) > 3.0  # the pauses of six failures
 
 
 def test_what_a_user_wants_is_a_text_of_the_row() -> None:
