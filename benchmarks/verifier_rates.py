@@ -147,8 +147,12 @@ def competition(folder: Path) -> Iterator[Labeled]:
         question, answer, other = row["problem"], answers[row["problem"]], answers[following["problem"]]
         for kind in ("math", "number") if _NUMBER.fullmatch(answer) else ("math",):
             yield Labeled(kind, "MATH", question, row["solution"], {"answer": answer}, True)
-            if answer != other and (kind == "math" or _NUMBER.fullmatch(other)):
+            if _plain(answer) != _plain(other) and (kind == "math" or _NUMBER.fullmatch(other)):
                 yield Labeled(kind, "MATH", question, row["solution"], {"answer": other}, False)
+
+
+def _plain(answer: str) -> str:
+    return re.sub(r"d?frac|circ|[{} \\^%$]", "", answer)
 
 
 def math_verify(folder: Path) -> Iterator[Labeled]:

@@ -107,6 +107,20 @@ def final_number(answer: str) -> Fraction:
     raise ValueError(f"no number in {_shown(answer)}")
 
 
+def stated(answer: str) -> str:
+    """Returns what an answer states to be the result, as it is written: of its last marker, or of its only line.
+
+    Raises: ValueError if it has no marker and several lines.
+    """
+    lines = [line for line in answer.splitlines() if line.strip()]
+    said = [found[1] for found in re.finditer(r"(?i)\banswer(?: is|\s*:)\s*:?([^\n]*?)\.?[ *]*(?:\n|$)", answer)]
+    formulas = re.findall(r"\$([^$]+)\$(?!\d)", answer) if len(lines) == 1 else []
+    for found in (_MARKED.findall(answer), _boxed(answer), said, formulas, lines if len(lines) == 1 else []):
+        if found:
+            return re.sub(r"(?<!\\)\$", " ", str(found[-1])).strip(" *")
+    raise ValueError(f'no \\boxed{{}}, "####" or "the answer is" in {_shown(answer)}')
+
+
 def _places(answer: str) -> list[tuple[str, bool]]:
     """Returns the texts in which the number may be, the first one that has a number deciding, and whether each is
     stated to be the answer.

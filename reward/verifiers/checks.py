@@ -4,6 +4,7 @@ response's form: a regular expression and a JSON schema.
 
 import inspect
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -125,7 +126,7 @@ def json_schema(response: str, *, schema: Annotated[dict[str, Any], AfterValidat
     Raises: TimeoutError if the searches for the schema's patterns take longer than SEARCH_SECONDS.
     """
     try:
-        value = json.loads(instructions.without_fence(response), parse_constant=_refuse)
+        value = json.loads(instructions.without_fence(response), parse_constant=_refuse, parse_float=_finite)
         return bool(_validator(schema).is_valid(value))
     except (ValueError, ArithmeticError, RecursionError):  # also of numbers and depths that the validator cannot handle
         return False
@@ -133,6 +134,12 @@ def json_schema(response: str, *, schema: Annotated[dict[str, Any], AfterValidat
 
 def _refuse(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    if math.isinf(number := float(digits)):
+        raise ValueError(f"{digits} is larger than any number of double precision")
+    return number
 
 
 KINDS: dict[str, Callable[..., bool]] = {

@@ -17,11 +17,12 @@ from files.rows import Row
 from lm.progress import note_progress
 from lm.tokenizer import Messages
 from reward.external import ExternalReward, Scored
-from reward.verifiers.answers import LETTERS, final_number, score_choice
+from reward.verifiers.answers import LETTERS, final_number, score_choice, stated
+from reward.verifiers.mathematics import is_equal
 from reward.verifiers.sandbox import FORGED, Limits, check_sandbox, close_sandboxes, code_in, score_code
 
 Check = Callable[[str], Scored]  # scores a response: 1, 0 or a failure
-Kind = Literal["number", "choice", "checks", "tests"]
+Kind = Literal["number", "choice", "math", "checks", "tests"]
 UNCLEAR = "unclear"  # the kind of failure of a response without a number or a choice, or with several
 FIELDS = ("answer", "choices", "checks", "tests")  # of a row
 CODE_BYTES = 512 * 2**20  # address space of a response's code and its tests
@@ -37,11 +38,12 @@ class Verifier(ExternalReward):
     objective_weights: ClassVar[Mapping[str, float]] = {}
 
     kind: Literal["verifier"] = Field(default="verifier", description="The kind of this table.")
-    verifier: Literal["row", "number", "choice", "checks", "tests"] = Field(
+    verifier: Literal["row", "number", "choice", "math", "checks", "tests"] = Field(
         default="row",
         description="What is checked: the final `number`, against the row's `answer`; the `choice` among the row's"
-        " `choices`, against the letter in `answer`; the row's `checks`; its unit `tests` of Python code. `row` = all"
-        " that the row has fields for.",
+        " `choices`, against the letter in `answer`; `math`: the expression, set or equation that the response states,"
+        " against the row's `answer` in LaTeX; the row's `checks`; its unit `tests` of Python code. `row` = all"
+        " that the row has fields for; an `answer` without `choices` is then a number.",
     )
     checks: tuple[dict[str, Any], ...] = Field(
         default=(),
@@ -122,7 +124,13 @@ class Verifier(ExternalReward):
         if not kinds and not self.checks:
             wanted = "field 'checks'" if self.verifier == "checks" else "a field 'answer', 'checks' or 'tests'"
             raise ValueError(f"{where}: found {names(row)}; {wanted} was expected, which says what to verify")
-        read = {"number": self._number, "choice": self._choice, "checks": _row_checks, "tests": self._tests}
+        read = {
+            "number": self._number,
+            "choice": self._choice,
+            "math": self._math,
+            "checks": _row_checks,
+            "tests": self._tests,
+        }
         return self._own_checks("ppo.reward.checks") + [check for kind in kinds for check in read[kind](where, row)]
 
     def _own_checks(self, where: str) -> list[Check]:
@@ -158,6 +166,20 @@ class Verifier(ExternalReward):
         def check(response: str) -> Scored:
             scored = score_choice(response, options, answer)
             return self._unclear(scored.failure) if scored.failure else scored
+
+        return [check]
+
+    def _math(self, where: str, row: Row) -> list[Check]:
+        answer = present(where, row, "answer")
+        expected = str(answer) if is_number(answer) else text_field(where, row, "answer")
+
+        def check(response: str) -> Scored:
+            try:
+                return Scored(float(is_equal(stated(response), expected)))
+            except ValueError as error:
+                return self._unclear(str(error))
+            except TimeoutError as error:
+                return Scored(math.nan, str(error))
 
         return [check]
 

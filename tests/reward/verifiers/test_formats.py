@@ -155,6 +155,12 @@ def test_rows_name_checks_with_their_arguments_and_null_is_absent() -> None:
         read_checks("here", {"prompt": "a"})
 
 
+@pytest.mark.parametrize("response", ["1e400", "-1e400", "[1, 1e400]", "NaN", "Infinity", "-Infinity"])
+def test_what_is_no_number_in_json_is_invalid(response: str) -> None:
+    assert not checks.json_schema(response, schema={})
+    assert checks.json_schema("[1e300, 1e-400, -0.5]", schema={"items": {"type": "number"}})
+
+
 @pytest.mark.parametrize("response", ["NaN", "1e400", "9" * 400, "[" * 400 + "]" * 400])
 def test_json_that_the_validator_cannot_handle_is_invalid(response: str) -> None:
     schema = {"multipleOf": 0.5, "items": {"$ref": "#"}, "uniqueItems": True, "type": "number"}
