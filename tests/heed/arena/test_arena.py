@@ -325,7 +325,8 @@ def test_verdicts_become_a_comparison_with_clusters_and_rankings_for_a_reward_mo
     path = judge(processes, {f"p{number}": choice for number, choice in enumerate(choices)})
     exported, rankings, out = tmp_path / "arena.jsonl", tmp_path / "rankings.jsonl", tmp_path / "compared"
     assert run("label", "export", "--store", path, "--batch", "arena", "--out", str(exported)) == 0
-    assert run("verdicts", str(exported), "--cluster-by", "person", "--out", str(out)) == 0
+    assert run("verdicts", str(exported), "--out", str(out)) == 0
+    assert json.loads((out / "compare.json").read_text())["prompts"]["cluster_by"] == "person"
     report = json.loads((out / "report.json").read_text())
     assert "one" in json.dumps(report)
     assert (out / "report.html").is_file()
