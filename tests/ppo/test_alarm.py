@@ -97,7 +97,7 @@ def test_the_evidence_is_the_smallest_product_of_two_gamblers_stakes() -> None:
     grid = np.array([stakes(initial[10:].tolist(), pairs, begins, m, aim) for m in np.linspace(0, 1, 1025)])
     exact = np.log(grid.min(axis=0).mean())
     assert found.nats == pytest.approx(exact, abs=0.3)
-    assert found.nats <= exact  # a coarser grid may only understate it
+    assert found.nats <= exact + 1e-9  # a coarser grid may only understate it
     assert found.fall == begins[int(grid.min(axis=0).argmax())]
 
 
