@@ -1,7 +1,7 @@
 """Comparisons whose observations depend on each other: prompts made from templates, and training runs of an algorithm.
 
-`benchmarks.compare_coverage` draws many such worlds (`templates`, `people`, `playground`, `seeds`). Both policies, or both
-algorithms, have a known mean, so the intervals can be compared with the truth.
+`benchmarks.compare_coverage` draws many such worlds (`templates`, `people`, `playground`, `seeds`). Both policies, or
+both algorithms, have a known mean, so the intervals can be compared with the truth.
 
 Shape letters: T templates, V verdicts (one per prompt), S runs of an algorithm, P prompts.
 """

@@ -15,17 +15,13 @@ the initial one.
 from iteration k on are below it:
 
     A(m) = Π (1 + λ(x - m)) over the initial checks,    B_k(m) = Π (1 - λ z_i(m)) over the iterations from k on,
-
     z_i(m) = (mean of x in iteration i - m) / c_i, cut at ±1,    c_i = `MOST_ERRORS` standard errors of such a mean.
 
-The checks of one iteration may have something in common, such as easy prompts, so all of them are one bet. λ and c_i
-depend on the initial checks and the number of checks alone. If m is the initial mean and, given the past, no z_i(m) has
-an expectation below 0, neither game is better than fair, so the product of both stakes has an expectation of at most 1.
-That is the hypothesis; whatever an iteration's checks have in common may have any size, if it is as likely to be up as
-down. Without the cut no product would grow fast enough, since a single bet could only be as large as the worst possible
-iteration allows. The smallest product over all m, averaged over the tested k, exceeds 1/α with probability at most α,
-however often one looks, and even though nobody knows in advance when a fall begins (Ville's inequality; the bets are
-those of arXiv 2010.09686).
+Checks of one iteration may have something in common, such as easy prompts, so they are one bet. The hypothesis is that
+given the past, with m the initial mean, no z_i(m) has an expectation below 0: what they share may be large, if it is as
+likely to be up as down. (The cut allows large bets.) Neither game is then better than fair, so the smallest product
+over all m, averaged over the tested k, exceeds 1/α with probability at most α, however often one looks (Ville's
+inequality; the bets are those of arXiv 2010.09686).
 
 Shape letters: A initial checks, B responses, C later checks, N all checks, K iterations in which a fall may begin,
 L sizes of bets, M thresholds.
@@ -311,7 +307,7 @@ def _nats_by_beginning(
     The thresholds are a grid. A falls and B rises with m, so between two thresholds no product is smaller than A at the
     upper one times B at the lower one. `aim` is the evidence, in nats, for which the first gambler's bets are sized.
     """
-    m_M, (a_M, variance) = np.linspace(0, 1, NUM_THRESHOLDS), _initial_stakes(initial_A, aim)
+    (a_M, variance), m_M = _initial_stakes(initial_A, aim), np.linspace(0, 1, NUM_THRESHOLDS)
     begins_K, place_C, count_K = np.unique(policy_C, return_inverse=True, return_counts=True)
     mean_K, most_K = np.bincount(place_C, later_C) / count_K, MOST_ERRORS * np.sqrt(variance / count_K)
     z_KM = ((mean_K[:, None] - m_M) / most_K[:, None]).clip(-1, 1)

@@ -2,9 +2,8 @@
 
 **What is tested.** A task shows a labeler, blindly, the response that an iteration's policy gave to a prompt and one
 that the initial policy gave to it. The verdict is 1 if the policy's is better, -1 if the initial one's is, 0 for a tie,
-and v_i is the mean verdict of the tasks that iteration i sent. The hypothesis is that no policy of the run loses on
-average: given all earlier iterations and their verdicts, the expectation of v_i is at least 0. The verdicts of one
-iteration may have anything in common. Each prompt is compared at most once in a run.
+and v_i is the mean verdict of the tasks that iteration i sent, which may have anything in common. The hypothesis: given
+all earlier iterations and their verdicts, the expectation of v_i is at least 0. A run compares each prompt at most once.
 
 **How.** For a bet b, the stake S = Π (1 - b v_i) over the iterations from k on is a nonnegative supermartingale under
 the hypothesis, since b is a constant and how many tasks are sent depends on earlier verdicts alone. So is its mean over

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from evaluation.judges.external import ExternalJudgments, _clusters_of_arena, read_verdict_file
+from evaluation.judges.external import ExternalJudgments, read_verdict_file
 from evaluation.judges.judge import pairs_of
 from evaluation.judges.people import PeopleJudge
 from evaluation.verdicts import Response
 from preferences.formats.exchange import export
+from preferences.formats.merging import clusters_of_arena
 from preferences.formats.registry import format_to_write
 from preferences.records import Answer, Message, ShownTask, Task
 from preferences.scripted import answer_all
@@ -56,10 +57,10 @@ def test_what_one_person_says_in_an_arena_is_one_cluster() -> None:
         return Task(prompt, (Message("user", prompt),), ("a", "b"), ("old", "new"), details=details)
 
     own = [asked(person, f"{person} asks {number}") for person in ("ann", "bo") for number in range(3)]
-    assert _clusters_of_arena([*own, asked("ann", "hello"), asked("bo", "hello")]) == "person"
+    assert clusters_of_arena([*own, asked("ann", "hello"), asked("bo", "hello")]) == "person"
     listed = [asked(person, f"number {number}") for person in ("ann", "bo") for number in range(3)]
-    assert _clusters_of_arena(listed) == ""
-    assert _clusters_of_arena([*own, replace(own[0], details={})]) == ""
+    assert clusters_of_arena(listed) == ""
+    assert clusters_of_arena([*own, replace(own[0], details={})]) == ""
 
 
 def test_alpacaeval_stays_as_unsure_as_it_was(read: Read) -> None:

@@ -82,7 +82,7 @@ def stakes(
         errors = (np.mean(checks) - threshold) / math.sqrt(spread() / len(checks)) / MOST_ERRORS
         for begin, stake in second.items():
             for place, bet in enumerate(BETS):
-                stake[place] *= 1 - bet * min(max(errors, -1), 1) if policy >= begin else 1
+                stake[place] *= 1 - bet * float(np.clip(errors, -1, 1)) if policy >= begin else 1
     return [float(np.mean(first) * np.mean(second[begin])) for begin in begins]
 
 
