@@ -3,7 +3,7 @@
 **What is tested.** A task shows a labeler, blindly, the response that an iteration's policy gave to a prompt and one
 that the initial policy gave to it. The verdict is 1 if the policy's is better, -1 if the initial one's is, 0 for a tie,
 and v_i is the mean verdict of the tasks that iteration i sent, which may have anything in common. The hypothesis: given
-all earlier iterations and their verdicts, the expectation of v_i is at least 0. A run compares each prompt at most once.
+all earlier iterations and their verdicts, the expectation of v_i is at least 0. No prompt is compared twice in a run.
 
 **How.** For a bet b, the stake S = Π (1 - b v_i) over the iterations from k on is a nonnegative supermartingale under
 the hypothesis, since b is a constant and how many tasks are sent depends on earlier verdicts alone. So is its mean over
@@ -15,8 +15,7 @@ and a missing verdict counts as 1, the least it can add to the evidence. The sta
 it is known, is then at most their stake with all verdicts. So the largest over all n stays within the bound, whatever
 decides who answers what and when.
 
-Shape letters: N tasks in the order in which they were sent, I iterations that sent some, K iterations in which a fall
-may begin, L sizes of bets.
+Shape letters: N tasks in the order sent, I iterations with tasks, K iterations in which a fall may begin, L bets.
 """
 
 import itertools
