@@ -23,8 +23,7 @@ likely to be up as down. (The cut allows large bets.) Neither game is then bette
 over all m, averaged over the tested k, exceeds 1/α with probability at most α, however often one looks (Ville's
 inequality; the bets are those of arXiv 2010.09686).
 
-Shape letters: A initial checks, B responses, C later checks, N all checks, K iterations (a fall's start), L bets, M
-thresholds.
+Shape letters: A initial checks, B responses, C later ones, N all, K iterations (a fall's start), L bets, M thresholds.
 """
 
 import itertools
