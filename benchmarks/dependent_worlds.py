@@ -1,7 +1,7 @@
 """Comparisons whose observations depend on each other: prompts made from templates, and training runs of an algorithm.
 
-`benchmarks.compare_coverage` draws many such worlds (`templates`, `playground`, `seeds`). Both policies, or both
-algorithms, have a known mean, so the intervals can be compared with the truth.
+`benchmarks.compare_coverage` draws many such worlds (`templates`, `people`, `playground`, `seeds`). Both policies, or
+both algorithms, have a known mean, so the intervals can be compared with the truth.
 
 Shape letters: T templates, V verdicts (one per prompt), S runs of an algorithm, P prompts.
 """
@@ -63,6 +63,19 @@ def both_intervals(what: str, won_V: Floats, template_V: Ints, truth: float) -> 
     for how, cluster_V in (("clustered", template_V), ("as if independent", None)):
         pair = comparisons(won_V, np.arange(len(won_V)), cluster_V=cluster_V)
         yield Held(f"{what}: {how}", *pair_test(pair, seed=0).interval(), truth)
+
+
+def people(generator: np.random.Generator, num_people: int) -> Iterator[Held]:
+    """People in an arena, each with 4 conversations of 1 to 6 turns. A person's and a conversation's effect on the
+    verdicts have standard deviations of 1 and .5 logits; over people both policies win equally often.
+    """
+    conversation_V = np.repeat(np.arange(4 * num_people), generator.integers(1, 7, size=4 * num_people))
+    person_V = conversation_V // 4
+    logit_V = generator.normal(size=num_people)[person_V] + 0.5 * generator.normal(size=4 * num_people)[conversation_V]
+    won_V = (generator.random(len(person_V)) < special.expit(logit_V)).astype(np.float64)
+    for how, cluster_V in (("people", person_V), ("conversations", conversation_V), ("prompts", None)):
+        pair = comparisons(won_V, np.arange(len(won_V)), cluster_V=cluster_V)
+        yield Held(f"win rate over {how}", *pair_test(pair, seed=0).interval(), 0.5)
 
 
 def _other_statistics(generator: np.random.Generator, template_V: Ints) -> Iterator[Held]:

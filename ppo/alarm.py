@@ -14,15 +14,16 @@ the initial one.
 **How.** For any threshold m, two gamblers bet: the first that the initial mean is above m, the second that the means
 from iteration k on are below it:
 
-    A(m) = Π (1 + λ(x - m)) over the initial checks,    B_k(m) = Π (1 - λ(x - m)) over the checks from k on.
+    A(m) = Π (1 + λ(x - m)) over the initial checks,    B_k(m) = Π (1 - λ z_i(m)) over the iterations from k on,
+    z_i(m) = (mean of x in iteration i - m) / c_i, cut at ±1,    c_i = `MOST_ERRORS` standard errors of such a mean.
 
-λ depends on earlier checks alone. If the hypothesis holds and m is the initial mean, neither game is better than fair,
-so the product of both stakes has an expectation of at most 1. The smallest product over all m, averaged over the tested
-k, exceeds 1/α with probability at most α, however often one looks, and even though nobody knows in advance when a fall
-begins (Ville's inequality; the bets are those of arXiv 2010.09686).
+Checks of one iteration may have something in common, such as easy prompts, so they are one bet. The hypothesis is that
+given the past, with m the initial mean, no z_i(m) has an expectation below 0: what they share may be large, if it is as
+likely to be up as down. (The cut allows large bets.) Neither game is then better than fair, so the smallest product
+over all m, averaged over the tested k, exceeds 1/α with probability at most α, however often one looks (Ville's
+inequality; the bets are those of arXiv 2010.09686).
 
-Shape letters: A initial checks, B responses, C later checks, N all checks, K iterations in which a fall may begin,
-L sizes of bets, M thresholds.
+Shape letters: A initial checks, B responses, C later ones, N all, K iterations (a fall's start), L bets, M thresholds.
 """
 
 import itertools
@@ -52,8 +53,9 @@ SPOT_CHECKS = "spot_checks.jsonl"
 MOST_STD = 4.0  # scores further from the initial mean count as this far
 SLOPE_PARTS = 4  # the slope is estimated from one of so many parts of the initial checks
 NUM_THRESHOLDS = 129
-BET_SIZES = (32.0, 128.0, 512.0)  # numbers of checks after which a bet of this size is best
-CAUTION = (1.0, 8.0, 64.0, math.inf)  # the same for the initial checks, as multiples of their number; inf = no bet
+BETS = (0.3, 0.9)  # shares of the stake that an iteration can cost
+MOST_ERRORS = 3.0
+CAUTION = (1.0, 8.0, 64.0, math.inf)  # multiples of the initial checks after which a bet is best; inf = no bet
 MOST_AT_STAKE = 0.75  # of what a gambler has
 CHECKS_PER_CALL = 16
 ACTIONS = {
@@ -61,7 +63,7 @@ ACTIONS = {
     "stop": "Training ends.",
     "roll_back": "Training ends, and the result is a policy from before the fall.",
 }
-NUM_BEGINNINGS = 8  # iterations that a fall is tested to have begun with; more would cost more evidence than they find
+NUM_BEGINNINGS = 4  # iterations that a fall is tested to have begun with; more would cost more evidence than they find
 
 
 @dataclass(frozen=True)
@@ -302,23 +304,24 @@ def _nats_by_beginning(
     begin, and those numbers.
 
     The thresholds are a grid. A falls and B rises with m, so between two thresholds no product is smaller than A at the
-    upper one times B at the lower one. `aim` is the evidence, in nats, for which the bets are sized.
+    upper one times B at the lower one. `aim` is the evidence, in nats, for which the first gambler's bets are sized.
     """
-    value_N = np.concatenate([initial_A, later_C])
-    num, m_M = len(initial_A), np.linspace(0, 1, NUM_THRESHOLDS)
-    var_N = _variance_before(value_N)
-    size_AL = np.sqrt(2 * aim / (num * np.array(CAUTION) * var_N[:num, None]))
+    (a_M, variance), m_M = _initial_stakes(initial_A, aim), np.linspace(0, 1, NUM_THRESHOLDS)
+    begins_K, place_C, count_K = np.unique(policy_C, return_inverse=True, return_counts=True)
+    mean_K, most_K = np.bincount(place_C, later_C) / count_K, MOST_ERRORS * np.sqrt(variance / count_K)
+    z_KM = ((mean_K[:, None] - m_M) / most_K[:, None]).clip(-1, 1)
+    b_KLM = np.log1p(-np.array(BETS)[:, None] * z_KM[:, None, :])[::-1].cumsum(axis=0)[::-1]
+    b_KM = np.logaddexp.reduce(b_KLM, axis=1) - math.log(len(BETS))
+    return (a_M[1:] + b_KM[:, :-1]).min(axis=1), begins_K
+
+
+def _initial_stakes(initial_A: Floats, aim: float) -> tuple[Floats, float]:
+    """Returns [M], the logarithm of the first gambler's stake at each threshold, and the variance of the checks."""
+    m_M, var_A = np.linspace(0, 1, NUM_THRESHOLDS), _variance_before(initial_A)
+    size_AL = np.sqrt(2 * aim / (len(initial_A) * np.array(CAUTION) * var_A[:, None]))
     up_ALM = np.minimum(size_AL[..., None], MOST_AT_STAKE / np.maximum(m_M, 1e-9))
     a_LM = np.log1p(up_ALM * (initial_A[:, None, None] - m_M)).sum(axis=0)
-    a_M = np.logaddexp.reduce(a_LM, axis=0) - math.log(len(CAUTION))
-    size_CL = np.sqrt(2 * aim / (np.array(BET_SIZES) * var_N[num:, None]))
-    down_CLM = np.minimum(size_CL[..., None], MOST_AT_STAKE / np.maximum(1 - m_M, 1e-9))
-    b_CLM = np.log1p(-down_CLM * (later_C[:, None, None] - m_M))
-    begins_K, first_K = np.unique(policy_C, return_index=True)
-    per_iteration_KLM = np.add.reduceat(b_CLM, first_K, axis=0)
-    b_KLM = per_iteration_KLM[::-1].cumsum(axis=0)[::-1]
-    b_KM = np.logaddexp.reduce(b_KLM, axis=1) - math.log(len(BET_SIZES))
-    return (a_M[1:] + b_KM[:, :-1]).min(axis=1), begins_K
+    return np.logaddexp.reduce(a_LM, axis=0) - math.log(len(CAUTION)), float(var_A[-1])
 
 
 def _variance_before(value_N: Floats) -> Floats:

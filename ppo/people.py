@@ -1,21 +1,21 @@
 """People as spot checkers of the alarm: on the label page, they compare the policy's responses with the initial ones.
 
 **What is tested.** A task shows a labeler, blindly, the response that an iteration's policy gave to a prompt and one
-that the initial policy gave to it. The verdict v is 1 if the policy's is better, -1 if the initial one's is, 0 for a
-tie. The hypothesis is that no policy of the run loses on average: given everything that was known when task i was sent,
-the mean of v_i is at least 0. Each prompt is compared at most once in a run.
+that the initial policy gave to it. The verdict is 1 if the policy's is better, -1 if the initial one's is, 0 for a tie,
+and v_i is the mean verdict of the tasks that iteration i sent, which may have anything in common. The hypothesis: given
+all earlier iterations and their verdicts, the expectation of v_i is at least 0. No prompt is compared twice in a run.
 
-**How.** For a bet b, the stake S = Π (1 - b v_i) over the tasks sent from iteration k on is a nonnegative
-supermartingale under the hypothesis, since b is a constant and how many tasks are sent depends on earlier verdicts
-alone. So is its mean over bets and beginnings k, and it ever reaches 1/α with probability at most α (Ville).
+**How.** For a bet b, the stake S = Π (1 - b v_i) over the iterations from k on is a nonnegative supermartingale under
+the hypothesis, since b is a constant and how many tasks are sent depends on earlier verdicts alone. So is its mean over
+bets and beginnings k, and it ever reaches 1/α with probability at most α (Ville).
 
 **Answers come late, or never.** PPO does not wait for them. Which answers are still missing may depend on what they
 will be: clear defeats may be answered first. Stakes are therefore multiplied in the order in which tasks were *sent*,
-and a missing verdict counts as 1, the least it can add to the evidence. The stake of the first n tasks, as far as it is
-known, is then at most their stake with all verdicts. So the largest over all n stays within the bound, whatever decides
-who answers what and when.
+and a missing verdict counts as 1, the least it can add to the evidence. The stake of the first n iterations, as far as
+it is known, is then at most their stake with all verdicts. So the largest over all n stays within the bound, whatever
+decides who answers what and when.
 
-Shape letters: N tasks in the order in which they were sent, K iterations in which a fall may begin, L sizes of bets.
+Shape letters: N tasks in the order sent, I iterations with tasks, K iterations in which a fall may begin, L bets.
 """
 
 import itertools
@@ -47,7 +47,7 @@ from training.packing import Sampler
 Floats = NDArray[np.float64]
 
 PEOPLE_CHECKS = "people_checks.jsonl"
-BETS = (0.1, 0.3, 0.6)  # shares of the stake
+BETS = (0.4, 0.95)  # shares of the stake
 LEAST_SHARE = 0.25  # of `checks_per_iteration`, sent while nothing speaks against the policy
 MOST_OPEN = 2  # unanswered tasks, as a multiple of `checks_per_iteration`
 POLICY, INITIAL = "policy", "initial policy"  # the sources of a task's responses, which labelers do not see
@@ -183,8 +183,8 @@ class PeopleChecks:
         """Returns the evidence of the verdicts alone: it decides how many tasks are sent, and rings no alarm."""
         verdict_N, policy_N = self._verdicts(read)
         has_come_N = ~np.isnan(verdict_N)
-        stakes_N = _log_stakes(verdict_N[has_come_N], policy_N[has_come_N], self.num_iterations)[0]
-        return float(stakes_N[-1]) if len(stakes_N) else 0.0
+        stakes_I = _log_stakes(verdict_N[has_come_N], policy_N[has_come_N], self.num_iterations)[0]
+        return float(stakes_I[-1]) if len(stakes_I) else 0.0
 
     def _open(self) -> list[Comparison]:
         answered = {task for one in self._done for task in one.read}
@@ -319,24 +319,26 @@ def number_to_send(most: int, nats: float, aim: float, num_open: int) -> int:
 def evidence_of_verdicts(verdict_N: Floats, policy_N: NDArray[np.int64], num_iterations: int) -> Evidence:
     """Returns the evidence that the policy loses against the initial one. Verdicts are -1, 0 or 1; NaN = none yet.
 
-    It is the largest that the first n tasks give, for any n, since the bound holds for all of them at once.
+    It is the largest that the first n iterations give, for any n, since the bound holds for all of them at once.
     """
-    stakes_N, stakes_NK, begins_K = _log_stakes(np.nan_to_num(verdict_N, nan=1.0), policy_N, num_iterations)
-    if not len(stakes_N) or stakes_N.max() <= 0:
+    stakes_I, stakes_IK, begins_K = _log_stakes(np.nan_to_num(verdict_N, nan=1.0), policy_N, num_iterations)
+    if not len(stakes_I) or stakes_I.max() <= 0:
         return Evidence(0.0, 0)
-    best = int(stakes_N.argmax())
-    return Evidence(float(stakes_N[best]), int(begins_K[stakes_NK[best].argmax()]))
+    best = int(stakes_I.argmax())
+    return Evidence(float(stakes_I[best]), int(begins_K[stakes_IK[best].argmax()]))
 
 
 def _log_stakes(
     verdict_N: Floats, policy_N: NDArray[np.int64], num_iterations: int
 ) -> tuple[Floats, Floats, NDArray[np.int64]]:
-    """Returns the logarithm of the mean stake after each task, that of each beginning of a fall, and the beginnings."""
+    """Returns the logarithm of the mean stake after each iteration, of that of each beginning of a fall, and those."""
     begins_K = np.array(sorted({1 + place * num_iterations // NUM_BEGINNINGS for place in range(NUM_BEGINNINGS)}))
-    counts_NK = policy_N[:, None] >= begins_K
-    gain_NKL = np.log1p(-np.array(BETS) * verdict_N[:, None])[:, None, :] * counts_NK[..., None]
-    stakes_NK = np.logaddexp.reduce(gain_NKL.cumsum(axis=0), axis=2) - math.log(len(BETS))
-    return np.logaddexp.reduce(stakes_NK, axis=1) - math.log(len(begins_K)), stakes_NK, begins_K
+    policy_I, place_N, count_I = np.unique(policy_N, return_inverse=True, return_counts=True)
+    mean_I = np.bincount(place_N, verdict_N, len(policy_I)) / count_I
+    counts_IK = policy_I[:, None] >= begins_K
+    gain_IKL = np.log1p(-np.array(BETS) * mean_I[:, None])[:, None, :] * counts_IK[..., None]
+    stakes_IK = np.logaddexp.reduce(gain_IKL.cumsum(axis=0), axis=2) - math.log(len(BETS))
+    return np.logaddexp.reduce(stakes_IK, axis=1) - math.log(len(begins_K)), stakes_IK, begins_K
 
 
 def _in_order(one: Comparison) -> tuple[tuple[str, str], tuple[str, str]]:

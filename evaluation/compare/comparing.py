@@ -154,7 +154,8 @@ def take_verdicts(
     path = Path(source)
     settings: Settings = {
         "policies": [{"name": name, "kind": EXTERNAL} for name in verdict_file.policies],
-        "prompts": {"num_prompts": len(verdict_file.prompts), "category": category} | settings_of_clusters(cluster_by),
+        "prompts": {"num_prompts": len(verdict_file.prompts), "category": category}
+        | settings_of_clusters(verdict_file.cluster_by),
         "seed": seed,
         "verdicts": {
             "source": source,

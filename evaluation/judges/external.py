@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeGuard
 from evaluation.inputs import cluster_of
 from evaluation.verdicts import Response, Side, Verdict
 from files.rows import read_source
-from preferences.formats.merging import ImportedTask, collect_all
+from preferences.formats.merging import ImportedTask, clusters_of_arena, collect_all
 from preferences.formats.parts import UNKNOWN, Report, as_turns
 from preferences.formats.registry import AUTO, read_as
 from preferences.rankings import current_judgments
@@ -27,7 +27,7 @@ class ExternalJudgments:
 
     `num_same_policy` counts pairs that compare a policy with itself, and `num_unknown` pairs that name no policy;
     neither gives a verdict. `num_again` counts verdicts that repeat an earlier one by the same labeler on the same two
-    responses; they are averaged with it.
+    responses; they are averaged with it. `cluster_by` is the field of the prompts' clusters.
     """
 
     format: str
@@ -40,6 +40,7 @@ class ExternalJudgments:
     num_same_policy: int
     num_unknown: int
     num_again: int
+    cluster_by: str
 
 
 def read_verdict_file(
@@ -50,11 +51,12 @@ def read_verdict_file(
     Each of AlpacaEval's annotators becomes a judge, whose preferences between 0 and 1 are kept as they are. In other
     formats all annotators are labelers of the one `judge`. `category` names the field of the rows that holds the
     category; if "", it is the first of `category`, `kind` and `dataset`. `cluster_by` names the field of the prompts'
-    cluster, if they have one.
+    cluster; "" means as `clusters_of_arena` says.
     Raises: ValueError naming file and line of a malformed row, and if no verdict on two policies is left.
     """
     chosen, file_rows = read_as(form, read_source(source), source)
     collected = collect_all(chosen, file_rows)
+    cluster_by = cluster_by or clusters_of_arena([found.task for found in collected.found_tasks])
     rows = _Rows(judge, category, cluster_by, is_soft=chosen.name == "alpacaeval")
     acts: dict[str, list[Judgment]] = {}
     stands = current_judgments(collected.judgments)
@@ -79,6 +81,7 @@ def read_verdict_file(
         num_same_policy=rows.num_same_policy,
         num_unknown=rows.num_unknown,
         num_again=len(rows.verdicts) - len(verdicts),
+        cluster_by=cluster_by,
     )
 
 

@@ -16,7 +16,7 @@ from files.fields import shown
 from files.rows import InvalidRows
 from preferences.formats.parts import UNKNOWN, Format, JudgedTask, Report, Row, Vote
 from preferences.rankings import current_judgments, ranking_of, why_excluded
-from preferences.records import MAX_LABELERS, NO_LOCATIONS, Judgment, Ranking, StoredTask, Task, named
+from preferences.records import MAX_LABELERS, NO_LOCATIONS, Judgment, Message, Ranking, StoredTask, Task, named
 
 RECENT_TASKS = 4096  # kept in memory while rows are read; rows about the same task are usually close together
 TAKES_BACK = ("undo", "void")  # kinds of events that are no judgments, but end the one before them
@@ -471,3 +471,15 @@ def single_turn(pair: Pair, report: Report) -> str:
     roles = ", ".join(message.role for message in pair.task.prompt)
     report.add("prompt of several turns", pair.where, f"the prompt's turns are {roles}", "left out")
     return ""
+
+
+def clusters_of_arena(tasks: Sequence[Task]) -> str:
+    """Returns "person" if an arena wrote all tasks: what one person asks and prefers is no independent evidence. But if
+    several people had most of the prompts, as from a list, it returns "", and each prompt is a cluster.
+    """
+    people: dict[tuple[Message, ...], set[object]] = {}
+    for task in tasks:
+        if not {"person", "conversation"} <= task.details.keys():
+            return ""
+        people.setdefault(task.prompt, set()).add(task.details["person"])
+    return "person" if 2 * sum(len(who) > 1 for who in people.values()) < len(people) else ""

@@ -121,10 +121,10 @@ def expanded_level(num_prompts: int) -> float:
 def mean_lead(one: Curve, other: Curve, *, seed: int) -> Interval:
     """Returns the first curve's lead in gold score over the second at equal KL, with a 95% interval over prompts.
 
-    It is the mean over evenly spaced places of the range of √KL in which both curves have policies, and unknown if there
-    is no such range. Between the policies of a curve, ordered by KL, the gold score is interpolated along √KL, in which
-    it is close to straight, separately for each resample of prompts. The range from the reference to a curve's first
-    policy is left out: the less policies say about it, the more the curve's shape there is a guess.
+    It is the mean over evenly spaced places of the range of √KL in which both curves have policies, and unknown if
+    there is no such range. Between the policies of a curve, ordered by KL, the gold score is interpolated along √KL, in
+    which it is close to straight, separately for each resample of prompts. The range from the reference to a curve's
+    first policy is left out, since the curve's shape there would be a guess.
 
     Raises: ValueError for curves with different numbers of prompts.
     """

@@ -5,6 +5,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from evaluation.judges.judge import pairs_of
 from evaluation.judges.people import PeopleJudge
 from evaluation.verdicts import Response
 from preferences.formats.exchange import export
+from preferences.formats.merging import clusters_of_arena
 from preferences.formats.registry import format_to_write
-from preferences.records import Answer, ShownTask
+from preferences.records import Answer, Message, ShownTask, Task
 from preferences.scripted import answer_all
 from preferences.store import LabelStore
 from training.data import Prompt
@@ -47,6 +49,18 @@ def test_judgments_are_clustered_by_a_field_of_their_rows(read: Read) -> None:
     assert [prompt.cluster for prompt in read(rows).prompts] == ["", "", ""]
     with pytest.raises(ValueError, match=r"judged\.jsonl: line 3: the field 'dataset' to cluster by is missing"):
         read(rows, cluster_by="dataset")
+
+
+def test_what_one_person_says_in_an_arena_is_one_cluster() -> None:
+    def asked(person: str, prompt: str) -> Task:
+        details = {"person": person, "conversation": f"{person}/{prompt}"}
+        return Task(prompt, (Message("user", prompt),), ("a", "b"), ("old", "new"), details=details)
+
+    own = [asked(person, f"{person} asks {number}") for person in ("ann", "bo") for number in range(3)]
+    assert clusters_of_arena([*own, asked("ann", "hello"), asked("bo", "hello")]) == "person"
+    listed = [asked(person, f"number {number}") for person in ("ann", "bo") for number in range(3)]
+    assert clusters_of_arena(listed) == ""
+    assert clusters_of_arena([*own, replace(own[0], details={})]) == ""
 
 
 def test_alpacaeval_stays_as_unsure_as_it_was(read: Read) -> None:

@@ -14,7 +14,17 @@ from safetensors.torch import load_file
 from benchmarks.alarm_rates import KINDS, NUM_ITERATIONS, evidence_along, first_alarm
 from lm.tokenizer import Tokenizer
 from ppo import loop
-from ppo.alarm import BET_SIZES, CAUTION, MOST_AT_STAKE, MOST_STD, NUM_BEGINNINGS, Evidence, evidence_of, slope
+from ppo.alarm import (
+    BETS,
+    CAUTION,
+    MOST_AT_STAKE,
+    MOST_ERRORS,
+    MOST_STD,
+    NUM_BEGINNINGS,
+    Evidence,
+    evidence_of,
+    slope,
+)
 from ppo.config import PPOConfig
 from ppo.rank import InitialModels
 from ppo.report import report
@@ -55,7 +65,7 @@ def stakes(
 ) -> list[float]:
     """The product of both gamblers' stakes at one threshold, for each beginning of a fall: bet after bet."""
     seen, first = list[float](), [1.0] * len(CAUTION)
-    second = {begin: [1.0] * len(BET_SIZES) for begin in begins}
+    second = {begin: [1.0] * len(BETS) for begin in begins}
 
     def spread() -> float:
         known = [0.0, 1.0, *seen]
@@ -66,12 +76,13 @@ def stakes(
             size = math.sqrt(2 * aim / (len(initial) * caution * spread()))
             first[place] *= 1 + min(size, MOST_AT_STAKE / max(threshold, 1e-9)) * (value - threshold)
         seen.append(value)
-    for updates, value in later:
+    seen.pop()  # the last check says nothing about bets on those before it
+    for policy in sorted({policy for policy, _ in later}):
+        checks = [value for of, value in later if of == policy]
+        errors = (np.mean(checks) - threshold) / math.sqrt(spread() / len(checks)) / MOST_ERRORS
         for begin, stake in second.items():
-            for place, best in enumerate(BET_SIZES):
-                size = min(math.sqrt(2 * aim / (best * spread())), MOST_AT_STAKE / max(1 - threshold, 1e-9))
-                stake[place] *= 1 - size * (value - threshold) if updates >= begin else 1
-        seen.append(value)
+            for place, bet in enumerate(BETS):
+                stake[place] *= 1 - bet * float(np.clip(errors, -1, 1)) if policy >= begin else 1
     return [float(np.mean(first) * np.mean(second[begin])) for begin in begins]
 
 
@@ -86,7 +97,7 @@ def test_the_evidence_is_the_smallest_product_of_two_gamblers_stakes() -> None:
     grid = np.array([stakes(initial[10:].tolist(), pairs, begins, m, aim) for m in np.linspace(0, 1, 1025)])
     exact = np.log(grid.min(axis=0).mean())
     assert found.nats == pytest.approx(exact, abs=0.3)
-    assert found.nats <= exact  # a coarser grid may only understate it
+    assert found.nats <= exact + 1e-9  # a coarser grid may only understate it
     assert found.fall == begins[int(grid.min(axis=0).argmax())]
 
 
@@ -97,9 +108,9 @@ def test_the_slope_is_what_a_standard_deviation_of_score_is_worth() -> None:
     assert slope(np.array([0.0, 1.0]), np.array([0.0, 100.0])) == pytest.approx(1 / MOST_STD)
 
 
-@pytest.mark.parametrize("name", ["still", "real", "half"])
+@pytest.mark.parametrize("name", ["still", "real", "half", "prompts", "shock.2"])
 def test_a_run_whose_gain_is_real_rarely_has_an_alarm(name: str) -> None:
-    assert sum(first_alarm(evidence_along(KINDS[name], seed, 256, 16)) > 0 for seed in range(60)) <= 3
+    assert sum(first_alarm(evidence_along(KINDS[name], seed, 256, 16)) > 0 for seed in range(40)) <= 4
 
 
 def test_a_run_that_hacks_its_reward_has_an_alarm_and_a_beginning() -> None:
@@ -133,8 +144,12 @@ def run(adapted: InitialModels, prompts: list[list[int]], ppo_config: Callable[.
                 "seen = []\n\ndef check(prompts, responses):\n"
                 "    seen.extend(responses)\n    return [float(len(seen) <= 16)] * len(responses)\n"
             )
-        table = {"source": {"kind": "function", "function": f"{checker}:check"}, "initial_checks": 16, **alarm}
-        config = ppo_config(learning_rate=1e-2, keep_policies_every=1, num_iterations=3, alarm=table)
+        table = {
+            "source": {"kind": "function", "function": f"{checker}:check"},
+            "initial_checks": 16,
+            "false_alarms": 0.49,
+        }
+        config = ppo_config(learning_rate=1e-2, keep_policies_every=1, num_iterations=5, alarm=table | alarm)
         roles = Roles.in_process(config, ENGINE, adapted)
         change(roles)
         try:
@@ -154,26 +169,26 @@ def steps_of(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("action", "num_iterations", "result"), [("stop", 2, 2), ("warn", 3, 3), ("roll_back", 2, 0)])
+@pytest.mark.parametrize(("action", "num_iterations", "result"), [("stop", 4, 4), ("warn", 5, 5), ("roll_back", 4, 0)])
 def test_an_alarm_acts_as_configured(
     run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, action: str, num_iterations: int, result: int
 ) -> None:
     run(tmp_path / "run", action=action)
     log = steps_of(tmp_path / "run")
     assert [line["spot_check"] for line in log] == [1.0] + [0.0] * (num_iterations - 1)
-    assert log[1]["alarm_nats"] > -math.log(0.05) > log[0]["alarm_nats"]
+    assert log[3]["alarm_nats"] > -math.log(0.49) > log[2]["alarm_nats"]
     results = results_of(tmp_path / "run")
     alarm = results["alarm"]
     assert isinstance(alarm, dict)
     assert results["num_iterations"] == num_iterations == len(log)
-    assert (alarm["policy"], alarm["fall"], alarm["num_checks"], alarm["result"]) == (1, 1, 32, result)
+    assert (alarm["policy"], alarm["fall"], alarm["num_checks"], alarm["result"]) == (3, 1, 64, result)
     model = load_file(tmp_path / "run" / "model" / "model.safetensors")
     kept = load_file(tmp_path / "run" / "policies" / f"{result:06d}" / "model.safetensors")
     assert all(bool((model[name] == kept[name]).all()) for name in kept)
     (said,) = [message for message in caplog.messages if "alarm" in message]
-    assert "32 spot checks by run_checks.py:check, the latest of the policy after iteration 1, show" in said
+    assert "64 spot checks by run_checks.py:check, the latest of the policy after iteration 3, show" in said
     told = report(StageFolder("ppo", tmp_path / "run", results, log, {})).warning
-    assert "Spot checks rang the alarm after iteration 1 and " in told
+    assert "Spot checks rang the alarm after iteration 3 and " in told
     assert told.endswith(f"The result is the policy after iteration {result}.")
     run(tmp_path / "run", action=action)  # nothing is left to do
     assert results_of(tmp_path / "run") == results
@@ -184,7 +199,7 @@ def test_a_killed_run_has_the_same_checks_as_an_uninterrupted_one(run: Run, tmp_
     with pytest.raises(Killed):
         run(tmp_path / "killed", make_mortal, action="warn")
     run(tmp_path / "killed", action="warn")
-    same_weights_and_log(tmp_path / "whole", tmp_path / "killed")
+    same_weights_and_log(tmp_path / "whole", tmp_path / "killed", num_iterations=5)
     assert results_of(tmp_path / "whole") == results_of(tmp_path / "killed")
 
 

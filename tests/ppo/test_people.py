@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from benchmarks.alarm_rates import PEOPLE, People, people_run
 from lm.tokenizer import Tokenizer
 from ppo import loop
 from ppo.config import PPOConfig
@@ -38,27 +39,28 @@ NUM_ITERATIONS = 5
 
 
 def stakes(verdicts: list[float], policies: list[int], begins: list[int]) -> float:
-    """The mean stake of all bets and beginnings, bet after bet; a missing verdict counts as 1."""
+    """The mean stake of all bets and beginnings, iteration by iteration; a missing verdict counts as 1."""
     found = []
     for begin, bet in itertools.product(begins, BETS):
         stake = 1.0
-        for verdict, policy in zip(verdicts, policies, strict=True):
-            stake *= 1 - bet * (1 if math.isnan(verdict) else verdict) if policy >= begin else 1
+        for policy in sorted({*policies}):
+            own = [1 if math.isnan(v) else v for v, of in zip(verdicts, policies, strict=True) if of == policy]
+            stake *= 1 - bet * float(np.mean(own)) if policy >= begin else 1
         found.append(stake)
     return float(np.mean(found))
 
 
-def test_the_evidence_is_the_largest_mean_stake_of_the_first_tasks() -> None:
+def test_the_evidence_is_the_largest_mean_stake_of_the_first_iterations() -> None:
     rng = np.random.default_rng(1)
-    verdicts = rng.choice([-1.0, -1.0, 0.0, 1.0, math.nan], 40)
+    verdicts = rng.choice([-1.0, -1.0, -1.0, 0.0, math.nan], 40)
     policies = np.repeat([1, 2, 3, 4, 5, 6, 7, 8], 5)
-    prefixes = [stakes(verdicts[:n].tolist(), policies[:n].tolist(), [*range(1, 9)]) for n in range(1, 41)]
+    prefixes = [stakes(verdicts[:n].tolist(), policies[:n].tolist(), [1, 3, 5, 7]) for n in range(5, 41, 5)]
     found = evidence_of_verdicts(verdicts, policies, 8)
     assert max(prefixes) > 1
     assert found.nats == pytest.approx(math.log(max(prefixes)))
-    best = 1 + int(np.argmax(prefixes))
-    by_begin = [stakes(verdicts[:best].tolist(), policies[:best].tolist(), [begin]) for begin in range(1, 9)]
-    assert found.fall == 1 + int(np.argmax(by_begin))
+    best = 5 + 5 * int(np.argmax(prefixes))
+    by_begin = [stakes(verdicts[:best].tolist(), policies[:best].tolist(), [begin]) for begin in (1, 3, 5, 7)]
+    assert found.fall == 1 + 2 * int(np.argmax(by_begin))
     nothing = evidence_of_verdicts(np.array([]), np.array([], dtype=np.int64), 8)
     assert (nothing.nats, nothing.fall) == (0.0, 0)
     assert evidence_of_verdicts(np.full(9, math.nan), np.arange(9), 8).nats == 0.0  # nobody has answered
@@ -72,6 +74,14 @@ def test_an_answer_that_comes_can_only_add_evidence() -> None:
         missing = rng.random(32) < rng.random()
         late = evidence_of_verdicts(np.where(missing, math.nan, verdicts), policies, 8)
         assert late.nats <= evidence_of_verdicts(verdicts, policies, 8).nats + 1e-12
+
+
+def test_what_the_verdicts_of_an_iteration_have_in_common_rings_no_alarm() -> None:
+    """All are .4 better or worse at random. As single bets, they rang in a third of such runs."""
+    world = next(world for world in PEOPLE if world.shock == 0.4)
+    assert sum(people_run(world, seed)[0] > 0 for seed in range(40)) <= 4
+    worse = People("from the first iteration on", -0.4, is_step=True)
+    assert sum(people_run(worse, seed)[0] > 0 for seed in range(10)) >= 9
 
 
 def test_more_is_sent_near_an_alarm_and_nothing_to_people_who_are_behind() -> None:
@@ -138,7 +148,7 @@ def run(
 
     def build(folder: Path, answering: range, killed_after: int = -1, **alarm: object) -> None:
         source = {"kind": "people", "store": str(tmp_path / "labels.db"), "batch": folder.name}
-        table = {"source": source, "checks_per_iteration": 16, "initial_checks": 16, "false_alarms": 0.25, **alarm}
+        table = {"source": source, "checks_per_iteration": 16, "initial_checks": 16, "false_alarms": 0.4, **alarm}
         config = ppo_config(learning_rate=1e-2, keep_policies_every=1, num_iterations=NUM_ITERATIONS, alarm=table)
         roles = Roles.in_process(config, ENGINE, adapted)
         send_weights = roles.sync_weights
@@ -189,7 +199,7 @@ def test_people_answer_while_ppo_runs_and_ring_the_alarm(
     assert alarm["policy"] == len(log) - 1 == sent[-1]["policy"]
     assert [line["spot_checks"] for line in log] == [0, 0, *np.cumsum([len(line["read"]) for line in sent[1:]])]
     assert all(verdict == -1 for line in sent for verdict in line["read"].values())
-    assert log[-1]["alarm_nats"] >= math.log(4) > log[-2]["alarm_nats"]
+    assert log[-1]["alarm_nats"] >= -math.log(0.4) > log[-2]["alarm_nats"]
     (said,) = [message for message in caplog.messages if "alarm:" in message]
     assert "comparisons by people in batch 'run' show that the policy is worse than the initial one" in said
     # To labelers these are tasks like any other.
@@ -198,7 +208,7 @@ def test_people_answer_while_ppo_runs_and_ring_the_alarm(
     assert len({one.task.sources for one in tasks}) == 2  # the order of the responses says nothing
     compared = [one for line in sent for one in line["sent"]]
     assert len(tasks) == sum(bool(one["task_id"]) for one in compared)
-    assert len({one["prompt_id"] for one in compared}) == len(compared) == 12
+    assert len({one["prompt_id"] for one in compared}) == len(compared) == 16
 
 
 def test_without_answers_nothing_rings_and_no_more_is_sent_than_people_can_do(

@@ -144,15 +144,15 @@ def test_a_killed_run_by_adapters_ends_like_an_uninterrupted_run(
     assert first == second
 
 
-def same_weights_and_log(*folders: Path) -> list[dict[str, float]]:
-    """Require that two runs of three iterations left the same bits; returns their metrics without times."""
+def same_weights_and_log(*folders: Path, num_iterations: int = 3) -> list[dict[str, float]]:
+    """Require that two runs left the same bits; returns their metrics without times."""
     for name in ("model", "model_ema"):
         first, second = ((folder / name / "model.safetensors").read_bytes() for folder in folders)
         assert first == second
     logs = []
     for folder in folders:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        assert [line["step"] for line in lines] == [1, 2, 3]
+        assert [line["step"] for line in lines] == [*range(1, num_iterations + 1)]
         logs.append([{k: v for k, v in line.items() if "second" not in k} for line in lines])
     assert logs[0] == logs[1]
     return logs[0]

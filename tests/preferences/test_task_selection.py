@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from preferences.records import Message
+from preferences.records import Message, Task
 from preferences.task_selection import (
     RULES,
     Candidate,
@@ -141,6 +141,22 @@ def test_weights_recover_the_uniform_mean(prompts):
     assert np.mean(gaps) < 0.8 * truth
     assert weighted.low < truth < weighted.high
     assert weighted.high - weighted.low < 0.15 * truth
+
+
+def test_the_interval_covers_the_mean_if_rare_sets_have_unusual_values():
+    """Of two sets, the rare one has a value of 2 on average and the other .15. Percentiles covered 79 of 100 worlds."""
+    covered = 0
+    for seed in range(40):
+        generator = np.random.default_rng(seed)
+        is_rare = generator.random(60) < 0.1
+        tasks = [
+            Task(str(place), (Message("user", str(place)),), ("a", "b"), ("x", "x"),
+                 details={"propensity": 0.1 if rare else 0.9, "num_sets": 2})
+            for place, rare in enumerate(is_rare)
+        ]  # fmt: skip
+        found = uniform_mean(tasks, np.where(is_rare, generator.gamma(2, 1, 60), 0.3 * generator.random(60)), seed=0)
+        covered += found.low <= (2 + 0.15) / 2 <= found.high
+    assert covered >= 36
 
 
 def test_the_evaluation_slice_is_untouched_by_scores(prompts):

@@ -27,6 +27,7 @@ from heed.commands.arena import arena_config, read_prompts, two_policies
 from heed.commands.replay import replay_task
 from preferences.accounts import Account
 from preferences.arena_records import Conversation
+from preferences.formats.merging import clusters_of_arena
 from preferences.page import lockstep
 from preferences.page.arena import CHOICES, NO_ANSWER, TOO_LONG, Arena, ArenaSetup, Given
 from preferences.page.config import LabelingConfig
@@ -325,7 +326,10 @@ def test_verdicts_become_a_comparison_with_clusters_and_rankings_for_a_reward_mo
     path = judge(processes, {f"p{number}": choice for number, choice in enumerate(choices)})
     exported, rankings, out = tmp_path / "arena.jsonl", tmp_path / "rankings.jsonl", tmp_path / "compared"
     assert run("label", "export", "--store", path, "--batch", "arena", "--out", str(exported)) == 0
-    assert run("verdicts", str(exported), "--cluster-by", "person", "--out", str(out)) == 0
+    assert run("verdicts", str(exported), "--out", str(out)) == 0
+    assert "cluster_by" not in json.loads((out / "compare.json").read_text())["prompts"]  # all six had the same prompt
+    with LabelStore(path) as store:
+        assert clusters_of_arena([store.tasks("arena")[0].task]) == "person"
     report = json.loads((out / "report.json").read_text())
     assert "one" in json.dumps(report)
     assert (out / "report.html").is_file()
