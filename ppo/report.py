@@ -307,7 +307,7 @@ def _counted(stage: StageFolder) -> Iterator[tuple[str, str]]:
 
 
 def _alarm(rang: Rang) -> str:
-    shown = "people prefer the initial policy" if rang.by_people else "the gain in score is not real"
+    shown = "people prefer the initial policy" if rang.by_people else "less of the gain is real than scores promise"
     return (
         f"after iteration {rang.policy:,} and {count_of(rang.num_checks, 'spot check')}: {shown},"
         f" most likely since iteration {rang.fall:,}. The result is the policy after iteration {rang.result:,}"
@@ -366,14 +366,7 @@ def _alarm_sentence(stage: StageFolder) -> str:
     if results is None:
         return ""
     if results.alarm is not None:
-        by_people = results.alarm.by_people
-        shown = "people prefer the initial policy" if by_people else "less of the gain is real than the scores promise"
-        return (
-            f"Spot checks rang the alarm after iteration {results.alarm.policy:,} and"
-            f" {count_of(results.alarm.num_checks, 'check')}: {shown}, most likely since iteration"
-            f" {results.alarm.fall:,}. The result is the policy after iteration"
-            f" {results.alarm.result:,}."
-        )
+        return f"Spot checks rang the alarm {_alarm(results.alarm)}."
     if checks:
         return (
             f"Spot checks in {count_of(len(checks), 'iteration')} went from {number(checks[0])} to"

@@ -19,11 +19,11 @@ MOST_TIMES = 1000  # a fault that needs so many times as many draws is one that 
 
 
 def power_row(fault: str, expected: Evidence, num_draws: int) -> str:
-    """Returns a line: the fault, the evidence to expect of so many draws, and whether they are enough to find it."""
+    """Returns a line: the fault, the nats of evidence to expect of so many draws, and whether they would find it."""
     gains_N = (expected.sums_3N[0] / (ENOUGH - expected.shares_N.log())).clamp(min=1e-9)
     times = 1 / float(gains_N.max())
     needed = f"needs --draws {math.ceil(times * num_draws):,}" if times < MOST_TIMES else "not found by any number"
-    return f"{fault:<42} {expected.nats:>8,.1f} nats  {'found' if expected.nats >= ENOUGH else needed}"
+    return f"{fault:<41} {expected.nats:>8,.1f}  {'found' if expected.nats >= ENOUGH else needed}"
 
 
 def faults(end_ids: Collection[int], size: int) -> Mapping[str, Fault]:

@@ -461,7 +461,7 @@ def _draws(tests: tuple[DrawTest, DrawTest], num_draws: int) -> Iterator[Check]:
     yield Check("draws from the policy", not found.is_alarm, _biased(found) or measured)
     of_last = last.expected()
     rows = [power_row(name, gained + of_last[name], num_draws) for name, gained in usual.expected().items()]
-    yield Check(f"evidence that {num_draws:,} draws have of each fault", True, "\n".join(["", *rows]))
+    yield Check(f"nats of evidence that {num_draws:,} draws have of each fault", True, "\n  ".join(["", *rows]))
 
 
 def _biased(evidence: Evidence) -> str:

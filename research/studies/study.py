@@ -205,7 +205,7 @@ def _named(wanted: str) -> list[Finding]:
     names = [name.strip() for name in wanted.split(",")]
     for name in names:
         if name not in KNOWN:
-            raise ValueError(f"finding {name!r}: one of these was expected: {NAMES}")
+            raise ValueError(f"finding {name!r}: one of {NAMES}, was expected")
     return [KNOWN[name] for name in names]
 
 

@@ -143,8 +143,8 @@ def test_faults_by_hand() -> None:
 def test_the_draws_that_a_fault_needs_by_hand() -> None:
     """With two bets of equal stakes, of which one gains 5 nats, log 2 more must be gained."""
     expected = Evidence(("a", "b"), torch.tensor([0.5, 0.5]), torch.tensor([[5.0, -9.0], [0, 0], [0, 0]]))
-    assert power_row("a fault", expected, 512).endswith("4.3 nats  needs --draws 2,429")  # 512 (ENOUGH + log 2) / 5
-    assert power_row("a fault", expected * 10, 512).endswith("49.3 nats  found")
+    assert power_row("a fault", expected, 512).endswith("4.3  needs --draws 2,429")  # 512 (ENOUGH + log 2) / 5
+    assert power_row("a fault", expected * 10, 512).endswith("49.3  found")
     none = replace(expected, sums_3N=expected.sums_3N.clamp(max=0))
     assert power_row("a fault", none, 512).endswith("not found by any number")
 

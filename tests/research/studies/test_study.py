@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.main import get_command
 
 from heed.jobs.job_file import load_job
 from preferences.records import Message, Ranking
 from research.studies.arms import arm_job, basic_arms, cut_rankings, with_those_before
 from research.studies.measures import pairs_right
-from research.studies.study import QUICK, run_study
+from research.studies.study import NAMES, QUICK, run_study
+from research.study import app
 from reward.config import RankingsConfig
 from reward.prepared import read_rankings
 
@@ -91,8 +93,11 @@ def test_a_study_runs_its_arms_once(
 
 
 def test_refusals_come_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"finding 'gao': one of over-optimisation, kl-penalty, .*, or all"):
+    with pytest.raises(
+        ValueError, match=r"finding 'gao': one of over-optimisation, kl-penalty, .*; or a group: all, .*was expected"
+    ):
         run_study("gao", JOBS / "study.toml", tmp_path, num_seeds=1)
+    assert NAMES in str(get_command(app).params[0].help)  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"compare.best_of is 4; at least 8"):
         run_study("all", DEBUG, tmp_path, num_seeds=1)
     with pytest.raises(ValueError, match=r"keep_policies_every is 2 with 3 iterations; at least 3 policies"):

@@ -506,7 +506,7 @@ def test_it_says_next_to_a_comparison_whether_the_alarm_rang(run: Path) -> None:
     assert "Spot checks in 80 iterations went from 0.50 to 0.50 and never rang the alarm" in never
     rang = {"policy": 12, "fall": 7, "num_checks": 448, "nats": 3.1, "result": 6, "by_people": False}
     change(run, "ppo/results.json", "alarm", rang)
-    assert "Spot checks rang the alarm after iteration 12 and 448 checks: " in write_report(run)["verdict"]
+    assert "Spot checks rang the alarm after iteration 12 and 448 spot checks: " in write_report(run)["verdict"]
 
 
 def test_a_sample_shows_its_whole_conversation(run: Path, read_page: ReadPage) -> None:
