@@ -206,7 +206,7 @@ def evidence(
     """Bet against the policy softmax(logits / temperature) on the sampled tokens. With `fault`, returns the evidence to
     expect where a sampler with this fault draws the tokens instead.
 
-    On a GPU, `TESTED` probabilities take about 120 kernels and one wait for the result.
+    On a GPU, `TESTED` probabilities take about 150 kernels and one wait for the result.
     """
     device = logits_CV.device
     sizes = logits_CV.shape[1], 8 * len(BETS), 2 * draws.text_CT.shape[1]  # the largest tensors, in numbers per token
