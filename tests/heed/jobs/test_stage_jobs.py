@@ -186,6 +186,7 @@ def test_an_alarm_goes_back_to_the_initial_policy(
     )
     left_out = {name.partition(".")[2] for name in shipped["without"]}
     debug["ppo"] = {key: value for key, value in debug["ppo"].items() if key not in left_out} | shipped["ppo"]
+    debug["ppo"]["num_iterations"] = 14  # each has one bet, so fewer cannot ring
     debug["ppo"]["alarm"] |= {
         "source": {"kind": "function", "function": f"{tmp_path / 'checks.py'}:check"},
         "initial_checks": 16,
@@ -215,7 +216,7 @@ def test_people_ring_the_alarm_of_the_shipped_job(tmp_path: Path, monkeypatch: p
     store = str(tmp_path / "labels.sqlite")
     left_out = {name.partition(".")[2] for name in alarm["without"]}
     debug["ppo"] = {key: value for key, value in debug["ppo"].items() if key not in left_out} | alarm["ppo"]
-    debug["ppo"] |= {"num_iterations": 5, "alarm": {**shipped, "source": {"kind": "people", "store": store}}}
+    debug["ppo"] |= {"num_iterations": 14, "alarm": {**shipped, "source": {"kind": "people", "store": store}}}
     (tmp_path / "job.toml").write_text(tomli_w.dumps(debug))
     with Running(store, LabelingConfig(asks_ratings=False)) as page:
         page.join("ann")
