@@ -148,7 +148,7 @@ def test_its_rows_are_read_before_anything_is_trained(called: Callable[..., tupl
     ("code", "changes", "message"),
     [
         (CODE, {"num_stepz": 3}, r"`num_stepz`: unknown key in \[midtrain\]; did you mean `num_steps`\?"),
-        (CODE, {"num_steps": 0}, r"midtrain\.num_steps: .* greater than or equal to 1, found 0"),
+        (CODE, {"num_steps": 0}, r"midtrain\.num_steps: at least 1 was expected, not 0"),
         (CODE, {"batch": {"batch_size": 4, "micro_batch_size": 3}}, r"midtrain\.batch: batch_size over micro_batch"),
         (CODE.replace('"midtrain"', '"sft"'), {}, r"custom_stages: stage .*: the name 'sft' is taken"),
         (
