@@ -123,7 +123,7 @@ def test_a_fall_in_a_long_run_costs_as_much_evidence_as_in_a_short_one() -> None
     checks, scores = np.zeros(40), np.zeros(40)
     short, long = (
         found_by(np.ones(64), np.zeros(64), checks, scores, policies, num_iterations=number)
-        for number, policies in ((NUM_BEGINNINGS, np.arange(40) // 5 + 1), (1000, np.arange(40) // 5 * 125 + 1))
+        for number, policies in ((NUM_BEGINNINGS, np.arange(40) // 10 + 1), (1000, np.arange(40) // 10 * 250 + 1))
     )
     assert long.nats == pytest.approx(short.nats)
 

@@ -194,8 +194,9 @@ def test_people_answer_while_ppo_runs_and_ring_the_alarm(
     sent = [line for line in lines_of(tmp_path / "run" / PEOPLE_CHECKS) if "sent" in line]
     alarm = results["alarm"]
     assert (alarm["fall"], alarm["result"], alarm["by_people"]) == (1, 0, True)
-    told = report(StageFolder("ppo", tmp_path / "run", results, log, {})).sentence
-    assert f"rang the alarm after iteration {alarm['policy']}: people prefer the initial policy, most likely" in told
+    told = report(StageFolder("ppo", tmp_path / "run", results, log, {})).warning
+    rang = f"after iteration {alarm['policy']} and {alarm['num_checks']} spot checks"
+    assert f"rang the alarm {rang}: people prefer the initial policy, most likely" in told
     assert alarm["policy"] == len(log) - 1 == sent[-1]["policy"]
     assert [line["spot_checks"] for line in log] == [0, 0, *np.cumsum([len(line["read"]) for line in sent[1:]])]
     assert all(verdict == -1 for line in sent for verdict in line["read"].values())
