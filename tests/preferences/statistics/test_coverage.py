@@ -63,7 +63,8 @@ def test_alphas_of_few_prompts_are_covered(shape, noise):
 @pytest.mark.parametrize("spread", [0.0, 2.0])
 @pytest.mark.parametrize("num_labelers", [2, 5])
 def test_agreement_with_others_is_covered_whatever_the_tasks_difficulty(num_labelers, spread):
-    assert 0.93 < differing_tasks(num_labelers, 60, spread, num_worlds=200, seed=1).share < 0.98
+    """With 500 worlds the standard error is 1%, or .7% where labelers differ."""
+    assert 0.93 < differing_tasks(num_labelers, 60, spread, num_worlds=500, seed=2).share < 0.98
 
 
 def test_what_reversing_labelers_would_win_and_lose():
