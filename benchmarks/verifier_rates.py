@@ -37,7 +37,7 @@ from reward.verifiers.verifier import Verifier
 
 Half = Literal["development", "held-out"]
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
-# The model goes on with questions of its own, or lists options that its question does not have.
+# The model continues with questions of its own, or lists options that its question does not have.
 _RUNS_ON = re.compile(r"Choices:|Question:|Hint:|(?:^|\n)\(?[K-Z]\)|</s>")
 _NO_ANSWER = re.compile(r"n/?a|none|cannot|not |no |unknown|incomplete", re.IGNORECASE)
 

@@ -72,10 +72,9 @@ class Suggesting(TyperGroup):
 def _key_like(option: str) -> str:
     """Says which key of a job an option stands for; "" if none is like it."""
     from heed.jobs.job import BUILT_IN_JOB
-    from heed.jobs.job_file import unknown_key
+    from heed.jobs.job_file import meaning_of_key
 
-    hint = unknown_key((), option.removeprefix("--").replace("-", "_"), BUILT_IN_JOB).partition("; ")[2]
-    return "" if hint.startswith("known keys are") else hint
+    return meaning_of_key((), option.removeprefix("--").replace("-", "_"), BUILT_IN_JOB)
 
 
 app = typer.Typer(

@@ -186,13 +186,13 @@ DIAGNOSTICS = (
     ),
 )
 
-
-# Charts for each source of prompts, if there are several: metric, title, unit, and whether it is a share.
 WRONG = {  # kinds of failure with score 0: the panel's title, and which responses they are
     UNCLEAR: ("Unclear answers", "without a clear number or choice"),
     FORGED: ("Forged results of tests", "whose code tried to forge the result of its tests"),
     REFUSED: ("Refused tests", "whose code or tests used an object that the sandbox refuses"),
 }
+
+# Charts for each source of prompts, if there are several: metric, title, unit, and whether it is a share.
 SOURCE_DIAGNOSTICS = (
     ("eos_rate", "Responses that end", "before the length limit", True),
     ("tokens", "Response length", "tokens", False),

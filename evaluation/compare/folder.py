@@ -284,8 +284,9 @@ def prompts_of(folder: Path) -> list[Prompt]:
 def refuse_other_settings(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raises: ValueError naming what differs between a finished comparison's settings and those asked for."""
     for name in ("policies", ALGORITHMS, "prompts", "seed", "verdicts"):
-        if found.get(name) != json.loads(json.dumps(wanted.get(name))):
-            there, now = _leaves(found.get(name), name), _leaves(json.loads(json.dumps(wanted.get(name))), name)
+        asked = json.loads(json.dumps(wanted.get(name)))
+        if found.get(name) != asked:
+            there, now = _leaves(found.get(name), name), _leaves(asked, name)
             where = next(leaf for leaf in (*there, *now) if there.get(leaf, "absent") != now.get(leaf, "absent"))
             raise ValueError(
                 f"{folder}: holds a comparison with other settings: {where}: {there.get(where, 'absent')} there,"

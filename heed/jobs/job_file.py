@@ -363,30 +363,32 @@ def _expected(problem: Mapping[str, Any]) -> str:
 
 
 def unknown_key(section: Sequence[str], key: str, model: type[BaseModel]) -> str:
-    """Says what an unknown key may stand for (another project's name, or a typo), or lists the known keys."""
-    known = [name for section_model in _sections(section, model) for name in section_model.model_fields]
+    """Says what an unknown key may stand for, or lists the known keys."""
     where = f" in [{'.'.join(section)}]" if section else ""
-    hint = ""
-    if key not in known:
-        hint = counterpart(
-            key, lambda name: _is_key(name, section, model) or ("." in name and _is_key(name, (), model))
-        )
-    if not hint and not section:
-        hint = _counterpart_in_a_section(key, model)
-    if not hint and section and key in model.model_fields and not _sections([key], model):
-        hint = f"it is a key of the whole job: write `{key}` above the first [section]"
-    kinds = _or([f'"{kind}"' for kind in _kinds_with(key, section, model)])
-    if not hint and not kinds and key in known:
-        hint = f"only tables in a list have this key: `{'.'.join(section)} = [{{ ... }}]`"
-    if not hint and kinds:
-        hint = f"only a table of kind {kinds} has this key"
-    if not hint:
-        below = [f"`{place}`" for place in _places_of(key, section, model)]
-        close = [f"`{name}`" for name in get_close_matches(key, known, n=1)]
-        hint = (
-            f"did you mean {_or(below or close)}?" if below or close else f"known keys are {', '.join(sorted(known))}"
-        )
-    return f"`{key}`: unknown key{where}; {hint}"
+    known = ", ".join(sorted(name for of in _sections(section, model) for name in of.model_fields))
+    return f"`{key}`: unknown key{where}; {meaning_of_key(section, key, model) or f'known keys are {known}'}"
+
+
+def meaning_of_key(section: Sequence[str], key: str, model: type[BaseModel]) -> str:
+    """Says what an unknown key may stand for: another project's name, or a typo; "" if no key is like it."""
+    known = [name for of in _sections(section, model) for name in of.model_fields]
+
+    def is_known(name: str) -> bool:
+        return _is_key(name, section, model) or ("." in name and _is_key(name, (), model))
+
+    if key not in known and (hint := counterpart(key, is_known)):
+        return hint
+    if not section and (hint := _counterpart_in_a_section(key, model)):
+        return hint
+    if section and key in model.model_fields and not _sections([key], model):
+        return f"it is a key of the whole job: write `{key}` above the first [section]"
+    if kinds := _or([f'"{kind}"' for kind in _kinds_with(key, section, model)]):
+        return f"only a table of kind {kinds} has this key"
+    if key in known:
+        return f"only tables in a list have this key: `{'.'.join(section)} = [{{ ... }}]`"
+    below = [f"`{place}`" for place in _places_of(key, section, model)]
+    close = [f"`{name}`" for name in get_close_matches(key, known, n=1)]
+    return f"did you mean {_or(below or close)}?" if below or close else ""
 
 
 def _or(names: Sequence[str]) -> str:

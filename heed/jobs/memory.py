@@ -392,15 +392,21 @@ def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
             phases["score by the reference"] = scoring_phase(policy, layout, work.trained, work.num_logits)
     if layout.is_gpu:  # the logits joined, and the log-probs, probabilities and products of these in fp32
         tested = min(TESTED["cuda"], work.rollout_rows * work.response_tokens * policy.config.vocab_size)
-        kept = {"logits for the test of draws": layout.compute_bytes * tested}
-        phases["test of draws"] = kept | {"bets": layout.compute_bytes * tested + 16 * min(tested, AT_ONCE["cuda"])}
-        for name in {"measure", "score by the reference", "score by the reward model"} & phases.keys():
-            phases[name] |= kept
+        kept = layout.compute_bytes * tested
+        phases["test of draws"] = {"tested logits": kept, "bets": kept + 16 * min(tested, AT_ONCE["cuda"])}
+        _keep_tested_logits(phases)
     average = 4 * policy.trained // layout.ranks if work.has_average else 0
     (held if work.mode == "fast" or not layout.is_gpu else host)["moving average"] = average
     (host if layout.is_gpu else held)["copy of the average for checkpoints"] = average
     phases["sync"] = {"weights on their way": _arriving_bytes(policy, layout)}
     return Memory(held, phases, host, saved_bytes(policy, layout))
+
+
+def _keep_tested_logits(phases: dict[str, Parts]) -> None:
+    """Add the logits that a learner keeps for the test of draws to the phases before it, if there is that test."""
+    for name, parts in phases.items() if "test of draws" in phases else ():
+        if name == "measure" or name.startswith("score by"):
+            parts["tested logits"] = phases["test of draws"]["tested logits"]
 
 
 def _arriving_bytes(policy: Counts, layout: Layout) -> int:
@@ -485,9 +491,7 @@ def ppo_memory(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
     learning, scoring = learner(models, layout, work), scorer(models, layout, work)
     held, host = {**learning.held, **scoring.held}, {**learning.host, **scoring.host}
     phases = {name: dict(parts) for name, parts in {**learning.phases, **scoring.phases}.items()}
-    for name, parts in phases.items():
-        if name.startswith("score by"):  # meanwhile the learner keeps the logits that it tests afterwards
-            parts |= {part: size for part, size in learning.phases.get("test of draws", {}).items() if part != "bets"}
+    _keep_tested_logits(phases)
     if work.mode == "small":  # masters and moments are on the device from the first update until the next sampling
         away = {part: held.pop(part) for part in list(held) if part.endswith((": moments", ": fp32 masters"))}
         (host if layout.is_gpu else held).update({f"{part}, while others work": size for part, size in away.items()})

@@ -101,11 +101,6 @@ class Preferences(Source):
     objectives: Sequence[str] = ()
 
     @property
-    def objectives_lines(self) -> Sequence[str]:
-        names = ", ".join(toml_value(name) for name in self.objectives)
-        return [f"objectives = [{names}]  # one score each"] if names else []
-
-    @property
     def heldout_line(self) -> str:
         return f"heldout_share = {self.heldout_share}       # of the prompts, to measure the accuracy on"
 
@@ -172,11 +167,12 @@ def sft_section(shape: Shape, data: Source) -> Sequence[str]:
 
 def reward_section(shape: Shape, start: Sequence[str], data: Preferences) -> Sequence[str]:
     """A reward model trained on preferences."""
+    objectives = ", ".join(map(toml_value, data.objectives))
     return (
         "[reward]  # learn which responses people prefer",
         *start,
         f"rankings = {data.toml()}",
-        *data.objectives_lines,
+        *([f"objectives = [{objectives}]  # one score each"] if objectives else []),
         data.heldout_line,
         'on_overlong = "skip"',
         f"batch = {batch_toml(batch_for(data.num_tasks), 2 * data.lengths.longest)}",
