@@ -469,15 +469,14 @@ def kto_mean(learner: nn.Module) -> Tensor:
     for comparison, reference in zip(LABELLED, REFERENCE, strict=True):
         responses = zip(comparison.sequences, comparison.response_tokens, reference, strict=True)
         leads = [0.03 * (logprob(tokens, num) - float(before) - baseline) for tokens, num, before in responses]
-        for verdict in comparison.verdicts:
-            share = verdict.weight / len(comparison.verdicts)
-            weights += share
-            if verdict.flags:
-                losses.append(share * torch.sigmoid(leads[0]))
-                continue
-            for lead, rating in zip(leads, verdict.ratings, strict=True):
-                loss = 1.3 * torch.sigmoid(-lead) if rating > 3 else torch.sigmoid(lead)
-                losses.append(share * loss / len(leads))
+        for k, lead in enumerate(leads):
+            # The labeler who flags the first response says nothing of the others.
+            labelling = [verdict for verdict in comparison.verdicts if k == 0 or not verdict.flags]
+            for verdict in labelling:
+                share = verdict.weight / len(labelling)
+                is_desirable = not verdict.flags and verdict.ratings[k] > 3
+                losses.append(share * (1.3 * torch.sigmoid(-lead) if is_desirable else torch.sigmoid(lead)))
+                weights += share
     return sum_of(losses) / weights
 
 
