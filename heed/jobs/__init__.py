@@ -6,6 +6,6 @@ The modules, in the order in which to read them:
     the run               pipeline, run, recovery
     its report            report, watch
     its plan              plan, memory, times
-    other commands        starter (`heed init`), loop, replay
+    other commands        starter, starter_sections (`heed init`), loop, replay
     on a cluster          submission, launchers/
 """

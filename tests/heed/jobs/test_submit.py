@@ -108,7 +108,7 @@ def test_a_submitted_job_is_a_run(submitted: Submitted, output_of: Callable[...,
 
 def test_a_followed_job_ends_the_command_as_it_ends(submitted: Submitted, output_of: Callable[..., str]) -> None:
     said = output_of("jobs", "logs", submitted.failing, "-f", code=2)
-    assert "error: ppo.prompts.source: /absent/prompts.jsonl: no such file" in said
+    assert re.search(r"error: debug\.toml:\d+: ppo\.prompts\.source: /absent/prompts\.jsonl: no such file", said)
     assert f"{submitted.failing}: FAILED after" in said
 
 

@@ -25,6 +25,9 @@ from tests.research.studies.test_study_findings import BY_N, FAR, NUM_PROMPTS, l
 
 ROOT = Path(__file__).parents[3]
 
+# Of the run with an alarm: each iteration has one bet, so an alarm takes about ten of them.
+ALARM_FAR = list(np.linspace(0.4, 4.0, 30))
+
 
 @dataclass(frozen=True)
 class Planted:
@@ -40,7 +43,7 @@ class Planted:
     def rl(self, arm: str) -> Curve:
         """The three runs of an algorithm lie on one curve, each further out."""
         name, _, number = arm.rpartition("-")
-        part = FAR if number == "alarm" else FAR[int(number) - 1 :: 3]
+        part = ALARM_FAR if number == "alarm" else FAR[int(number) - 1 :: 3]
         return planted("rl", self.alphas[name], 0.12, part, np.random.default_rng(self.seed))
 
     def tokens(self, arm: str) -> Floats:
@@ -55,11 +58,11 @@ class Planted:
     def spot_checks(self, arm: str) -> tuple[Floats, Floats, Floats]:
         """Scores rise by two standard deviations and checks fall with the curve's gold, 128 of each policy."""
         rng = np.random.default_rng(self.seed)
-        policy_N = np.repeat(np.arange(len(FAR)), [1024, *[128] * (len(FAR) - 1)]).astype(float)
+        policy_N = np.repeat(np.arange(len(ALARM_FAR)), [1024, *[128] * (len(ALARM_FAR) - 1)]).astype(float)
         gain_N = np.concatenate([[0.0], self.rl(arm).gold_KP.mean(axis=1) - self.rl(arm).start_gold_P.mean()])
         noise_N = rng.normal(size=len(policy_N))
         check_N = (0.5 + gain_N[policy_N.astype(int)] + 0.15 * noise_N).clip(0, 1)
-        score_N = 0.5 * noise_N + rng.normal(size=len(policy_N)) * 0.75**0.5 + 2 * policy_N / len(FAR)
+        score_N = 0.5 * noise_N + rng.normal(size=len(policy_N)) * 0.75**0.5 + 2 * policy_N / len(ALARM_FAR)
         return check_N, score_N, policy_N
 
 
@@ -128,7 +131,7 @@ def test_an_alarm_saves_gold_where_it_falls_and_none_where_it_does_not() -> None
         [claim.verdict for claim in look(ALARM, world).claims if claim.text.endswith("minus the last policy")]
         for world in (hacked, sound)
     )
-    assert saved[:2] == ["replicates"] * 2  # a quarter of the checks take longer than these ten iterations
+    assert saved[:2] == ["replicates"] * 2  # a quarter of the checks may take longer
     assert nothing == ["does not replicate"] * 4
     assert [claim.over_seeds.mean for claim in look(ALARM, sound).claims][2::3] == [0.0] * 4  # no alarm rang
 
