@@ -171,6 +171,11 @@ class FixedSteps:
         self._pool: Any = None
         self._max_rows = 0
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the cache, which is most of what is kept."""
+        return 0 if self._cache is None else self._cache.keys.nbytes + self._cache.values.nbytes
+
     def cache_for(self, max_rows: int, num_columns: int) -> KVCache:
         """Returns the cache of these steps, for at most `max_rows` sequences; a new one if the last is too small."""
         if self._cache is None or self._max_rows < max_rows or self._cache.num_columns < num_columns:

@@ -27,6 +27,7 @@ from lm.transfer import pad_left, pad_right
 # Reading tokens makes the CPU wait for a GPU, so the tokens of several steps are read at once. A finished sequence
 # idles for half of these steps on average.
 STEPS_PER_READING = {"cpu": 1, "cuda": 8}
+SAMPLED_AT_ONCE = {"cpu": 128, "cuda": 1024}  # rows that run at once by default; a GPU runs fewer if these do not fit
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,11 @@ def generate(
     choice: Choice,
     seeds: Sequence[int],
     stop: Stop = never,
-    max_rows: int = 128,
+    max_rows: int = 0,
     sources: Sequence[Sequence[int]] | None = None,
     steps: StepKind | Steps = "auto",
 ) -> Generated:
-    """Generate one response per prompt, at most `max_rows` at a time.
+    """Generate one response per prompt, at most `max_rows` at a time (0 = `SAMPLED_AT_ONCE` of the device).
 
     Pass prompts sorted by length to minimise padding. For several samples of a prompt, repeat it: neighbours that enter
     together are read once. An encoder-decoder reads one source per response, and its decoder begins with the prompt.
@@ -80,6 +81,7 @@ def generate(
     check_room(model, prompts, limits)
     check_sources(model, sources, len(prompts))
     taken = decoding_steps(model, steps) if isinstance(steps, str) else steps
+    max_rows = max_rows or SAMPLED_AT_ONCE[model.head.weight.device.type]
     run = _Run(model, prompts, sources, limits, end_ids, choice, seeds, stop, max_rows, taken)
     with prepacked(model, run.max_rows) if taken is None else nullcontext():
         while run.has_work():

@@ -12,7 +12,7 @@ from cluster.remote import Handle, Pending
 from lm.lora import LoRAConfig, add_adapters, interleaved, is_adapter, merged
 from lm.model import LanguageModel
 from lm.samplers.engine import SamplingEngine, SentWeights, chunks, require_same, whole_digest
-from lm.samplers.heed_engine import HeedSampler
+from lm.samplers.heed_engine import KEPT_SHARE, HeedSampler
 from lm.source import on_meta
 from lm.tensor_parallel import Rendezvous, Team
 from lm.weights import ModelFolder, read_config
@@ -114,18 +114,23 @@ class Generator(Rank):
         if config.sampler.has_own_process:
             from lm.samplers.vllm_engine import VLLMSampler
 
-            together = config.sampler.tensor_parallel_size
             self.sampler = VLLMSampler(
                 self.models.sft,
                 precision,
                 end_ids=end_ids,
                 on_own_device=on_own_device,
-                tensor_parallel_size=together,
+                tensor_parallel_size=config.sampler.tensor_parallel_size,
+                max_rows=config.sampler.max_rows,
             )
         else:
             team = Team.join(meeting) if meeting is not None else None
             self.sampler = HeedSampler.load(
-                self.models.sft, precision, end_ids=end_ids, keeps_steps=on_own_device, team=team
+                self.models.sft,
+                precision,
+                end_ids=end_ids,
+                kept_share=1.0 if on_own_device else KEPT_SHARE if config.memory == "fast" else 0.0,
+                max_rows=config.sampler.max_rows,
+                team=team,
             )
         sends_adapter = config.lora is not None and config.lora.sends == "adapter"
         self.merging = Merging(self, config.lora) if config.lora is not None and sends_adapter else None

@@ -17,6 +17,12 @@ class SamplerConfig(Config):
         " policy that does not fit on one GPU. Ranks with consecutive numbers, which are on the same machine if it has"
         " room for all of them, work together.",
     )
+    max_rows: int = Field(
+        default=0,
+        ge=0,
+        description="Number of responses that a generator samples at once, at most; 0 = 128 on a CPU, and on a GPU up"
+        " to 1,024, as many as fit in its free memory.",
+    )
 
 
 class HeedSampler(SamplerConfig):

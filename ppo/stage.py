@@ -451,6 +451,7 @@ STAGE = Stage(
             "placement.weight_transport",
             "sampler.python",
             "sampler.tensor_parallel_size",
+            "sampler.max_rows",
             "memory",
             "lora.sends",
             "reward.timeout_seconds",

@@ -18,12 +18,14 @@ from lm import layers
 from lm.block import Block
 from lm.config import ModelConfig
 from lm.decoding import PROMPT_TOKENS, rows_in
+from lm.generation import SAMPLED_AT_ONCE
 from lm.inspection import Pass, block_bytes, cache_bytes_per_token, ends_bytes, exchanged_numbers, forward_bytes
 from lm.layers import rounded_weights
 from lm.lora import LoRAConfig, add_adapters
 from lm.model import ScalarModel, freeze_all_but_last
 from lm.native.kernels import library
 from lm.samplers.draws import AT_ONCE, TESTED
+from lm.samplers.heed_engine import KEPT_SHARE
 from lm.sampling import LOGITS_AT_ONCE, PART_NUMBERS
 from lm.source import on_meta
 from lm.tensor_parallel import config_of_part, parameters_of_part
@@ -36,13 +38,13 @@ from training.packing import bucket
 KEPT_WHOLE = 100_000  # the largest tensor that ZeRO-3 gathers once and keeps whole
 MAX_LIVE, PREFETCH_BUCKET = 1_000_000_000, 50_000_000  # the most that it gathers at a time, and fetches ahead
 REDUCE_BUCKET = 500_000_000  # the largest of `training.distributed` (not imported here: that takes seconds)
-GENERATION_ROWS = 128  # lm.generation.generate's max_rows
 CHUNK_BYTES = 1 << 28  # lm.samplers.engine: a chunk of weights ends once it has this many
 HASHED_AT_ONCE = 1 << 21  # likewise: elements, 16 bytes each
 RESERVED_BYTES = 5 * (1 << 30) // 2  # of a GPU: CUDA's context, NCCL's buffers, cuBLAS's workspaces (1.5 to 2.5 GiB)
 FROZEN = OptimizerConfig(learning_rate=1.0)  # for counting parameters that no optimizer trains
 Mode = Literal["fast", "balanced", "small"]  # ppo.memory
 Parts = dict[str, int]  # bytes by name
+CACHE = "key-value cache"
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class Memory:
     phases: Mapping[str, Mapping[str, int]]
     host: Mapping[str, int] = field(default_factory=dict)
     host_once: int = 0
+    sampled_at_once: int = 0  # responses, if it samples
 
     @property
     def peak_phase(self) -> str:
@@ -289,15 +292,16 @@ def sampling_phase(
     c, prompts = layout.compute_bytes, min(rows, -(-PROMPT_TOKENS // prompt_tokens)) if layout.is_gpu else rows
     prompt_pass = forward_bytes(config, forward_pass(layout, prompts, prompt_tokens))
     return {
-        "key-value cache": cache_bytes_per_token(config, c) * rows * (prompt_tokens + response_tokens),
+        CACHE: cache_bytes_per_token(config, c) * rows * (prompt_tokens + response_tokens),
         "prompts being read, or logits": max(prompt_pass, (2 * c + 12) * rows * config.vocab_size),
         **({} if layout.is_gpu else {"weights as the CPU reads them": c * num_parameters}),
     }
 
 
 def rows_at_once(config: ModelConfig, layout: Layout, free: int, rows: int, seq_len: int) -> int:
-    """Returns how many rows generation runs at once in `free` bytes. On a GPU it runs fewer instead of failing."""
+    """Returns how many of `rows` generation runs at once in `free` bytes. On a GPU it runs fewer instead of failing."""
     is_limited = layout.is_gpu and free > 0
+    rows = min(rows, SAMPLED_AT_ONCE["cuda" if layout.is_gpu else "cpu"])
     return rows_in(free, config, layout.compute_bytes, rows, seq_len) if is_limited else rows
 
 
@@ -362,6 +366,7 @@ class PPOWork:
     shares_body: bool = False  # ppo.lora.shared_body
     gpu_bytes: int = 0  # memory of a GPU, which limits the rows sampled at once; 0 = no limit
     engine_share: float = 0.0  # of a GPU, that vLLM takes; 0 = Heed's sampler
+    max_rows: int = 0  # ppo.sampler.max_rows
 
 
 def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
@@ -430,16 +435,18 @@ def generator(models: PPOModels, layout: Layout, work: PPOWork, other_bytes: int
         arriving = _arriving_bytes(policy, layout)
         phases["sync"] = {"weights on their way": arriving, "a rank's parts of them": arriving // size}
         P, config = parameters_of_part(config, size), config_of_part(config, size)
+    rows, seq_len = work.rollout_rows * size, work.prompt_tokens + work.response_tokens
+    if work.max_rows:
+        rows = min(rows, work.max_rows)
     if work.engine_share:  # if the weights are larger than its share, the GPU would have to be larger
         least = round(work.engine_share * work.gpu_bytes)
-        return Memory(
-            {"vLLM": least if c * P <= least else round(c * P / work.engine_share)}, {"generate": {}, **phases}
-        )
-    rows, seq_len = min(GENERATION_ROWS, work.rollout_rows * size), work.prompt_tokens + work.response_tokens
+        held = {"vLLM": least if c * P <= least else round(c * P / work.engine_share)}
+        rows = min(rows, SAMPLED_AT_ONCE["cuda"])
+        return Memory(held, {"generate": {}, **phases}, sampled_at_once=rows)
     free = work.gpu_bytes - RESERVED_BYTES - other_bytes - c * P if work.gpu_bytes else 0
     rows = rows_at_once(config, layout, free, rows, seq_len)
     phases["generate"] = sampling_phase(config, layout, P, rows, work.prompt_tokens, work.response_tokens)
-    return Memory({"generator": c * P}, phases)
+    return Memory({"generator": c * P}, phases, sampled_at_once=rows)
 
 
 def scorer(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
@@ -502,7 +509,10 @@ def ppo_memory(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
     phases["sync"] |= sampling.phases.get("sync", {})
     if work.mode == "fast":
         held |= sampling.held
+        cache = phases["generate"].get(CACHE, 0)
+        if layout.is_gpu and 0 < cache <= KEPT_SHARE * work.gpu_bytes:  # kept with the recorded steps
+            held[CACHE] = phases["generate"].pop(CACHE)
     else:  # the generator holds weights only from the sync until it has sampled
         phases["generate"] |= sampling.held
         phases["sync"] |= sampling.held
-    return Memory(held, phases, host, learning.host_once)
+    return Memory(held, phases, host, learning.host_once, sampling.sampled_at_once)

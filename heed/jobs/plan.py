@@ -137,13 +137,12 @@ def _sampling(work: Sampling, times: Times) -> StagePlan:
     widths = {"reference": c, "reward model": 2 if layout.is_gpu else 4}
     held = {"weights": c * counts.total} | {name: widths[name] * counts.total for name in work.measured_by}
     free = times.hardware.memory_bytes - per_rank.RESERVED_BYTES - sum(held.values())
-    at_once = min(per_rank.GENERATION_ROWS, PROMPTS_AT_ONCE * work.at_once)
-    rows = per_rank.rows_at_once(model, layout, free, at_once, seq_len)
+    rows = per_rank.rows_at_once(model, layout, free, PROMPTS_AT_ONCE * work.at_once, seq_len)
     phases = {"generate": per_rank.sampling_phase(model, layout, counts.total, rows, seq_len - new, new)}
     if work.measured_by:
         phases["measure"] = per_rank.measuring_phase(model, layout, seq_len, new)
     num_responses = math.ceil(work.num_prompts * work.responses_per_prompt / layout.ranks)
-    seconds = times.sampling(counts, num_responses, round(work.lengths.mean), new)
+    seconds = times.sampling(counts, num_responses, rows, round(work.lengths.mean), new)
     numbers = {"prompts": work.num_prompts, "responses per prompt": work.responses_per_prompt, "ranks": layout.ranks}
     return StagePlan("responses", numbers, {RANK: Memory(held, phases)}, 1, seconds)
 
@@ -167,7 +166,6 @@ def _ppo(work: PPOIteration, times: Times) -> StagePlan:
         "tokens per iteration": config.rollout_batch_size * mean,
     }
     learning = _learning_seconds(work, models, rank, times)
-    sampling = times.sampling(models.policy, rank.rollout_rows, mean, config.max_new_tokens, rank.team_size)
     if config.placement.roles_share_ranks:
         memory = {RANK: per_rank.ppo_memory(models, layout, rank)}
     else:
@@ -175,6 +173,8 @@ def _ppo(work: PPOIteration, times: Times) -> StagePlan:
             learning += layout.compute_bytes * models.policy.total / times.hardware.network_bytes_per_second
         roles = {"learner": per_rank.learner, "generator": per_rank.generator, "scorer": per_rank.scorer}
         memory = {name: role(models, layout, rank) for name, role in roles.items()}
+    at_once = max(needed.sampled_at_once for needed in memory.values())
+    sampling = times.sampling(models.policy, rank.rollout_rows, at_once, mean, config.max_new_tokens, rank.team_size)
     seconds = max(learning, sampling) if config.placement.max_staleness else learning + sampling
     return StagePlan("responses", numbers, memory, config.num_iterations, seconds)
 
@@ -219,6 +219,7 @@ def _ppo_work(work: PPOIteration, times: Times) -> PPOWork:
         shares_body=config.shared_body,
         gpu_bytes=times.hardware.memory_bytes * layout.is_gpu,
         engine_share=vllm_share if layout.is_gpu and config.sampler.has_own_process else 0.0,
+        max_rows=config.sampler.max_rows,
     )
 
 

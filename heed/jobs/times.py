@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 import lm.native.install  # noqa: F401  # matrix products as a model's layers compute them
-from heed.jobs.memory import GENERATION_ROWS, Counts, Layout, forward_pass
+from heed.jobs.memory import Counts, Layout, forward_pass
 from lm.config import ModelConfig
 from lm.inspection import block_bytes, cache_bytes_per_token, flops_per_source_token, flops_per_token
 from lm.layers import linear
@@ -175,16 +175,18 @@ class Times:
         last += self._reading(STEP_BYTES * counts.trained / (self.layout.ranks if stage else 1)) * self.layout.is_gpu
         return num_passes * (forward + backward) + num_reducing * max(0.0, sent - hides) + last
 
-    def sampling(self, counts: Counts, rows: int, seq_len: int, response_tokens: int, team_size: int = 1) -> float:
+    def sampling(
+        self, counts: Counts, rows: int, at_once: int, seq_len: int, response_tokens: int, team_size: int = 1
+    ) -> float:
         """Returns the seconds in which each rank samples `rows` responses; `team_size` ranks sample theirs together,
-        each with its part of the weights and heads.
+        `at_once` at a time, each with its part of the weights and heads.
 
         For each token, a batch of rows reads all weights and the cache. On a GPU, a step computes while it reads, and
         two all-reduces per layer add up the parts of a team.
         """
         model, c, rows = counts.config, self.layout.compute_bytes, rows * team_size
-        at_once = min(rows, GENERATION_ROWS)
-        num_steps = math.ceil(rows / GENERATION_ROWS) * response_tokens
+        num_steps = math.ceil(rows / at_once) * response_tokens
+        at_once = min(rows, at_once)
         read = c * counts.total + cache_bytes_per_token(model, c) * at_once * seq_len
         flops = self._flops(model, seq_len, 1.0) / (self.hardware.flops * self.share_of_peak * team_size)
         if not self.layout.is_gpu:

@@ -20,6 +20,7 @@ from lm.tensor_parallel import LanguageModelPart, Team
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
 
+KEPT_SHARE = 1 / 16  # of a GPU's memory, for the cache of a sampler that shares the GPU with other roles
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -34,13 +35,17 @@ class HeedSampler(SamplingEngine):
         policy: LanguageModel,
         end_ids: Sequence[int],
         *,
-        keeps_steps: bool = False,
+        kept_share: float = 0.0,
+        max_rows: int = 0,
         digests: Mapping[str, int] | None = None,
     ) -> None:
-        """`keeps_steps`: on its own GPU it keeps its cache and recorded steps; weights arrive in place.
+        """A GPU keeps the cache and the recorded steps between calls if the cache takes at most `kept_share` of its
+        memory; weights must then arrive in place, without `sleep`. At most `max_rows` are sampled at once (0 =
+        `lm.generation.SAMPLED_AT_ONCE`).
 
         `digests` are those of the whole weights, if `policy` is only a part.
         """
+        self._max_rows, self._kept_share = max_rows, kept_share
         self._dtype, self._device, self.end_ids = policy.head.weight.dtype, policy.head.weight.device, end_ids
         self._policy: LanguageModel | None = policy
         # Not methods, which would refer to this object: a cycle keeps weights until Python's garbage collection.
@@ -50,7 +55,7 @@ class HeedSampler(SamplingEngine):
             self._build_whole = partial(LanguageModel, policy.whole)
             self._build = partial(LanguageModelPart, policy.whole, policy.team)
         self._digests = dict(digests or digests_of(held_tensors(policy)))
-        kept = fixed_steps(policy, "auto") if keeps_steps else None
+        kept = fixed_steps(policy, "auto") if kept_share else None
         self.steps: FixedSteps | Literal["auto"] = kept or "auto"
 
     @classmethod
@@ -60,7 +65,8 @@ class HeedSampler(SamplingEngine):
         precision: Precision,
         *,
         end_ids: Sequence[int] = (),
-        keeps_steps: bool = False,
+        kept_share: float = 0.0,
+        max_rows: int = 0,
         team: Team | None = None,
     ) -> Self:
         """Load the model of a directory, or this rank's part of it. `end_ids` end a response; empty = those of the
@@ -71,9 +77,10 @@ class HeedSampler(SamplingEngine):
         source, dtype = ModelFolder(folder, LanguageModel), DTYPES[precision]
         end_ids = end_ids or Tokenizer.load(folder).end_ids
         if team is None:
-            return cls(load_for_inference(source, dtype), end_ids, keeps_steps=keeps_steps)
+            return cls(load_for_inference(source, dtype), end_ids, kept_share=kept_share, max_rows=max_rows)
         part = _Part(source, team, dtype)
-        return cls(load_for_inference(part, dtype), end_ids, keeps_steps=keeps_steps, digests=part.digests)
+        policy = load_for_inference(part, dtype)
+        return cls(policy, end_ids, kept_share=kept_share, max_rows=max_rows, digests=part.digests)
 
     @property
     def policy(self) -> LanguageModel:
@@ -83,15 +90,19 @@ class HeedSampler(SamplingEngine):
     def sample(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: Limits, temperature: float
     ) -> Generated:
-        return generate(
+        found = generate(
             self.policy,
             prompts,
             max_new_tokens=max_new_tokens,
             end_ids=self.end_ids,
             choice=Choice(temperature),
             seeds=seeds,
+            max_rows=self._max_rows,
             steps=self.steps,
         )
+        if isinstance(self.steps, FixedSteps) and self.steps.num_bytes > self._kept_share * _memory_of(self._device):
+            self.steps.forget()
+        return found
 
     def receive(self, sent: Iterable[SentWeights]) -> None:
         self._digests = {}
@@ -127,6 +138,10 @@ class HeedSampler(SamplingEngine):
 
     def close(self) -> None:
         """Does nothing: the memory is released with the process."""
+
+
+def _memory_of(gpu: torch.device) -> int:
+    return torch.cuda.mem_get_info(gpu)[1]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from files.atomic import write_json
 from lm.config import Precision
-from lm.generation import Generated, Limits
+from lm.generation import SAMPLED_AT_ONCE, Generated, Limits
 from lm.model import LanguageModel
 from lm.samplers.engine import SamplingEngine, SentWeights, chunks, held_tensors, noted, require_same
 from lm.samplers.heed_engine import DTYPES
@@ -34,7 +34,6 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks share cores
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
 }
-MAX_ROWS = 128  # sequences that run at once
 GPU_MEMORY_SHARE = 0.9  # on its own GPU
 GPU_MEMORY_SHARE_OF_GUEST = 0.4  # on a GPU with learners, whose memory comes and goes
 PREFIX_BLOCK_TOKENS = 32  # on CPUs, whose default is 128; a prompt's cache is kept in whole blocks
@@ -70,9 +69,10 @@ class VLLMSampler(SamplingEngine):
         end_ids: Sequence[int] = (),
         on_own_device: bool = False,
         tensor_parallel_size: int = 1,
+        max_rows: int = 0,
     ) -> None:
         """`folder` is a model directory; its weights are the first that the engine receives. `end_ids` end a response;
-        empty = those of the directory's tokenizer.
+        empty = those of the directory's tokenizer. `max_rows` are sampled at once, at most (0 = `lm.generation.SAMPLED_AT_ONCE`).
 
         With a `tensor_parallel_size` above 1, that many consecutive ranks make all calls together, with the same
         arguments, and get the same samples. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT identify ranks.
@@ -102,7 +102,7 @@ class VLLMSampler(SamplingEngine):
                 skip_tokenizer_init=True,
                 dtype={"fp32": "float32", "bf16": "bfloat16"}[precision],
                 max_model_len=self._model.config.max_position_embeddings,
-                max_num_seqs=MAX_ROWS,
+                max_num_seqs=max_rows or SAMPLED_AT_ONCE["cuda" if self._on_gpu else "cpu"],
                 enforce_eager=not self._on_gpu,  # on CPUs a compiled graph may keep the previous weights
                 enable_prefix_caching=True,
                 logprobs_mode="processed_logprobs",  # after the temperature; the default is before it

@@ -116,6 +116,26 @@ def test_nodes_keep_a_copy_of_sharded_weights_which_the_plan_counts() -> None:
     assert few == all_in_one
 
 
+def test_a_gpu_samples_as_many_rows_as_fit() -> None:
+    """2,048 responses of 0.2B parameters on one GPU: two waves of 1,024, or sixteen of 128, which read the weights as
+    often. The cache of 128 rows is small enough to be kept."""
+    path = JOBS / "cluster" / "hh-8b-8gpus.toml"
+    wide = (
+        "workers=1",
+        "model=gpt3-125m",
+        "ppo.rollout_batch_size=2048",
+        "ppo.minibatch.batch_size=2048",
+        "ppo.memory='fast'",
+    )
+    many, few = (
+        stage_of(plan_of(path, overrides=(*wide, f"ppo.sampler={{max_rows={rows}}}")), "ppo") for rows in (0, 128)
+    )
+    assert [plan.memory["rank"].sampled_at_once for plan in (many, few)] == [1024, 128]
+    assert many.seconds_per_step < 0.9 * few.seconds_per_step
+    assert "key-value cache" in many.memory["rank"].phases["generate"]
+    assert "key-value cache" in few.memory["rank"].held
+
+
 def test_vllm_takes_its_part_of_a_gpu() -> None:
     """40% of a shared GPU, held while it samples and is sent weights; 90% of its own; more if the weights need it."""
     path, vllm = JOBS / "cluster" / "hh-8b-8gpus.toml", "ppo.sampler={kind='vllm'}"

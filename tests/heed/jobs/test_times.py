@@ -69,7 +69,7 @@ def test_a_token_reads_weights_and_cache_once(team: int) -> None:
     cache = 2 * 4 * 2 * 64 * 2 * 128 * seq_len
     step = (2 * COUNTS.total + cache) / team / MEMORY + 5e-5 * (4 + 2) + (2 * 4 * 2e-5 if team > 1 else 0)
     prompts = rows * 512 * times()._flops(SHAPE, seq_len, 1.0) / PEAK
-    assert times().sampling(COUNTS, rows, seq_len, new, team) == pytest.approx(prompts + team * new * step)
+    assert times().sampling(COUNTS, rows, 128, seq_len, new, team) == pytest.approx(prompts + team * new * step)
 
 
 def test_on_a_cpu_only_products_count() -> None:
