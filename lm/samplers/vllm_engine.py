@@ -72,7 +72,8 @@ class VLLMSampler(SamplingEngine):
         max_rows: int = 0,
     ) -> None:
         """`folder` is a model directory; its weights are the first that the engine receives. `end_ids` end a response;
-        empty = those of the directory's tokenizer. `max_rows` are sampled at once, at most (0 = `lm.generation.SAMPLED_AT_ONCE`).
+        empty = those of the directory's tokenizer. At most `max_rows` are sampled at once (0 =
+        `lm.generation.SAMPLED_AT_ONCE`).
 
         With a `tensor_parallel_size` above 1, that many consecutive ranks make all calls together, with the same
         arguments, and get the same samples. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT identify ranks.
