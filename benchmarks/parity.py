@@ -50,6 +50,11 @@ GEMMA_ROPE = {
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "GPT2": {"n_embd": 20, "n_layer": 3, "n_head": 5, "n_positions": CONTEXT, "layer_norm_epsilon": 1e-3},
+    "Olmoe": {
+        "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+    },
     "Bert": {
         "hidden_size": 21, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 28,
         "max_position_embeddings": CONTEXT, "type_vocab_size": 2, "layer_norm_eps": 1e-3,
@@ -70,6 +75,7 @@ ROTARY_SHAPE: dict[str, Any] = {
     "head_dim": 6, "intermediate_size": 28, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-3,
     "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
 }  # fmt: skip
+EXPERTS: dict[str, Any] = {"hidden_size": 24, "num_experts_per_tok": 2}
 AUTO_MODELS = {
     "language": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",
@@ -101,8 +107,8 @@ class Case:
 
     def config(self) -> Any:
         fixed = {"vocab_size": 288, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-        shape = SHAPES.get(self.prefix, ROTARY_SHAPE)
-        return getattr(transformers, f"{self.prefix}Config")(**{**fixed, **shape, **self.theirs})
+        values = {**fixed, **SHAPES.get(self.prefix, ROTARY_SHAPE), **self.theirs}
+        return getattr(transformers, f"{self.prefix}Config")(**values)
 
     def random_model(self) -> Any:
         """Returns a model of `transformers` with random weights."""
@@ -137,6 +143,25 @@ CASES = {
         "Llama", {"rope_parameters": LINEAR}, {"rope_scaling": RopeScaling(rope_type="linear", factor=2.5)}
     ),
     "arcee": Case("Arcee", {"mlp_bias": True}, {"mlp": "relu2", "mlp_bias": True}),
+    "qwen3 moe, a plain layer": Case(
+        "Qwen3Moe",
+        {**EXPERTS, "num_experts": 6, "moe_intermediate_size": 16, "norm_topk_prob": True, "mlp_only_layers": [1]},
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
+         "mlp_only_layers": (1,), "intermediate_size": 28, "qk_norm": True},
+    ),
+    "qwen3 moe, every second layer": Case(
+        "Qwen3Moe",
+        {**EXPERTS, "num_experts": 5, "moe_intermediate_size": 8, "norm_topk_prob": False, "decoder_sparse_step": 2},
+        {"num_experts": 5, "norm_topk_prob": False, "mlp_only_layers": (0, 2)},
+    ),
+    "olmoe": Case(
+        "Olmoe", {**EXPERTS, "num_experts": 7, "intermediate_size": 24},
+        {"num_experts": 7, "moe_intermediate_size": 24, "qk_norm_over": "projection", "head_dim": 6},
+    ),
+    "mixtral, window": Case(
+        "Mixtral", {**EXPERTS, "num_local_experts": 4, "intermediate_size": 24, "sliding_window": 7},
+        {"num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": True, "sliding_window": (7,)},
+    ),
     "mistral, window": Case("Mistral", {"sliding_window": 7}, {"sliding_window": (7,)}),
     "mistral, no window": Case("Mistral", {"sliding_window": None}, {"sliding_window": (0,)}, written_as="Llama"),
     "qwen2": Case("Qwen2", {}, {"attention_bias": "qkv", "sliding_window": (0,)}),

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lm.attention import Attention, CrossAttention, CrossAttentionCache, Mask, PassCache
 from lm.config import ModelConfig
+from lm.experts import Mixture
 from lm.layers import MLP, Dropout, Replaceable, make_norm, site_offset
 from lm.native.operators import prepare_for_compile
 from lm.positions import Rotary
@@ -42,10 +43,13 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), as from GPT-2 on.
 
     With `cross_attention`, x + cross(norm(x)) between them attends to an encoder. Dropout applies to each branch. The
-    config may norm the branches' outputs, in addition to their inputs or instead: x + norm(attention(x)).
+    config may norm the branches' outputs, in addition to their inputs or instead: x + norm(attention(x)). With
+    `has_experts` the MLP is a mixture.
     """
 
-    def __init__(self, config: ModelConfig, dropout: float, *, cross_attention: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, dropout: float, *, cross_attention: bool = False, has_experts: bool = False
+    ) -> None:
         super().__init__()
         norm = partial(make_norm, config, config.hidden_size)
         norms_inputs = config.norm_place != "output"
@@ -55,7 +59,7 @@ class Block(nn.Module):
         self.cross_norm = norm() if cross_attention else None
         self.cross = CrossAttention(config) if cross_attention else None
         self.mlp_norm = norm() if norms_inputs else nn.Identity()
-        self.mlp = MLP(config)
+        self.mlp = Mixture(config) if has_experts else MLP(config)
         self.mlp_output_norm = norm() if config.norms_outputs else nn.Identity()
         self.dropout = Dropout(dropout)
 

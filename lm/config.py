@@ -82,6 +82,20 @@ class ModelConfig(BaseModel):
         " fewest passes over memory), `gelu`, `gelu_tanh` (GPT-2) or `relu`.",
     )
     mlp_bias: bool = Field(default=False, description="Whether the MLP's linear layers have a bias.")
+    num_experts: int = Field(
+        default=0,
+        ge=0,
+        description="Experts per mixture layer (arXiv 1701.06538): small MLPs, of which each token uses"
+        " `num_experts_per_tok`; 0 = every layer has a plain MLP.",
+    )
+    num_experts_per_tok: int = Field(default=0, ge=0, description="Experts that a token uses.")
+    moe_intermediate_size: int = Field(default=0, ge=0, description="Width of an expert.")
+    norm_topk_prob: bool = Field(
+        default=False, description="Whether the weights of a token's experts are divided by their sum (Qwen3-MoE)."
+    )
+    mlp_only_layers: tuple[int, ...] = Field(
+        default=(), description="Numbers of the layers of a mixture, from 0, that have a plain MLP."
+    )
     attention_bias: Literal["none", "qkv", "all"] = Field(
         default="none",
         description="Attention's linear layers with a bias: none, Q, K and V (Qwen2), or all four (GPT-2).",
@@ -209,6 +223,39 @@ class ModelConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        if not self.num_experts:
+            for name in ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers"):
+                if getattr(self, name):
+                    raise ValueError(f"model.{name} is {getattr(self, name)}, but model.num_experts is 0")
+            return self
+        if self.kind != "decoder" or not self.is_gated or self.mlp_bias:
+            raise ValueError(
+                f"model.num_experts is {self.num_experts}, but experts are gated MLPs without a bias in a decoder;"
+                f" found model.kind {self.kind!r}, model.mlp {self.mlp!r}, model.mlp_bias {str(self.mlp_bias).lower()}"
+            )
+        if not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(
+                f"model.num_experts_per_tok is {self.num_experts_per_tok}; 1 to {self.num_experts}, the number of"
+                " experts, was expected"
+            )
+        for name in ("hidden_size", "moe_intermediate_size"):
+            if getattr(self, name) % 8 or not getattr(self, name):
+                raise ValueError(
+                    f"model.{name} is {getattr(self, name)}, in a mixture of experts; a multiple of 8 was expected, as"
+                    " PyTorch's grouped products need it"
+                )
+        layers = range(self.num_hidden_layers)
+        if list(self.mlp_only_layers) != sorted({*self.mlp_only_layers} & {*layers}) or len(
+            self.mlp_only_layers
+        ) == len(layers):
+            raise ValueError(
+                f"model.mlp_only_layers is {list(self.mlp_only_layers)}; different numbers from 0 to {len(layers) - 1},"
+                " in order, and not all of them were expected"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_positions(self) -> Self:
         if self.positions == "rotary" and self.head_dim % 2:
             raise ValueError(f"model.head_dim is {self.head_dim}; rotary positions need an even number")
@@ -261,6 +308,7 @@ class ModelConfig(BaseModel):
         changed = {
             "num_hidden_layers": kept + added,
             "sliding_window": [self.window(layer) for layer in range(kept + added)],
+            "mlp_only_layers": [layer for layer in self.mlp_only_layers if layer < kept],
         }
         return type(self).model_validate(self.model_dump() | changed)
 
@@ -293,6 +341,10 @@ class ModelConfig(BaseModel):
     def norms_outputs(self) -> bool:
         """Whether the outputs of attention and MLP are normed before they are added to the residual stream."""
         return self.norm_place in ("output", "sandwich")
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's MLP is a mixture of experts."""
+        return self.num_experts > 0 and layer not in self.mlp_only_layers
 
     def window(self, layer: int) -> int:
         """Returns how many tokens back a layer attends, the token itself included; 0 = all."""

@@ -162,9 +162,11 @@ def flops_per_source_token(config: ModelConfig, source_tokens: int | None = None
 
 
 def _multiplying_weights(config: ModelConfig, names: Sequence[str]) -> int:
-    """Counts the weights of the blocks' matrices among these parts."""
+    """Counts the weights of the blocks' matrices among these parts that a token is multiplied by."""
     return sum(
         part.num_parameters
+        * (config.num_experts_per_tok if ".experts." in part.name else 1)
+        // (config.num_experts if ".experts." in part.name else 1)
         for part in parameter_table(config)
         if part.name in names and len(part.shape) == 2 and "blocks." in part.name
     )

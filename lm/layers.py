@@ -308,8 +308,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        gated: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "geglu": geglu}
-        self.activation = gated.get(config.mlp) or ACTIVATIONS[config.mlp]
+        self.activation = GATED.get(config.mlp) or ACTIVATIONS[config.mlp]
         rows = config.intermediate_size * (2 if config.is_gated else 1)
         self.up = Linear(config.hidden_size, rows, bias=config.mlp_bias)
         self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
@@ -358,6 +357,9 @@ def geglu(gate_and_up: Tensor) -> Tensor:
     """gelu(gate) · up, [..., M], with GELU's approximation by tanh (arXiv 2002.05202)."""
     gate, up = gate_and_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "geglu": geglu}
 
 
 class _SquaredReLU(torch.autograd.Function):

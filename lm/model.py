@@ -67,7 +67,10 @@ class Transformer(nn.Module):
         self.dropout = Dropout(dropout)
         num_layers = config.num_hidden_layers if causal or not config.num_encoder_layers else config.num_encoder_layers
         block = PostNormBlock if config.norm_place == "post" else Block
-        self.blocks = nn.ModuleList(block(config, dropout, cross_attention=cross_attention) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(
+            block(config, dropout, cross_attention=cross_attention, has_experts=config.has_experts(layer))
+            for layer in range(num_layers)
+        )
         # In a post-norm model the last block ends with a norm.
         self.norm = nn.Identity() if config.norm_place == "post" else make_norm(config, config.hidden_size)
 
@@ -400,8 +403,15 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile the blocks with `torch.compile` at the first pass over whole rows (`lm.block`)."""
+    """Compile the blocks with `torch.compile` at the first pass over whole rows (`lm.block`).
+
+    Raises: ValueError for a mixture of experts.
+    """
     for transformer in _transformers(model).values():
+        if transformer.config.num_experts:
+            raise ValueError(
+                "engine.compile_blocks is true, but mixtures of experts are not compiled; false was expected"
+            )
         transformer.compiles = True
 
 

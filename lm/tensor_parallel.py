@@ -105,6 +105,8 @@ def require_divisible(config: ModelConfig, size: int, what: str = "tensor_parall
 
     A team with more ranks than key-value heads repeats each head on the same number of ranks.
     """
+    if size > 1 and config.num_experts:
+        raise ValueError(f"{what} is {size}, but a team cannot share a mixture of experts; 1 was expected")
     if size > 1 and config.qk_norm_over != "head":
         raise ValueError(f"{what} is {size}, but the model norms the queries of all heads together; 1 was expected")
     kv_heads = config.num_key_value_heads

@@ -16,6 +16,7 @@ from lm.families.family import Family, Stored, expect
 from lm.families.gemma3 import Gemma3Family
 from lm.families.gpt2 import GPT2Family
 from lm.families.heed import HeedFamily
+from lm.families.mixtures import MixtralFamily, OlmoeFamily, Qwen3MoeFamily
 from lm.families.rotary import Olmo2Family, Phi3Family, RotaryFamily
 from lm.families.t5 import T5Family
 
@@ -40,6 +41,15 @@ FAMILIES: tuple[Family, ...] = (
     RotaryFamily(
         "qwen3", "Qwen3", attention_bias="flag", windows="by layer", qk_norm=True, defaults={**_QWEN, "head_dim": 128}
     ),
+    Qwen3MoeFamily(
+        "qwen3_moe",
+        "Qwen3Moe",
+        attention_bias="flag",
+        qk_norm=True,
+        defaults={"num_key_value_heads": 4},
+    ),
+    OlmoeFamily("olmoe", "Olmoe", attention_bias="flag"),
+    MixtralFamily("mixtral", "Mixtral", windows="all", defaults={"num_key_value_heads": 8}),
     Olmo2Family("olmo2", "Olmo2", attention_bias="flag"),
     Phi3Family("phi3", "Phi3", windows="all"),
     Gemma3Family("gemma3_text", "Gemma3", mlp="geglu", attention_bias="flag", even_heads=True),

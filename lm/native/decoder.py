@@ -47,6 +47,7 @@ def what_a_decoder_misses(config: ModelConfig, dtype: torch.dtype) -> str:
     if config.norm_place != "pre" or config.mlp not in ACTIVATIONS:
         return f'norm_place "pre" and mlp of {list(ACTIVATIONS)}'
     for field in (
+        "num_experts",
         "positions_every_layer",
         "qk_norm_over",
         "query_pre_attn_scalar",

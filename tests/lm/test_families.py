@@ -81,7 +81,18 @@ def test_transformers_computes_our_logits(tmp_path: Path, tokenizer: Tokenizer, 
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", "llama, biases", "mistral, window", "qwen2", "qwen3", "olmo2", "phi3, partial rotary, window", "gemma3"],
+    [
+        "gpt2",
+        "llama, biases",
+        "mistral, window",
+        "qwen2",
+        "qwen3",
+        "olmo2",
+        "phi3, partial rotary, window",
+        "gemma3",
+        "qwen3 moe, a plain layer",
+        "mixtral, window",
+    ],  # fmt: skip
 )
 @torch.no_grad()
 def test_a_reward_model_is_the_familys_classifier(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
@@ -107,6 +118,16 @@ def rotary_shape(draw: random.Random) -> dict[str, Any]:
         "num_hidden_layers": draw.randint(1, 4), "intermediate_size": draw.randint(5, 40),
         "rms_norm_eps": 10 ** -draw.uniform(2, 6), "tie_word_embeddings": draw.random() < 0.5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10 ** draw.uniform(1, 5)},
+    }  # fmt: skip
+
+
+def mixture_shape(draw: random.Random) -> dict[str, Any]:
+    shape, experts = rotary_shape(draw), draw.randint(2, 9)
+    return {
+        **shape, "hidden_size": shape["num_attention_heads"] * draw.choice([8, 16]), "num_experts": experts,
+        "num_local_experts": experts,
+        "num_experts_per_tok": draw.randint(1, experts), "intermediate_size": 8 * draw.randint(1, 5),
+        "num_hidden_layers": draw.randint(2, 4),
     }  # fmt: skip
 
 
@@ -140,6 +161,15 @@ DRAWN: dict[str, Callable[[random.Random], dict[str, Any]]] = {
             "full_attention": draw.choice([LINEAR, LLAMA3, YARN, GEMMA_ROPE["full_attention"]]),
         },
     },
+    "Qwen3Moe": lambda draw: {
+        **mixture_shape(draw),
+        "head_dim": 2 * draw.randint(4, 10),
+        "norm_topk_prob": draw.random() < 0.5,
+        "moe_intermediate_size": 8 * draw.randint(1, 4),
+        "decoder_sparse_step": draw.randint(1, 2),
+    },
+    "Olmoe": lambda draw: {**mixture_shape(draw), "norm_topk_prob": draw.random() < 0.5, "num_hidden_layers": 2},
+    "Mixtral": lambda draw: {**mixture_shape(draw), "sliding_window": draw.choice([None, draw.randint(2, 30)])},
     "T5": lambda draw: {
         "d_model": draw.randint(8, 40), "d_kv": draw.randint(2, 12), "d_ff": draw.randint(5, 40),
         "num_layers": 3, "num_decoder_layers": draw.randint(1, 3), "num_heads": draw.randint(1, 4),
@@ -171,15 +201,20 @@ def test_drawn_shapes_have_the_logits_tokens_and_gradients_of_transformers(
         same, num_tokens = same_tokens(ours, theirs)
         assert same == num_tokens, f"seed {seed}"
         if seed < 3:
-            compare_gradients(ours, theirs, found, expected)
+            compare_gradients(ours, theirs, found, expected, tmp_path / "gradients")
 
 
-def compare_gradients(ours: Any, theirs: Any, found: Tensor, expected: Tensor) -> None:
-    """Compares the gradients of every tensor under the checkpoint's names; the loss is the mean NLL of fixed tokens."""
+def compare_gradients(ours: Any, theirs: Any, found: Tensor, expected: Tensor, folder: Path) -> None:
+    """Compares the gradients of every tensor under the checkpoint's names; the loss is the mean NLL of fixed tokens.
+    `theirs` gets its gradients as weights, so that `transformers` writes them under these names.
+    """
     for logits in (found, expected):
         nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.flatten()).backward()
     family = family_of(ours.config, PURPOSES[type(ours)])
-    wanted = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for parameter in theirs.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    theirs.save_pretrained(folder)
+    wanted = load_file(folder / "model.safetensors")
     for name, parameter in ours.named_parameters():
         place = family.stored(ours.config, name)
         gradient = parameter.grad * place.factor  # by the chain rule: ours = theirs · factor + added
@@ -209,6 +244,9 @@ def test_a_shape_of_no_family_is_written_in_our_own_words(
         assert torch.equal(again(TOKENS), model(TOKENS))
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
 def test_the_first_family_that_holds_a_shape_writes_it(tiny_config: ModelConfig) -> None:
     changes: dict[str, dict[str, Any]] = {
         "llama": {},
@@ -219,6 +257,9 @@ def test_the_first_family_that_holds_a_shape_writes_it(tiny_config: ModelConfig)
         "olmo2": {"qk_norm": True, "qk_norm_over": "projection", "norm_place": "output"},
         "phi3": {"partial_rotary_factor": 0.5},
         "gemma3_text": {"qk_norm": True, "norm_place": "sandwich", "mlp": "geglu", "scale_embedding": True},
+        "qwen3_moe": {**EXPERTS, "qk_norm": True},
+        "olmoe": {**EXPERTS, "intermediate_size": 16, "qk_norm": True, "qk_norm_over": "projection"},
+        "mixtral": {**EXPERTS, "intermediate_size": 16, "norm_topk_prob": True},
         "heed": {"norm_place": "post"},
     }
     for name, change in changes.items():

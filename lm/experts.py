@@ -1,0 +1,77 @@
+"""A mixture of experts: the MLP of a token is a weighted sum of a few out of many small ones (arXiv 1701.06538).
+
+Shape letters: B batch, T tokens of a row, N tokens of a pass, D model width, M width of an expert, E experts, K experts
+per token, S pairs of a token and one of its experts: N · K, F outputs.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lm.config import ModelConfig
+from lm.layers import GATED, Fp32Linear, cast_weight, compute_dtype
+
+
+class Mixture(nn.Module):
+    """y = Σ w_e · down_e(activation(up_e x)) over the K experts e of largest probability, p = softmax(W x) in fp32.
+
+    Weights are these probabilities, divided by their sum if `norm_topk_prob` (Qwen3-MoE, Mixtral). An expert takes
+    every token that chooses it: none is dropped, so what a token gets does not depend on the rest of the batch.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_chosen, self.divides_by_sum = config.num_experts_per_tok, config.norm_topk_prob
+        self.router = Fp32Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = Experts(config)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_ND = x_BTD.flatten(0, -2)
+        weights_NK, experts_NK = self.route(x_ND)
+        y_NKD = self.experts(x_ND, experts_NK)
+        return (y_NKD * weights_NK.unsqueeze(-1).to(y_NKD.dtype)).sum(dim=1).view_as(x_BTD)
+
+    def route(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the weights [N, K], in fp32, and the numbers [N, K] of each token's experts, largest weight first."""
+        weights_NK, experts_NK = self.router(x_ND).softmax(dim=-1).topk(self.num_chosen)
+        return weights_NK / weights_NK.sum(dim=-1, keepdim=True) if self.divides_by_sum else weights_NK, experts_NK
+
+
+class Experts(nn.Module):
+    """The experts of a layer. `up` [E · 2M, D] and `down` [E · D, M] hold their matrices below one another, `up` with
+    the gate's rows first, as in `lm.layers.MLP`.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        E, D, M = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.activation = GATED[config.mlp]
+        self.up, self.down = ExpertMaps(E, D, 2 * M), ExpertMaps(E, M, D)
+
+    def forward(self, x_ND: Tensor, experts_NK: Tensor) -> Tensor:
+        """Returns what each of a token's experts makes of it, [N, K, D]."""
+        # A GPU counts and sorts without waiting. Each pair has a row of its own, so gradients are sums in a fixed order.
+        experts_S, order_S = experts_NK.flatten().sort(stable=True)
+        every_E = torch.arange(self.up.num_experts, device=x_ND.device)
+        ends_E = torch.searchsorted(experts_S, every_E, right=True, out_int32=True)
+        K = experts_NK.shape[1]
+        x_SD = x_ND.unsqueeze(1).expand(-1, K, -1).flatten(0, 1)[order_S]
+        y_SD = self.down(self.activation(self.up(x_SD, ends_E)), ends_E)
+        return y_SD[order_S.argsort()].unflatten(0, (-1, K))
+
+
+class ExpertMaps(nn.Module):
+    """One linear map per expert, [E · F, D]: x W_eᵀ for the rows of expert e."""
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.weight = nn.Parameter(torch.empty(num_experts * out_features, in_features))
+
+    def forward(self, x_SD: Tensor, ends_E: Tensor) -> Tensor:
+        """Returns [S, F]. The rows of expert e end before row `ends_E[e]`."""
+        dtype, weight = compute_dtype(x_SD), self.weight
+        if weight.dtype != dtype:
+            weight = cast_weight(weight) if dtype == torch.bfloat16 else weight.to(dtype)
+        weight_EFD = weight.unflatten(0, (self.num_experts, -1))
+        return F.grouped_mm(x_SD.to(dtype), weight_EFD.transpose(1, 2), offs=ends_E)
