@@ -246,11 +246,10 @@ class ModelConfig(BaseModel):
                     " PyTorch's grouped products need it"
                 )
         layers = range(self.num_hidden_layers)
-        if list(self.mlp_only_layers) != sorted({*self.mlp_only_layers} & {*layers}) or len(
-            self.mlp_only_layers
-        ) == len(layers):
+        plain = self.mlp_only_layers
+        if list(plain) != sorted({*plain} & {*layers}) or len(plain) == len(layers):
             raise ValueError(
-                f"model.mlp_only_layers is {list(self.mlp_only_layers)}; different numbers from 0 to {len(layers) - 1},"
+                f"model.mlp_only_layers is {list(plain)}; different numbers from 0 to {len(layers) - 1},"
                 " in order, and not all of them were expected"
             )
         return self

@@ -5,11 +5,10 @@ per token, S pairs of a token and one of its experts: N · K, F outputs.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.config import ModelConfig
-from lm.layers import GATED, Fp32Linear, cast_weight, compute_dtype
+from lm.layers import GATED, ExpertMaps, Fp32Linear
 
 
 class Mixture(nn.Module):
@@ -50,7 +49,7 @@ class Experts(nn.Module):
 
     def forward(self, x_ND: Tensor, experts_NK: Tensor) -> Tensor:
         """Returns what each of a token's experts makes of it, [N, K, D]."""
-        # A GPU counts and sorts without waiting. Each pair has a row of its own, so gradients are sums in a fixed order.
+        # Nothing here makes the CPU wait for a GPU. Each pair has its own row, so gradients add up in a fixed order.
         experts_S, order_S = experts_NK.flatten().sort(stable=True)
         every_E = torch.arange(self.up.num_experts, device=x_ND.device)
         ends_E = torch.searchsorted(experts_S, every_E, right=True, out_int32=True)
@@ -58,20 +57,3 @@ class Experts(nn.Module):
         x_SD = x_ND.unsqueeze(1).expand(-1, K, -1).flatten(0, 1)[order_S]
         y_SD = self.down(self.activation(self.up(x_SD, ends_E)), ends_E)
         return y_SD[order_S.argsort()].unflatten(0, (-1, K))
-
-
-class ExpertMaps(nn.Module):
-    """One linear map per expert, [E · F, D]: x W_eᵀ for the rows of expert e."""
-
-    def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
-        super().__init__()
-        self.num_experts = num_experts
-        self.weight = nn.Parameter(torch.empty(num_experts * out_features, in_features))
-
-    def forward(self, x_SD: Tensor, ends_E: Tensor) -> Tensor:
-        """Returns [S, F]. The rows of expert e end before row `ends_E[e]`."""
-        dtype, weight = compute_dtype(x_SD), self.weight
-        if weight.dtype != dtype:
-            weight = cast_weight(weight) if dtype == torch.bfloat16 else weight.to(dtype)
-        weight_EFD = weight.unflatten(0, (self.num_experts, -1))
-        return F.grouped_mm(x_SD.to(dtype), weight_EFD.transpose(1, 2), offs=ends_E)

@@ -238,7 +238,11 @@ def forward_bytes(config: ModelConfig, batch: Pass) -> int:
         + c * N * H
         + (0 if batch.is_fused or _is_tiled(config, batch) else 2 * _score_bytes(config, batch))
     )
-    mlp = c * config.intermediate_size * {"swiglu": 3, "geglu": 4}.get(config.mlp, 2)
+    widths = {"swiglu": 3, "geglu": 4}.get(config.mlp, 2)
+    mlp = c * config.intermediate_size * widths
+    if config.num_experts:
+        pairs = config.num_experts_per_tok * (3 * config.hidden_size + widths * config.moe_intermediate_size)
+        mlp = max(mlp, c * pairs + 4 * (config.hidden_size + 2 * config.num_experts))
     return batch.num_tokens * (around + max(attention, mlp))
 
 
@@ -322,4 +326,16 @@ def _mlp_bytes(config: ModelConfig, batch: Pass) -> int:
     gate's activation, ReLU only its result, which is that input.
     """
     widths = {"swiglu": 3, "geglu": 4, "relu2": 2, "gelu": 2, "gelu_tanh": 2, "relu": 1}[config.mlp]
-    return widths * config.intermediate_size * batch.compute_bytes
+    plain = widths * config.intermediate_size * batch.compute_bytes
+    return max(plain, _mixture_bytes(config, batch, widths)) if config.num_experts else plain
+
+
+def _mixture_bytes(config: ModelConfig, batch: Pass, widths: int) -> int:
+    """For each of a token's experts, its input and output with its activations, its weight, and where its row is. The
+    router keeps its input and all probabilities in fp32.
+    """
+    c, K = batch.compute_bytes, config.num_experts_per_tok
+    expert = c * (2 * config.hidden_size + widths * config.moe_intermediate_size)
+    weights = 8 + c + 4 * config.norm_topk_prob
+    router = (4 - c) * config.hidden_size + 4 * config.num_experts  # `_branch_bytes` counts the input's first c
+    return K * (expert + weights + 2 * 8) + router

@@ -4,7 +4,7 @@ Functions with more than one implementation are `Replaceable`: the code here is 
 `lm.native.install` replaces it with kernels on CPUs and GPUs.
 
 Shape letters: B batch, T tokens, D model width, M MLP width, C positions, V vocabulary, P padded vocabulary,
-G groups of four columns.
+G groups of four columns, E experts, S pairs of a token and its expert, F outputs.
 """
 
 from collections.abc import Callable, Iterator
@@ -115,7 +115,7 @@ def rounded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
     """Yields frozen weights that only bf16 products use: no embedding shared with a head, no head in fp32."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for module in model.modules():
-        is_product = isinstance(module, nn.Linear) and not isinstance(module, Fp32Linear)
+        is_product = isinstance(module, nn.Linear | ExpertMaps) and not isinstance(module, Fp32Linear)
         if is_product and id(module.weight) not in tables:
             yield from (p for p in module.parameters(recurse=False) if not p.requires_grad)
 
@@ -315,6 +315,22 @@ class MLP(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x_BTD)))
+
+
+class ExpertMaps(nn.Module):
+    """One linear map per expert, [E · F, D]: x W_eᵀ for the rows of expert e."""
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.weight = nn.Parameter(torch.empty(num_experts * out_features, in_features))
+
+    def forward(self, x_SD: Tensor, ends_E: Tensor) -> Tensor:
+        """Returns [S, F]. The rows of expert e end before row `ends_E[e]`."""
+        dtype = compute_dtype(x_SD)
+        weight = self.weight if self.weight.dtype == dtype else cast_weight(self.weight)
+        weight_EFD = weight.unflatten(0, (self.num_experts, -1))
+        return F.grouped_mm(x_SD.to(dtype), weight_EFD.transpose(1, 2), offs=ends_E)
 
 
 @Replaceable

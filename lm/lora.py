@@ -48,7 +48,9 @@ class LoRAConfig(BaseModel):
 
     rank: int = Field(default=16, ge=1, description="Rank of each addition.")
     alpha: float = Field(default=32.0, gt=0, description="Additions are scaled by alpha / rank.")
-    targets: Literal["all", "attention", "mlp"] = Field(default="all", description="The blocks' maps that are adapted.")
+    targets: Literal["all", "attention", "mlp"] = Field(
+        default="all", description="The blocks' maps that are adapted; experts and their router never are."
+    )
 
     @property
     def scale(self) -> float:
@@ -161,12 +163,17 @@ def part_rows(module: nn.Linear, parts: Mapping[str, int | None]) -> tuple[int, 
 
 
 def add_adapters(model: AnyModel, config: LoRAConfig) -> AnyModel:
-    """Put adapters on the targets. Pretrained weights are frozen; new heads (a score, a classifier) are trained."""
+    """Put adapters on the targets. Pretrained weights are frozen; new heads (a score, a classifier) are trained.
+
+    Raises: ValueError if the model has none of the targets.
+    """
     freeze_body(model)
-    for name, module, place in [*linear_maps(model)]:
-        if name.endswith(config.modules):
-            rows = part_rows(module, place.parts)
-            replace_map(model, name, LoRALinear(module, rows, config.rank, [config.scale] * len(rows)))
+    targets = [found for found in linear_maps(model) if found[0].endswith(config.modules)]
+    if not targets:
+        raise ValueError("lora.targets is 'mlp', but all MLPs are mixtures of experts; 'attention' was expected")
+    for name, module, place in targets:
+        rows = part_rows(module, place.parts)
+        replace_map(model, name, LoRALinear(module, rows, config.rank, [config.scale] * len(rows)))
     return model
 
 

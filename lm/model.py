@@ -409,9 +409,7 @@ def compile_blocks(model: nn.Module) -> None:
     """
     for transformer in _transformers(model).values():
         if transformer.config.num_experts:
-            raise ValueError(
-                "engine.compile_blocks is true, but mixtures of experts are not compiled; false was expected"
-            )
+            raise ValueError("engine.compile_blocks is true, but a mixture of experts cannot be compiled")
         transformer.compiles = True
 
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lm.block import Block
 from lm.config import ModelConfig, exact_div
-from lm.layers import Head
+from lm.layers import MLP, Head
 from lm.model import LanguageModel, count_parameters
 from lm.source import inference_device, on_meta
 
@@ -160,6 +160,7 @@ class LanguageModelPart(LanguageModel):
         self.head.register_forward_hook(partial(_gathered, team, whole.vocab_size))
         for block in self.decoder.blocks:
             assert isinstance(block, Block), type(block)
+            assert isinstance(block.mlp, MLP), "teams have no experts"
             for linear in (block.attention.out, block.mlp.down):
                 linear.register_forward_hook(lambda _linear, _inputs, part: team.sum(part))
 

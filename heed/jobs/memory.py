@@ -20,7 +20,7 @@ from lm.config import ModelConfig
 from lm.decoding import PROMPT_TOKENS, rows_in
 from lm.generation import SAMPLED_AT_ONCE
 from lm.inspection import Pass, block_bytes, cache_bytes_per_token, ends_bytes, exchanged_numbers, forward_bytes
-from lm.layers import rounded_weights
+from lm.layers import ExpertMaps, rounded_weights
 from lm.lora import LoRAConfig, add_adapters
 from lm.model import ScalarModel, freeze_all_but_last
 from lm.native.kernels import library
@@ -44,6 +44,7 @@ RESERVED_BYTES = 5 * (1 << 30) // 2  # of a GPU: CUDA's context, NCCL's buffers,
 FROZEN = OptimizerConfig(learning_rate=1.0)  # for counting parameters that no optimizer trains
 Mode = Literal["fast", "balanced", "small"]  # ppo.memory
 Parts = dict[str, int]  # bytes by name
+PRODUCTS = (nn.Linear, ExpertMaps)  # modules whose weights are matrices
 CACHE = "key-value cache"
 
 
@@ -157,17 +158,17 @@ def count(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     by_muon = [name for name, p in trained.items() if ".blocks." in name and p.dim() == 2]
     num_trained = sum(sizes[name] for name in trained)
-    first = next(module for module in model.modules() if isinstance(module, Block))
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
     return Counts(
         config,
         total=sum(sizes.values()),
-        linear=sum({m.weight: m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)}.values()),
+        linear=sum({m.weight: m.weight.numel() for m in model.modules() if isinstance(m, PRODUCTS)}.values()),
         rounded=sum(p.numel() for p in rounded_weights(model)),
         trained=num_trained,
         moments=2 * num_trained - (optimizer.kind == "muon") * sum(sizes[name] for name in by_muon),
         trained_layers=num_layers,
         largest=max(sizes.values()),
-        block=sum(p.numel() for part in (first.attention, first.mlp) for p in part.parameters()),
+        block=max(sum(p.numel() for part in (b.attention, b.mlp) for p in part.parameters()) for b in blocks),
         kept_whole=sum(size for size in sizes.values() if size <= KEPT_WHOLE),
         has_adapters=lora is not None,
     )

@@ -21,12 +21,10 @@ class MixtureFamily(RotaryFamily):
             return Stored({f"model.layers.{layer}.{self.ROUTER}.weight": None})
         if not inner.startswith("mlp.experts."):
             return super().stored(config, ours)
-        name = inner.split(".")[2]
-        rows = config.moe_intermediate_size if name == "up" else config.hidden_size
-        places = (
-            f"{self.EXPERT.format(number)}.{map_}" for number in range(config.num_experts) for map_ in self.MAPS[name]
-        )
-        return Stored({f"model.layers.{layer}.{place}.weight": rows for place in places})
+        kind = inner.split(".")[2]
+        rows = config.moe_intermediate_size if kind == "up" else config.hidden_size
+        experts = [f"model.layers.{layer}.{self.EXPERT.format(number)}" for number in range(config.num_experts)]
+        return Stored({f"{expert}.{name}.weight": rows for expert in experts for name in self.MAPS[kind]})
 
 
 class Qwen3MoeFamily(MixtureFamily):

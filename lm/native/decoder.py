@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lm.attention import KVCache
 from lm.block import Block
 from lm.config import ModelConfig
+from lm.layers import MLP
 from lm.model import LanguageModel
 from lm.native.kernels import library
 from lm.native.operators import TYPES
@@ -184,6 +185,7 @@ class NativeSteps:
 
     def _layer(self, block: Block, window: int) -> _Layer:
         attention, mlp = block.attention, block.mlp
+        assert isinstance(mlp, MLP), "native steps have no experts"
         return _Layer(
             *self._norm(block.attention_norm), self._weight(attention.qkv), self._vector(attention.qkv.bias),
             *(self._norm(norm)[0] for norm in (attention.query_norm, attention.key_norm)),

@@ -92,7 +92,7 @@ def test_transformers_computes_our_logits(tmp_path: Path, tokenizer: Tokenizer, 
         "gemma3",
         "qwen3 moe, a plain layer",
         "mixtral, window",
-    ],  # fmt: skip
+    ],
 )
 @torch.no_grad()
 def test_a_reward_model_is_the_familys_classifier(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:

@@ -25,7 +25,7 @@ from lm.inspection import (
     measure_heads,
     parameter_table,
 )
-from lm.layers import sequence_keys
+from lm.layers import ExpertMaps, Fp32Linear, sequence_keys
 from lm.model import LanguageModel, count_parameters, init_weights
 from lm.native import operators
 from lm.native.kernels import library
@@ -213,6 +213,7 @@ def test_costs_of_an_encoder_and_of_an_encoder_decoder_by_hand() -> None:
 
 
 NUM_ROWS, NUM_TOKENS = 3, 40
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 BASE_SHAPE: dict[str, Any] = {
     "vocab_size": 64, "max_position_embeddings": 64, "hidden_size": 96, "num_hidden_layers": 3,
     "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 160,
@@ -250,7 +251,8 @@ def kept_bytes(model: torch.nn.Module, *arguments: Any, autocast: bool = False, 
 
 def model_bytes_in_bf16(model: torch.nn.Module) -> int:
     """Autocast keeps a bf16 copy of every matrix that is multiplied, and of its bias."""
-    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    rounded = (torch.nn.Linear, ExpertMaps)
+    linears = [m for m in model.modules() if isinstance(m, rounded) and not isinstance(m, Fp32Linear)]
     return sum(2 * module.weight.numel() for module in linears)
 
 
@@ -270,7 +272,8 @@ def fused(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | Non
         {**BASE_SHAPE, "mlp": "relu2"}, {**GPT2_SHAPE, "mlp": "relu", "embedding_norm": True},
         {**LLAMA_SHAPE, "num_key_value_heads": 6, "head_dim": 24}, {**LLAMA_SHAPE, **OLMO2},
         {**GPT2_SHAPE, "norm_place": "sandwich"}, {**LLAMA_SHAPE, **GEMMA3, "num_key_value_heads": 6},
-        {**LLAMA_SHAPE, "partial_rotary_factor": 0.5},
+        {**LLAMA_SHAPE, "partial_rotary_factor": 0.5}, {**LLAMA_SHAPE, **EXPERTS},
+        {**LLAMA_SHAPE, **EXPERTS, "norm_topk_prob": True, "num_experts_per_tok": 5},
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "autocast", "dropout"])
