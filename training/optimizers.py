@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,7 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.dev
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if config.kind == "adamw":
         return [_make_adamw(list(parameters.values()), config, device)]
-    # Embedding and head are tables of one vector per token: orthogonal updates are for maps between activations.
-    inner = [name for name, p in parameters.items() if ".blocks." in name and p.dim() == 2]
+    inner = muon_matrices(parameters)
     outer = [p for name, p in parameters.items() if name not in inner]
     optimizers: list[torch.optim.Optimizer] = [_make_adamw(outer, config, device)]
     if inner:  # empty if only the layers after the blocks are trained
@@ -33,6 +32,18 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.dev
         muon = Muon(matrices, config.learning_rate, config.weight_decay, dtype_on(device))
         optimizers.insert(0, muon)
     return optimizers
+
+
+def muon_matrices(parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Returns the names of the matrices that Muon trains: those of the blocks. Embedding and head are tables of one
+    vector per token, and orthogonal updates are for maps between activations.
+
+    Raises: ValueError for a mixture, whose experts' matrices are one tensor per layer.
+    """
+    inner = [name for name, p in parameters.items() if ".blocks." in name and p.dim() == 2]
+    if any(".experts." in name for name in inner):
+        raise ValueError("optimizer kind is 'muon', which does not train mixtures of experts; 'adamw' was expected")
+    return inner
 
 
 def _make_adamw(parameters: list[nn.Parameter], config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:

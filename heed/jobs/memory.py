@@ -32,6 +32,7 @@ from lm.tensor_parallel import config_of_part, parameters_of_part
 from lm.transfer import MAX_ROWS, MAX_TOKENS
 from lm.weights import MAX_FILE_BYTES, PRETRAINED
 from training.config import BatchConfig, OptimizerConfig, ranks_sharing_weights
+from training.optimizers import muon_matrices
 from training.packing import bucket
 
 # In numbers. Those of ZeRO-3 are DeepSpeed's defaults (deepspeed/runtime/zero/config.py).
@@ -156,7 +157,7 @@ def count(
         num_layers = optimizer.trained_layers
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    by_muon = [name for name, p in trained.items() if ".blocks." in name and p.dim() == 2]
+    by_muon = muon_matrices(trained) if optimizer.kind == "muon" else []
     num_trained = sum(sizes[name] for name in trained)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     return Counts(
@@ -165,7 +166,7 @@ def count(
         linear=sum({m.weight: m.weight.numel() for m in model.modules() if isinstance(m, PRODUCTS)}.values()),
         rounded=sum(p.numel() for p in rounded_weights(model)),
         trained=num_trained,
-        moments=2 * num_trained - (optimizer.kind == "muon") * sum(sizes[name] for name in by_muon),
+        moments=2 * num_trained - sum(sizes[name] for name in by_muon),
         trained_layers=num_layers,
         largest=max(sizes.values()),
         block=max(sum(p.numel() for part in (b.attention, b.mlp) for p in part.parameters()) for b in blocks),

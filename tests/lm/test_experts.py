@@ -1,0 +1,152 @@
+"""Mixtures of experts: the equation, what a token gets whatever its batch, gradients, and what is refused."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm.config import ModelConfig
+from lm.decoding import decoding_steps
+from lm.experts import Mixture
+from lm.generation import generate
+from lm.inspection import flops_per_token, parameter_table
+from lm.lora import LoRAConfig, adapted_maps, add_adapters
+from lm.model import LanguageModel, compile_blocks, init_weights
+from lm.native.decoder import NativeSteps
+from lm.sampling import Choice
+from lm.tensor_parallel import require_divisible
+from training.config import OptimizerConfig
+from training.optimizers import make_optimizers
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 32, "max_position_embeddings": 32, "hidden_size": 16, "num_hidden_layers": 3,
+    "num_attention_heads": 2, "intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}  # fmt: skip
+
+
+def mixture(**changes: Any) -> LanguageModel:
+    model = LanguageModel(ModelConfig.model_validate({**SHAPE, **changes}))
+    init_weights(model, 3)
+    return model.eval()
+
+
+def one_by_one(layer: Mixture, x_ND: Tensor, num_chosen: int, *, divided: bool) -> Tensor:
+    """The equation, token by token and expert by expert."""
+    E = layer.experts.up.num_experts
+    ups, downs = layer.experts.up.weight.chunk(E), layer.experts.down.weight.chunk(E)
+    rows = []
+    for x_D in x_ND:
+        p_E = (layer.router.weight @ x_D).softmax(dim=0)
+        chosen = sorted(range(E), key=lambda expert, p_E=p_E: -float(p_E[expert]))[:num_chosen]
+        total = sum(p_E[expert] for expert in chosen) if divided else 1.0
+        y_D = torch.zeros_like(x_D)
+        for expert in chosen:
+            gate_M, up_M = (ups[expert] @ x_D).chunk(2)
+            y_D = y_D + p_E[expert] / total * (downs[expert] @ (F.silu(gate_M) * up_M))
+        rows.append(y_D)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(("num_chosen", "divided"), [(1, False), (2, True), (2, False), (6, True)])
+def test_the_equation_and_its_gradients(num_chosen: int, divided: bool) -> None:
+    layer = mixture(num_experts_per_tok=num_chosen, norm_topk_prob=divided).decoder.blocks[0].mlp
+    assert isinstance(layer, Mixture)
+    x_BTD = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(0))
+    found = layer(x_BTD)
+    found.square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    layer.zero_grad(set_to_none=True)
+    expected = one_by_one(layer, x_BTD.flatten(0, 1), num_chosen, divided=divided)
+    torch.testing.assert_close(found.flatten(0, 1), expected, atol=1e-5, rtol=1e-5)
+    expected.square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_a_token_gets_the_same_whatever_its_batch() -> None:
+    """No expert is ever full, in rows of any length, packed or not."""
+    model = mixture()
+    rows = [torch.randint(2, 32, (length,)) for length in (5, 17, 9)]
+    alone = [model(row[None])[0] for row in rows]
+    packed = torch.cat(rows)[None]
+    segments = torch.cat([torch.full((len(row),), number) for number, row in enumerate(rows, 1)])[None]
+    torch.testing.assert_close(model(packed, segments)[0], torch.cat(alone), atol=1e-5, rtol=1e-5)
+
+
+def test_one_expert_that_every_token_chooses_is_a_plain_mlp() -> None:
+    model = mixture(num_experts=1, num_experts_per_tok=1, norm_topk_prob=True, moe_intermediate_size=24)
+    plain = LanguageModel(
+        ModelConfig.model_validate({**{k: v for k, v in SHAPE.items() if "exp" not in k and "moe" not in k}})
+    )
+    weights = {name.replace(".experts", ""): tensor for name, tensor in model.state_dict().items()}
+    plain.load_state_dict({name: tensor for name, tensor in weights.items() if "router" not in name})
+    tokens = torch.randint(0, 32, (2, 12))
+    torch.testing.assert_close(model(tokens), plain(tokens), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("steps", ["eager", "fixed"])
+def test_generation_gives_the_log_probs_of_a_pass_over_whole_rows(steps: Any) -> None:
+    model = mixture(mlp_only_layers=[1])
+    prompts = [[3, 4, 5], [6], [7, 8, 9, 10, 11]]
+    found = generate(
+        model, prompts, max_new_tokens=9, end_ids=[], choice=Choice(), seeds=range(3), steps=steps, max_rows=2
+    )
+    for prompt, response, logprobs in zip(prompts, found.responses, found.logprobs, strict=True):
+        tokens = torch.tensor([prompt + response])
+        expected = model(tokens)[0, len(prompt) - 1 : -1].log_softmax(dim=-1).gather(1, tokens[0, len(prompt) :, None])
+        torch.testing.assert_close(torch.tensor(logprobs), expected[:, 0].detach(), atol=1e-4, rtol=1e-4)
+
+
+def test_plain_layers_and_counts_by_hand() -> None:
+    config = ModelConfig.model_validate({**SHAPE, "mlp_only_layers": [1]})
+    model = LanguageModel(config)
+    assert [isinstance(block.mlp, Mixture) for block in model.decoder.blocks] == [True, False, True]
+    parts = {part.name: part.num_parameters for part in parameter_table(config)}
+    assert parts["blocks.*.mlp.experts.up.weight"] == 2 * 6 * 2 * 8 * 16
+    # Per token: attention, the plain MLP, two routers, and two of six experts in two layers; then the head.
+    products = 3 * 4 * 16 * 16 + 3 * 16 * 24 + 2 * 6 * 16 + 2 * 2 * 3 * 16 * 8 + 16 * 32
+    assert flops_per_token(config, 5) == 2 * products + 4 * 16 * 3 * 5
+
+
+def test_adapters_are_of_attention_and_plain_mlps() -> None:
+    model = add_adapters(mixture(mlp_only_layers=[1]), LoRAConfig(rank=2))
+    names = {name.removeprefix("decoder.blocks.") for name in adapted_maps(model)}
+    assert names == {f"{n}.attention.{kind}" for n in range(3) for kind in ("qkv", "out")} | {"1.mlp.up", "1.mlp.down"}
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert all("lora" in name for name in trained)
+    with pytest.raises(ValueError, match="lora.targets is 'mlp', but all MLPs are mixtures"):
+        add_adapters(mixture(), LoRAConfig(targets="mlp"))
+
+
+def test_what_experts_do_not_go_with_is_refused() -> None:
+    model = mixture()
+    assert not isinstance(decoding_steps(model, "auto"), NativeSteps)
+    with pytest.raises(ValueError, match="a mixture of experts cannot be compiled"):
+        compile_blocks(copy.deepcopy(model))
+    with pytest.raises(ValueError, match="a team cannot share a mixture of experts"):
+        require_divisible(model.config, 2)
+    with pytest.raises(ValueError, match="'muon', which does not train mixtures of experts"):
+        make_optimizers(model, OptimizerConfig(kind="muon", learning_rate=0.1), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 0}, "model.num_experts_per_tok is 2, but model.num_experts is 0"),
+        ({"num_experts_per_tok": 7}, "model.num_experts_per_tok is 7; 1 to 6"),
+        ({"moe_intermediate_size": 12}, "model.moe_intermediate_size is 12, in a mixture of experts; a multiple of 8"),
+        (
+            {"mlp": "relu"},
+            "experts are gated MLPs without a bias in a decoder; found model.kind 'decoder', model.mlp 'relu'",
+        ),
+        ({"mlp_only_layers": [3]}, r"model.mlp_only_layers is \[3\]; different numbers from 0 to 2"),
+        ({"mlp_only_layers": [0, 1, 2]}, "and not all of them were expected"),
+    ],
+)
+def test_a_shape_without_a_meaning_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.model_validate({**SHAPE, **changes})
