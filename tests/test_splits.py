@@ -82,6 +82,10 @@ DECODER = ModelConfig(num_hidden_layers=2, **SHAPE)
 ENCODER = ModelConfig(kind="encoder", num_hidden_layers=2, mlp="gelu", positions="learned", **SHAPE)
 # More ranks than key-value heads may split a sequence: each has a query head of its own.
 GROUPED = ModelConfig(num_hidden_layers=2, **{**SHAPE, "num_attention_heads": 4})
+# A rank has tokens for some of the experts only.
+MIXTURE = ModelConfig(
+    num_hidden_layers=2, num_experts=9, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True, **SHAPE
+)
 TYPED = ENCODER.model_copy(update={"type_vocab_size": 2})
 BOTH = ModelConfig(kind="encoder-decoder", num_hidden_layers=1, num_encoder_layers=1, mlp="gelu", **SHAPE)
 PAD, END, MASK = 0, 1, 2
@@ -428,6 +432,11 @@ CASES |= {
         ),
     ),
 }
+CASES["mixture"] = Case(
+    RandomInit(lambda: LanguageModel(MIXTURE), 12),
+    PackedObjective(PACKED),
+    lambda model: conversations_sum(model) / NUM_COUNTED,
+)
 DPO_DROPPING = PolicySource(RandomInit(lambda: LanguageModel(DECODER, 0.1), 1), LOG_NU[0])
 CASES |= {"dpo": DPO, "dpo" + DROPOUT: replace(DPO, source=DPO_DROPPING)}
 
@@ -640,11 +649,11 @@ def batch_of(split: Split, num_rows: int) -> BatchConfig:
 
 # New ones come last, so that the others keep their splits.
 CLASSIFIERS = ("classify-sequence", "classify-token", "classify-span", "next-sentence")
-LATER = ("ppo", "dpo", "dpo" + DROPOUT, "lora", "grouped", *CLASSIFIERS, "kto")
+LATER = ("ppo", "dpo", "dpo" + DROPOUT, "lora", "grouped", *CLASSIFIERS, "kto", "mixture")
 NAMES = [*(name for name in CASES if name not in LATER), *LATER]
 # How many ranks split a sequence: of the first two ranks, and of four. An encoder's sequences stay whole.
 NEVER_SPLIT = ("masked", "denoising", "pairs", "encoder-ranking", *CLASSIFIERS)
-SPLIT_OF_FOUR = {"packed": 2, "ppo": 2, "grouped": 4}
+SPLIT_OF_FOUR = {"packed": 2, "ppo": 2, "grouped": 4, "mixture": 2}
 
 
 def draw_splits() -> list[Split]:

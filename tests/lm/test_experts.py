@@ -118,7 +118,7 @@ def test_adapters_are_of_attention_and_plain_mlps() -> None:
     assert names == {f"{n}.attention.{kind}" for n in range(3) for kind in ("qkv", "out")} | {"1.mlp.up", "1.mlp.down"}
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert all("lora" in name for name in trained)
-    with pytest.raises(ValueError, match="lora.targets is 'mlp', but all MLPs are mixtures"):
+    with pytest.raises(ValueError, match=r"lora\.targets is 'mlp', but all MLPs are mixtures"):
         add_adapters(mixture(), LoRAConfig(targets="mlp"))
 
 
