@@ -41,19 +41,23 @@ class Experts(nn.Module):
     the gate's rows first, as in `lm.layers.MLP`.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, num_ranks: int = 1, rank: int = 0) -> None:
+        """With `num_ranks`, this rank has an equal share of the experts, and only they take part in the sum."""
         super().__init__()
-        E, D, M = config.num_experts, config.hidden_size, config.moe_intermediate_size
-        self.activation = GATED[config.mlp]
+        E, D, M = config.num_experts // num_ranks, config.hidden_size, config.moe_intermediate_size
+        self.first, self.is_share, self.activation = rank * E, num_ranks > 1, GATED[config.mlp]
         self.up, self.down = ExpertMaps(E, D, 2 * M), ExpertMaps(E, M, D)
 
     def forward(self, x_ND: Tensor, experts_NK: Tensor) -> Tensor:
         """Returns what each of a token's experts makes of it, [N, K, D]."""
         # Nothing here makes the CPU wait for a GPU. Each pair has its own row, so gradients add up in a fixed order.
-        experts_S, order_S = experts_NK.flatten().sort(stable=True)
-        every_E = torch.arange(self.up.num_experts, device=x_ND.device)
+        E, own_S = self.up.num_experts, experts_NK.flatten() - self.first
+        experts_S, order_S = torch.where((own_S >= 0) & (own_S < E), own_S, E).sort(stable=True)
+        every_E = torch.arange(E, device=x_ND.device)
         ends_E = torch.searchsorted(experts_S, every_E, right=True, out_int32=True)
         K = experts_NK.shape[1]
         x_SD = x_ND.unsqueeze(1).expand(-1, K, -1).flatten(0, 1)[order_S]
         y_SD = self.down(self.activation(self.up(x_SD, ends_E)), ends_E)
+        if self.is_share:  # rows after the last expert's are undefined
+            y_SD = torch.where((experts_S < E).unsqueeze(1), y_SD, 0.0)
         return y_SD[order_S.argsort()].unflatten(0, (-1, K))

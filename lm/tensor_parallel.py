@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from lm.block import Block
 from lm.config import ModelConfig, exact_div
+from lm.experts import Experts, Mixture
 from lm.layers import MLP, Head
 from lm.model import LanguageModel, count_parameters
 from lm.source import inference_device, on_meta
@@ -105,8 +106,6 @@ def require_divisible(config: ModelConfig, size: int, what: str = "tensor_parall
 
     A team with more ranks than key-value heads repeats each head on the same number of ranks.
     """
-    if size > 1 and config.num_experts:
-        raise ValueError(f"{what} is {size}, but a team cannot share a mixture of experts; 1 was expected")
     if size > 1 and config.qk_norm_over != "head":
         raise ValueError(f"{what} is {size}, but the model norms the queries of all heads together; 1 was expected")
     kv_heads = config.num_key_value_heads
@@ -114,6 +113,7 @@ def require_divisible(config: ModelConfig, size: int, what: str = "tensor_parall
         ("num_attention_heads", config.num_attention_heads),
         ("num_key_value_heads", size if kv_heads < size and size % kv_heads == 0 else kv_heads),
         ("intermediate_size", config.intermediate_size),
+        ("num_experts", config.num_experts),
     ):
         if number % size:
             raise ValueError(f"{what} is {size}; a divisor of the model's {name} = {number} was expected")
@@ -160,9 +160,10 @@ class LanguageModelPart(LanguageModel):
         self.head.register_forward_hook(partial(_gathered, team, whole.vocab_size))
         for block in self.decoder.blocks:
             assert isinstance(block, Block), type(block)
-            assert isinstance(block.mlp, MLP), "teams have no experts"
-            for linear in (block.attention.out, block.mlp.down):
-                linear.register_forward_hook(lambda _linear, _inputs, part: team.sum(part))
+            if isinstance(block.mlp, Mixture):  # all ranks have the router, and each its share of whole experts
+                block.mlp.experts = Experts(whole, team.size, team.rank)
+            for module in (block.attention.out, block.mlp.down if isinstance(block.mlp, MLP) else block.mlp):
+                module.register_forward_hook(lambda _module, _inputs, part: team.sum(part))
 
     def tie(self) -> None:
         """Use this rank's rows of the embedding's matrix as the head, if the config says so. They are not a separate
@@ -197,6 +198,8 @@ def cut(whole: ModelConfig, team: Team, name: str, tensor: Tensor) -> Tensor:
         q, k, v = tensor.split([N * H, G * H, G * H])
         first, heads = rank * G // size, max(1, G // size)
         return torch.cat([q.chunk(size)[rank], *(part[first * H : (first + heads) * H] for part in (k, v))])
+    if ".mlp.experts." in name:
+        return tensor.chunk(size)[rank].clone()
     if layer == "mlp.up":  # SwiGLU's gate is split separately
         return torch.cat([part.chunk(size)[rank] for part in tensor.split(M)])
     if layer in ("attention.out", "mlp.down"):

@@ -45,6 +45,10 @@ SHAPES: dict[str, dict[str, object]] = {
         "rope_local_base_freq": 70.0, "query_pre_attn_scalar": 5, "partial_rotary_factor": 0.5,
     },
     "after the sum": {"norm_place": "post", "attention_bias": "qkv", "mlp": "relu2", "sliding_window": (4, 0)},
+    "mixture": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,
+        "num_hidden_layers": 3, "mlp_only_layers": (1,),
+    },
 }  # fmt: skip
 
 
