@@ -172,6 +172,16 @@ def _multiplying_weights(config: ModelConfig, names: Sequence[str]) -> int:
     )
 
 
+def num_unread(config: ModelConfig, num_tokens: int) -> float:
+    """Returns how many parameters a decoding step of `num_tokens` rows does not read: those of experts that no token
+    chooses, if all are equally likely.
+    """
+    if not config.num_experts:
+        return 0.0
+    inside = sum(part.num_parameters for part in parameter_table(config) if ".experts." in part.name)
+    return inside * (1 - config.num_experts_per_tok / config.num_experts) ** num_tokens
+
+
 def cache_bytes_per_token(config: ModelConfig, bytes_per_number: int = 2) -> int:
     """Returns the key-value cache's bytes per token of a sequence (bf16 by default); in an encoder-decoder, per source
     or target token.

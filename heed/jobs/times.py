@@ -16,7 +16,7 @@ import torch
 import lm.native.install  # noqa: F401  # matrix products as a model's layers compute them
 from heed.jobs.memory import Counts, Layout, forward_pass
 from lm.config import ModelConfig
-from lm.inspection import block_bytes, cache_bytes_per_token, flops_per_source_token, flops_per_token
+from lm.inspection import block_bytes, cache_bytes_per_token, flops_per_source_token, flops_per_token, num_unread
 from lm.layers import linear
 
 GIB = 2**30
@@ -187,7 +187,7 @@ class Times:
         model, c, rows = counts.config, self.layout.compute_bytes, rows * team_size
         num_steps = math.ceil(rows / at_once) * response_tokens
         at_once = min(rows, at_once)
-        read = c * counts.total + cache_bytes_per_token(model, c) * at_once * seq_len
+        read = c * (counts.total - num_unread(model, at_once)) + cache_bytes_per_token(model, c) * at_once * seq_len
         flops = self._flops(model, seq_len, 1.0) / (self.hardware.flops * self.share_of_peak * team_size)
         if not self.layout.is_gpu:
             reading = num_steps * read / (self.hardware.bytes_per_second * self.share_of_peak)

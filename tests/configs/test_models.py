@@ -10,6 +10,7 @@ from heed.jobs.memory import count
 from lm.config import ModelConfig
 from lm.encoder import EncoderDecoder, MaskedLanguageModel, SequenceClassifier
 from lm.families import family_of
+from lm.inspection import num_unread
 from lm.model import LanguageModel, count_parameters
 from lm.weights import PRETRAINED, PURPOSES
 from training.config import OptimizerConfig
@@ -44,6 +45,21 @@ def test_gpt3_has_the_papers_shape_and_number_of_parameters(size: str) -> None:
         found = count_parameters([LanguageModel(config)])
     # The table rounds; its 350M is the coarsest.
     assert found == pytest.approx(parameters, rel=0.02)
+
+
+def test_a_mixture_has_the_papers_parameters_in_total_and_per_token() -> None:
+    """Qwen3-30B-A3B (arXiv 2505.09388, and its model card): 30.5B parameters, 29.9B without embeddings, 3.3B per token
+    with the embeddings of input and output."""
+    config = read("Qwen/Qwen3-30B-A3B")
+    assert family_of(config, "language").model_type == "qwen3_moe"
+    with torch.device("meta"):
+        found = count_parameters([LanguageModel(config)])
+    table = config.vocab_size * config.hidden_size
+    assert found == pytest.approx(30.5e9, abs=0.05e9)
+    assert found - 2 * table == pytest.approx(29.9e9, abs=0.05e9)
+    unread = num_unread(config, 1)
+    assert found - unread == pytest.approx(3.3e9, abs=0.1e9)
+    assert num_unread(config, 128) == pytest.approx(unread * (120 / 128) ** 127)
 
 
 # Layers, width, and parameters as published (rounded) of the masked language model.

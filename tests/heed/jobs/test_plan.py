@@ -136,6 +136,13 @@ def test_a_gpu_samples_as_many_rows_as_fit() -> None:
     assert "key-value cache" in few.memory["rank"].held
 
 
+def test_a_mixture_of_30b_fits_on_one_node() -> None:
+    """Four generators share its experts, and optimizer states are in CPU memory: also on GPUs of 80 GB."""
+    path = JOBS / "cluster" / "qwen3-30b-a3b-8gpus.toml"
+    assert plan_of(path, "h100").fits
+    assert not plan_of(path, "h100", ("engine.offload=[]",)).fits
+
+
 def test_vllm_takes_its_part_of_a_gpu() -> None:
     """40% of a shared GPU, held while it samples and is sent weights; 90% of its own; more if the weights need it."""
     path, vllm = JOBS / "cluster" / "hh-8b-8gpus.toml", "ppo.sampler={kind='vllm'}"
