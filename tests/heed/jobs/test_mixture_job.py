@@ -1,0 +1,70 @@
+"""A mixture of experts in every stage of a job, on two ranks under ZeRO-3."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lm.weights import CONFIG
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
+
+WEIGHTS = "model.safetensors"
+DEBUG_JOB = Path(__file__).parents[3] / "configs" / "jobs" / "debug.toml"
+JOB = """
+base = "{base}"
+name = "mixture"
+workers = 2
+without = ["model", "compare", "dpo"]
+[engine]
+zero_stage = 3
+[model]
+vocab_size = 512
+max_position_embeddings = 160
+hidden_size = 32
+num_hidden_layers = 3
+num_attention_heads = 4
+num_key_value_heads = 2
+intermediate_size = 64
+qk_norm = true
+num_experts = 8
+num_experts_per_tok = 2
+moe_intermediate_size = 24
+norm_topk_prob = true
+mlp_only_layers = [0]
+[ppo]
+num_iterations = 4
+save_every_iterations = 1
+{ppo}
+"""
+ALGORITHMS = {
+    "PPO": "",
+    "GRPO with adapters": 'lora = { rank = 2 }\nadvantage = { kind = "group_mean", samples_per_prompt = 4 }',
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_killed_job_of_a_mixture_ends_with_the_same_bits(
+    algorithm: str,
+    heed: Callable[..., Any],
+    num_steps: Callable[[Path], int],
+    tmp_path: Path,
+) -> None:
+    job = tmp_path / "mixture.toml"
+    job.write_text(JOB.format(base=DEBUG_JOB, ppo=ALGORITHMS[algorithm]), encoding="utf-8")
+    whole = heed("run", str(job), "--runs", str(tmp_path / "whole"))
+    assert whole.wait(500) == 0, whole.output
+    killed = heed("run", str(job), "--runs", str(tmp_path / "killed"))
+    while num_steps(tmp_path / "killed" / "mixture" / "ppo") < 2:
+        assert killed.process.poll() is None, killed.output
+        time.sleep(0.01)
+    killed.kill_everything()
+    again = heed("run", str(job), "--runs", str(tmp_path / "killed"))
+    assert again.wait(500) == 0, again.output
+    for stage in ("sft", "reward", "ppo"):
+        models = [tmp_path / name / "mixture" / stage / "model" for name in ("killed", "whole")]
+        assert models[0].joinpath(WEIGHTS).read_bytes() == models[1].joinpath(WEIGHTS).read_bytes(), stage
+        assert json.loads((models[1] / CONFIG).read_text())["model_type"] == "qwen3_moe", stage
