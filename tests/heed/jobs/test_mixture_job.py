@@ -18,7 +18,7 @@ JOB = """
 base = "{base}"
 name = "mixture"
 workers = 2
-without = ["model", "compare", "dpo"]
+without = ["model", "compare", "dpo", {without}]
 [engine]
 zero_stage = 3
 [model]
@@ -41,8 +41,11 @@ save_every_iterations = 1
 {ppo}
 """
 ALGORITHMS = {
-    "PPO": "",
-    "GRPO with adapters": 'lora = { rank = 2 }\nadvantage = { kind = "group_mean", samples_per_prompt = 4 }',
+    "PPO": ("", ""),
+    "GRPO with adapters": (
+        '"ppo.advantage"',
+        'lora = { rank = 2 }\nadvantage = { kind = "group_mean", samples_per_prompt = 4 }',
+    ),
 }
 
 
@@ -54,7 +57,8 @@ def test_a_killed_job_of_a_mixture_ends_with_the_same_bits(
     tmp_path: Path,
 ) -> None:
     job = tmp_path / "mixture.toml"
-    job.write_text(JOB.format(base=DEBUG_JOB, ppo=ALGORITHMS[algorithm]), encoding="utf-8")
+    without, ppo = ALGORITHMS[algorithm]
+    job.write_text(JOB.format(base=DEBUG_JOB, without=without, ppo=ppo), encoding="utf-8")
     whole = heed("run", str(job), "--runs", str(tmp_path / "whole"))
     assert whole.wait(500) == 0, whole.output
     killed = heed("run", str(job), "--runs", str(tmp_path / "killed"))
