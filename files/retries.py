@@ -1,4 +1,4 @@
-"""Requests to external HTTP servers, repeated after transient failures.
+"""Requests to external servers, repeated after transient failures.
 
 A broken connection, a timeout, a malformed answer, and statuses that say "try later" are transient; any other refusal
 would only repeat. Pauses double, and are at least as long as Retry-After asks for. Dates in Retry-After are not
@@ -10,7 +10,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
@@ -130,8 +130,42 @@ def post_json(
             final.set_exception(error)
     if final.exception() is None and final.result().is_success:
         return values[-1]
-    how_long = f"; no proper answer for {outage.seconds:.0f} s" if outage.seconds >= 1 else ""
-    raise ServerError(f"{url}: {_said(final, key)}{how_long}")
+    raise outage.error(final)
+
+
+async def until_up(
+    name: str,
+    attempt: Callable[[], Awaitable[Value]],
+    is_outage: Callable[[BaseException], bool],
+    *,
+    max_wait_seconds: float,
+    waiting: Callable[[str], AbstractContextManager[None]],
+) -> Value:
+    """Await `attempt` until it ends without an outage of the server `name`, as `post_json` repeats requests.
+
+    Raises:
+        ServerError: the outage lasts longer than `max_wait_seconds`. What else `attempt` raises is raised at once.
+    """
+    outage = _Outage(name, "", max_wait_seconds, waiting)
+    exponential = tenacity.wait_exponential(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+
+    def is_away(state: tenacity.RetryCallState) -> bool:
+        error = state.outcome.exception() if state.outcome else None
+        if error is not None and is_outage(error):
+            return True
+        outage.server.away_since = math.inf
+        return False
+
+    retrying = tenacity.AsyncRetrying(
+        retry=is_away,
+        stop=lambda state: outage.seconds_left(state) <= 0,
+        wait=lambda state: max(0.0, min(exponential(state), outage.seconds_left(state))),
+    )
+    with outage.reporting:
+        try:
+            return await retrying(attempt)
+        except tenacity.RetryError as error:
+            raise outage.error(error.last_attempt) from error.last_attempt.exception()
 
 
 @dataclass
@@ -177,6 +211,11 @@ class _Outage:
             notice = f"waiting up to {self.max_wait_seconds:.0f} s for {self.url}: {_said(state.outcome, self.key)}"
             self.reporting.enter_context(self.waiting(notice))
         return left
+
+    def error(self, last: "Future[httpx.Response]") -> ServerError:
+        """Returns what to raise after the last attempt."""
+        how_long = f"; no proper answer for {self.seconds:.0f} s" if self.seconds >= 1 else ""
+        return ServerError(f"{self.url}: {_said(last, self.key)}{how_long}")
 
 
 class _StoppedError(Exception):

@@ -27,7 +27,7 @@ from files.rows import Row
 from lm.progress import note_progress
 from lm.samplers.engine import SamplingEngine
 from lm.tokenizer import Messages, Tokenizer
-from ppo.environments.environment import Environment, Episode, Reply
+from ppo.environments.environment import DeadlineError, Environment, Episode, Reply, SlowCallError, within
 from ppo.rollout import Dialogue
 from training.notices import waits_for
 
@@ -38,10 +38,6 @@ AFTER_OUTAGE_SECONDS = 61.0  # the longest pause of a request that is repeated, 
 FILES_PER_EPISODE = 4  # an event loop has three, and an episode often a connection
 CHARACTERS_PER_TOKEN = 64  # a longer reply cannot fit, so it is refused before it is tokenized
 REPLY_ROLES = ("system", "user", "tool")
-
-
-class DeadlineError(Exception):
-    """A call of an episode took longer than the environment's `deadline_seconds`."""
 
 
 class InvalidReplyError(Exception):
@@ -57,14 +53,15 @@ class NoScoreError(Exception):
 
 
 REASONS: Mapping[type[Exception], str] = {  # entries of `ppo.rollout.FAILURES`; all other errors are "error"
-    DeadlineError: "deadline", InvalidReplyError: "invalid", TooLongError: "too_long", NoScoreError: "no_score",
+    DeadlineError: "deadline", SlowCallError: "deadline", InvalidReplyError: "invalid", TooLongError: "too_long",
+    NoScoreError: "no_score",
 }  # fmt: skip
 
 
 class EpisodeThread:
     """Runs the calls of one episode, one after another, in a thread and an event loop of its own."""
 
-    def __init__(self, deadline_seconds: float) -> None:
+    def __init__(self, deadline_seconds: float | None) -> None:
         self._deadline_seconds = deadline_seconds
         self._calls: SimpleQueue[tuple[Callable[[], Coroutine[Any, Any, Any]], Future[Any]] | None] = SimpleQueue()
         self._last: Future[Any] | None = None
@@ -90,19 +87,9 @@ class EpisodeThread:
             while (started := self._calls.get()) is not None:
                 call, future = started
                 try:
-                    future.set_result(runner.run(_within(call, self._deadline_seconds)))
+                    future.set_result(runner.run(within(call, self._deadline_seconds)))
                 except BaseException as error:  # SystemExit too: an episode may call sys.exit
                     future.set_exception(error)
-
-
-async def _within(call: Callable[[], Coroutine[Any, Any, Answer]], seconds: float) -> Answer:
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            return await call()
-    except TimeoutError:
-        if limit.expired():
-            raise DeadlineError(f"no answer within {seconds:g} seconds") from None
-        raise
 
 
 @dataclass
@@ -191,8 +178,9 @@ class Conversations:
         """
         self._seconds = 0.0
         _allow_files(FILES_PER_EPISODE * len(prompts))
+        limit = None if self.environment.waits else self.environment.deadline_seconds
         conversations = [
-            Conversation(own, row, list(prompt), seed, EpisodeThread(self.environment.deadline_seconds))
+            Conversation(own, row, list(prompt), seed, EpisodeThread(limit))
             for prompt, own, row, seed in zip(prompts, messages, rows or [{}] * len(prompts), seeds, strict=True)
         ]
         self._begin(conversations)
@@ -295,9 +283,10 @@ class Conversations:
     ) -> "list[tuple[Conversation, Outcome[Answer]]]":
         """Make a call to each episode, all at once, and wait until each has returned or its deadline has passed. While
         a server's outage is waited for (`training.notices`), and until requests are repeated after it, none passes.
+        An episode that waits has time to find out that its server is away, by up to three calls.
         """
-        started = time.monotonic()
-        end = started + self.environment.deadline_seconds + GRACE_SECONDS
+        started, seconds = time.monotonic(), self.environment.deadline_seconds
+        end = started + (3 * seconds + AFTER_OUTAGE_SECONDS if self.environment.waits else seconds + GRACE_SECONDS)
         stuck = [conversation.thread.is_stuck for conversation in conversations]
         futures = [conversation.thread.start(partial(ask, conversation)) for conversation in conversations]
         pending = {future for future, is_stuck in zip(futures, stuck, strict=True) if not is_stuck}
@@ -305,9 +294,8 @@ class Conversations:
             _, pending = wait(pending, min(1.0, left))
             note_progress()
             if waits_for():
-                end = time.monotonic() + self.environment.deadline_seconds + AFTER_OUTAGE_SECONDS
+                end = time.monotonic() + 3 * seconds + AFTER_OUTAGE_SECONDS
         self._seconds += time.monotonic() - started
-        seconds = self.environment.deadline_seconds
         return [(own, Outcome(future, seconds)) for own, future in zip(conversations, futures, strict=True)]
 
 

@@ -4,18 +4,41 @@ An `Environment` is a table of the job file. It opens one `Episode` per sampled 
 never tokens: what the policy wrote stays as it was sampled, and the tokens of each reply are appended to it.
 """
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field
 
 from files.rows import Row
 from lm.tokenizer import Messages
 from lm.tool_calls import AssistantMessage
+from reward.external import MAX_WAIT, MAX_WAIT_SECONDS
 from training.config import Config
 from training.data import NO_FIELDS, RowFields
+from training.notices import waiting_aloud
+
+MAX_LOSSES = 3  # of a session by the same call, although the server is up
+
+Value = TypeVar("Value")
+Call = Callable[["Episode"], Awaitable[Value]]
+
+
+class DeadlineError(Exception):
+    """A call of an episode took longer than the environment's `deadline_seconds`."""
+
+
+class SlowCallError(DeadlineError):
+    """A call took longer, although its server answers others."""
+
+
+class LostStateError(Exception):
+    """A server lost a conversation, which cannot be continued."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +77,7 @@ class Environment(Config, ABC):
     """The settings that all kinds of environments share."""
 
     scores: ClassVar[bool] = True  # whether its episodes give rewards or scores, or only converse
+    waits: ClassVar[bool] = False  # whether its episodes wait for a server, and limit their calls themselves
 
     max_turns: int = Field(default=8, ge=1, description="Turns of the policy after which a conversation ends.")
     deadline_seconds: float = Field(
@@ -88,3 +112,118 @@ class Environment(Config, ABC):
         """Returns a new episode for a prompt. For the same arguments and the same turns of the policy it should give
         the same replies; otherwise a resumed run samples different responses.
         """
+
+
+class ServedEnvironment(Environment, ABC):
+    """An environment behind a server, whose outages cost its episodes only time (`ServedEpisode`)."""
+
+    waits: ClassVar[bool] = True
+
+    max_wait_seconds: float = Field(default=MAX_WAIT_SECONDS, ge=0, description=MAX_WAIT)
+
+    @property
+    @abstractmethod
+    def server(self) -> str:
+        """The server as messages call it."""
+
+    @abstractmethod
+    def connect(self, conversation: Messages, row: Row, seed: int) -> Episode:
+        """Returns an episode with a session of its own, as `open` does."""
+
+    def is_outage(self, _error: BaseException) -> bool:
+        """Whether an error of an episode says that the server is away or has lost the session."""
+        return True
+
+    def open(self, conversation: Messages, row: Row, seed: int) -> Episode:
+        return ServedEpisode(self, partial(self.connect, conversation, row, seed))
+
+
+class ServedEpisode(Episode):
+    """An episode that outlasts its session. After an outage a new session gets the policy's turns so far again, and the
+    conversation continues if the server's replies are those that the policy has read.
+    """
+
+    def __init__(self, environment: ServedEnvironment, connect: Callable[[], Episode]) -> None:
+        self._environment, self._connect = environment, connect
+        self._session: Episode | None = None
+        self._done = list[tuple[Call[Any], Any]]()  # calls and their results
+
+    async def begin(self) -> Messages:
+        return await self._lasting(lambda session: session.begin())
+
+    async def reply(self, message: AssistantMessage) -> Reply:
+        return await self._lasting(lambda session: session.reply(message))
+
+    async def score(self) -> float:
+        return await self._lasting(lambda session: session.score())
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            with suppress(Exception):  # its server may be away
+                await within(session.close, self._environment.deadline_seconds)
+
+    async def _lasting(self, call: Call[Value]) -> Value:
+        """Returns what a call gives, in a new session after each outage.
+
+        Raises:
+            SlowCallError: the server opens sessions, but does not answer this call.
+            LostStateError: the conversation cannot be continued.
+            ServerError: the outage lasts too long.
+        """
+        from files.retries import until_up  # only here: a bare GPU machine has no HTTP client
+
+        own, num_lost, is_slow = self._environment, 0, False
+
+        async def attempt() -> Value:
+            nonlocal num_lost, is_slow
+            is_open = self._session is not None or not self._done
+            self._session = self._session or self._connect()
+            try:
+                if not is_open:
+                    await self._repeat(only_begin=is_slow)
+                    if is_slow:
+                        raise SlowCallError(f"{own.server}: no answer within {own.deadline_seconds:g} seconds")
+                    is_open = True
+                result = await within(partial(call, self._session), own.deadline_seconds)
+            except Exception as error:
+                await self.close()
+                num_lost, is_slow = num_lost + is_open, is_open and bool(self._done) and type(error) is DeadlineError
+                if self._done and num_lost == MAX_LOSSES:
+                    raise LostStateError(f"{own.server}: {num_lost} sessions were lost at the same turn") from error
+                raise
+            self._done.append((call, result))
+            return result
+
+        def is_outage(error: BaseException) -> bool:
+            is_final = isinstance(error, SlowCallError | LostStateError) or not isinstance(error, Exception)
+            return not is_final and (isinstance(error, DeadlineError) or own.is_outage(error))
+
+        return await until_up(
+            own.server, attempt, is_outage, max_wait_seconds=own.max_wait_seconds, waiting=waiting_aloud
+        )
+
+    async def _repeat(self, *, only_begin: bool) -> None:
+        """Make the calls so far in a new session. Raises: LostStateError if it answers them otherwise."""
+        own, session = self._environment, self._session
+        assert session is not None, "a session is opened first"
+        for call, result in self._done[: 1 if only_begin else None]:
+            if await within(partial(call, session), own.deadline_seconds) != result and not only_begin:
+                raise LostStateError(f"{own.server} lost the conversation; asked again, it answers otherwise")
+
+
+async def within(call: Callable[[], Awaitable[Value]], seconds: float | None) -> Value:
+    """Returns what a call gives. Raises: DeadlineError if that takes longer than `seconds`; None means no limit."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await call()
+    except TimeoutError:
+        if limit.expired():
+            raise DeadlineError(f"no answer within {seconds:g} seconds") from None
+        raise
+
+
+def run_within(call: Callable[[], Awaitable[Value]], seconds: float) -> Value:
+    """Like `within`, for callers that may be in an event loop."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(lambda: asyncio.run(within(call, seconds))).result()

@@ -8,8 +8,6 @@ conversations apart. Needs the package `mcp`.
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
 from functools import cache
 from typing import Any, ClassVar, Literal
 
@@ -18,13 +16,13 @@ from pydantic import ConfigDict, Field, model_validator
 from files.rows import Row
 from lm.tokenizer import Messages
 from lm.tool_calls import AssistantMessage, ToolCall
-from ppo.environments.environment import Environment, Episode, Reply
+from ppo.environments.environment import Episode, Reply, ServedEnvironment, run_within
 from ppo.environments.tools import refusal
 
 INSTALL = "environment.kind \"mcp\" needs the Python package mcp, which is not installed: pip install 'mcp>=2.3,<3'"
 
 
-class MCPTools(Environment):
+class MCPTools(ServedEnvironment):
     """Tools of an MCP server, which is started for each conversation (`command`) or is already running (`url`)."""
 
     model_config = ConfigDict(title="Environment mcp")
@@ -48,12 +46,16 @@ class MCPTools(Environment):
 
     def check(self, _rows: Sequence[Row]) -> None:
         if not self.tools:
-            raise ValueError(f"ppo.environment: the MCP server {self.url or ' '.join(self.command)} has no tools")
+            raise ValueError(f"ppo.environment: the MCP server {self.server} has no tools")
 
     def load(self) -> None:
         _ = self.tools
 
-    def open(self, _conversation: Messages, _row: Row, _seed: int) -> Episode:
+    @property
+    def server(self) -> str:
+        return self.url or " ".join(self.command)
+
+    def connect(self, _conversation: Messages, _row: Row, _seed: int) -> Episode:
         return _Session(self.command, self.url)
 
 
@@ -112,8 +114,8 @@ async def _answer(client: Any, place: int, call: ToolCall) -> str:
         return f"Error: {wrong}"
     try:
         result = await client.call_tool(call.name, dict(call.arguments))
-    except MCPError as error:  # such as an unknown tool; a broken connection is another exception
-        if error.error.code == _CONNECTION_CLOSED:
+    except MCPError as error:  # such as an unknown tool
+        if error.error.code in _LOST or error.error.message in _SAID_BY_THE_CLIENT:
             raise
         return f"Error: {error}"
     texts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
@@ -122,7 +124,9 @@ async def _answer(client: Any, place: int, call: ToolCall) -> str:
     return ("Error: " if result.is_error else "") + "\n".join(texts)
 
 
-_CONNECTION_CLOSED = -32000
+_LOST = (-32000, -32700)  # the connection is closed; the answer is malformed
+# What the client makes of HTTP statuses: 404, since a server that was started again does not know the session; others.
+_SAID_BY_THE_CLIENT = ("Session terminated", "Server returned an error response")
 
 
 def _client_of(command: Sequence[str], url: str) -> Any:
@@ -140,8 +144,7 @@ def _listed(command: Sequence[str], url: str, seconds: float) -> Sequence[Mappin
 
     async def listed() -> list[Mapping[str, Any]]:
         found, cursor = list[Mapping[str, Any]](), None
-        async with AsyncExitStack() as closing, asyncio.timeout(seconds):
-            client = await closing.enter_async_context(_client_of(command, url))
+        async with _client_of(command, url) as client:
             while True:
                 page = await client.list_tools(cursor=cursor)
                 found += [
@@ -152,18 +155,16 @@ def _listed(command: Sequence[str], url: str, seconds: float) -> Sequence[Mappin
                 if not cursor:
                     return [{"type": "function", "function": function} for function in found]
 
-    with ThreadPoolExecutor(1) as threads:  # the caller may be in an event loop
-        try:
-            return threads.submit(asyncio.run, listed()).result()
-        except ValueError:
-            raise
-        except Exception as failed:
-            error = _cause(failed)
-            reason = f"no answer within {seconds} seconds" if isinstance(error, TimeoutError) else str(error)
-            raise ValueError(
-                f"ppo.environment: the tools of the MCP server {url or ' '.join(command)} cannot be listed:"
-                f" {reason or type(error).__name__}"
-            ) from None
+    try:
+        return run_within(listed, seconds)
+    except ValueError:
+        raise
+    except Exception as failed:
+        error = _cause(failed)
+        raise ValueError(
+            f"ppo.environment: the tools of the MCP server {url or ' '.join(command)} cannot be listed:"
+            f" {str(error) or type(error).__name__}"
+        ) from None
 
 
 def _cause(error: Exception) -> Exception:

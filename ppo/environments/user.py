@@ -1,9 +1,8 @@
 """A user simulated by another language model, behind an OpenAI-compatible endpoint."""
 
-import os
 import threading
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
 from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, Field
@@ -12,8 +11,8 @@ from files.rows import Row
 from lm.tokenizer import Messages
 from lm.tool_calls import AssistantMessage
 from ppo.environments.environment import Environment, Episode, Reply
-from reward.endpoint import KEY, Endpoint
-from reward.external import MAX_WAIT_SECONDS
+from reward.endpoint import Endpoint
+from reward.external import MAX_WAIT, MAX_WAIT_SECONDS
 from training.data import RowFields
 
 MAX_REPLY_TOKENS = 128
@@ -31,6 +30,7 @@ class SimulatedUser(Environment):
 
     model_config = ConfigDict(title="Environment user")
     scores: ClassVar[bool] = False
+    waits: ClassVar[bool] = True
 
     kind: Literal["user"] = Field(default="user", description="The kind of this table.")
     url: str = Field(
@@ -42,6 +42,7 @@ class SimulatedUser(Environment):
         default="You play a user who talks to an assistant. Write only what the user says next, in a sentence or two.",
         description="What the model is told to be.",
     )
+    max_wait_seconds: float = Field(default=MAX_WAIT_SECONDS, ge=0, description=MAX_WAIT)
     parallel: int = Field(default=32, ge=1, description="Requests that a rank sends at once.")
 
     @property
@@ -53,14 +54,19 @@ class SimulatedUser(Environment):
         told = f"{self.instructions}{wants}\n\nWrite {STOP} when the conversation is over."
         return UserEpisode(self, [{"role": "system", "content": told}, *_swapped(conversation)], seed)
 
+    @cached_property
+    def _endpoint(self) -> Endpoint:
+        limits = {"timeout_seconds": self.deadline_seconds, "max_wait_seconds": self.max_wait_seconds}
+        return Endpoint.of(f"{self.url}#{self.model}", "user", **limits)
+
+    def check(self, _rows: Sequence[Row]) -> None:
+        _ = self._endpoint
+
     def said(self, messages: Messages, seed: int) -> str:
         """Returns what the user says next. Raises: RuntimeError if the endpoint does not answer with a text."""
         asked = {"messages": messages, "seed": seed % 2**31, "max_tokens": MAX_REPLY_TOKENS}
-        endpoint = Endpoint(
-            self.url.rstrip("/"), self.model, self.deadline_seconds, MAX_WAIT_SECONDS, key=os.environ.get(KEY, "")
-        )
         with _places(self.url, self.parallel):
-            answer = endpoint.ask(asked, threading.Event())
+            answer = self._endpoint.ask(asked, threading.Event())
         if answer.failure:
             raise RuntimeError(answer.failure)
         return answer.text
