@@ -27,7 +27,7 @@ from files.rows import Row
 from lm.progress import note_progress
 from lm.samplers.engine import SamplingEngine
 from lm.tokenizer import Messages, Tokenizer
-from ppo.environments.environment import DeadlineError, Environment, Episode, Reply, SlowCallError, within
+from ppo.environments.environment import DeadlineError, Environment, Episode, Reply, within
 from ppo.rollout import Dialogue
 from training.notices import waits_for
 
@@ -53,8 +53,7 @@ class NoScoreError(Exception):
 
 
 REASONS: Mapping[type[Exception], str] = {  # entries of `ppo.rollout.FAILURES`; all other errors are "error"
-    DeadlineError: "deadline", SlowCallError: "deadline", InvalidReplyError: "invalid", TooLongError: "too_long",
-    NoScoreError: "no_score",
+    DeadlineError: "deadline", InvalidReplyError: "invalid", TooLongError: "too_long", NoScoreError: "no_score",
 }  # fmt: skip
 
 

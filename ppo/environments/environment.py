@@ -33,14 +33,6 @@ class DeadlineError(Exception):
     """A call of an episode took longer than the environment's `deadline_seconds`."""
 
 
-class SlowCallError(DeadlineError):
-    """A call took longer, although its server answers others."""
-
-
-class LostStateError(Exception):
-    """A server lost a conversation, which cannot be continued."""
-
-
 @dataclass(frozen=True)
 class Reply:
     """An environment's answer to one turn of the policy."""
@@ -128,11 +120,9 @@ class ServedEnvironment(Environment, ABC):
 
     @abstractmethod
     def connect(self, conversation: Messages, row: Row, seed: int) -> Episode:
-        """Returns an episode with a session of its own, as `open` does."""
-
-    def is_outage(self, _error: BaseException) -> bool:
-        """Whether an error of an episode says that the server is away or has lost the session."""
-        return True
+        """Returns an episode with a session of its own. It raises RuntimeError if the server answers that a call
+        failed, and any other exception if there is no proper answer.
+        """
 
     def open(self, conversation: Messages, row: Row, seed: int) -> Episode:
         return ServedEpisode(self, partial(self.connect, conversation, row, seed))
@@ -141,6 +131,9 @@ class ServedEnvironment(Environment, ABC):
 class ServedEpisode(Episode):
     """An episode that outlasts its session. After an outage a new session gets the policy's turns so far again, and the
     conversation continues if the server's replies are those that the policy has read.
+
+    Its methods raise DeadlineError if the server opens sessions but does not answer a call, RuntimeError if the
+    conversation cannot be continued, and ServerError after an outage of more than `max_wait_seconds`.
     """
 
     def __init__(self, environment: ServedEnvironment, connect: Callable[[], Episode]) -> None:
@@ -158,58 +151,48 @@ class ServedEpisode(Episode):
         return await self._lasting(lambda session: session.score())
 
     async def close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
+        if self._session is not None:
             with suppress(Exception):  # its server may be away
-                await within(session.close, self._environment.deadline_seconds)
+                await within(self._session.close, self._environment.deadline_seconds)
+        self._session = None
 
     async def _lasting(self, call: Call[Value]) -> Value:
-        """Returns what a call gives, in a new session after each outage.
-
-        Raises:
-            SlowCallError: the server opens sessions, but does not answer this call.
-            LostStateError: the conversation cannot be continued.
-            ServerError: the outage lasts too long.
-        """
+        """Returns what a call gives, in a new session after each outage."""
         from files.retries import until_up  # only here: a bare GPU machine has no HTTP client
 
-        own, num_lost, is_slow = self._environment, 0, False
+        name, seconds, num_lost = self._environment.server, self._environment.deadline_seconds, 0
+        slow: DeadlineError | None = None  # what to raise if the server opens a session after it
 
         async def attempt() -> Value:
-            nonlocal num_lost, is_slow
+            nonlocal num_lost, slow
             is_open = self._session is not None or not self._done
-            self._session = self._session or self._connect()
+            self._session = session = self._session or self._connect()
             try:
-                if not is_open:
-                    await self._repeat(only_begin=is_slow)
-                    if is_slow:
-                        raise SlowCallError(f"{own.server}: no answer within {own.deadline_seconds:g} seconds")
-                    is_open = True
-                result = await within(partial(call, self._session), own.deadline_seconds)
+                for done, result in self._done if not is_open else ():
+                    found = await within(partial(done, session), seconds)
+                    if slow:
+                        raise slow
+                    if found != result:
+                        raise RuntimeError(f"{name} lost the conversation; asked again, it answers otherwise")
+                is_open = True
+                result = await within(partial(call, session), seconds)
             except Exception as error:
                 await self.close()
-                num_lost, is_slow = num_lost + is_open, is_open and bool(self._done) and type(error) is DeadlineError
+                num_lost += is_open
+                if error is not slow:
+                    is_slow = is_open and self._done and isinstance(error, DeadlineError)
+                    slow = DeadlineError(f"{name}: {error}") if is_slow else None
                 if self._done and num_lost == MAX_LOSSES:
-                    raise LostStateError(f"{own.server}: {num_lost} sessions were lost at the same turn") from error
+                    raise RuntimeError(f"{name}: {num_lost} sessions were lost at the same turn") from error
                 raise
             self._done.append((call, result))
             return result
 
         def is_outage(error: BaseException) -> bool:
-            is_final = isinstance(error, SlowCallError | LostStateError) or not isinstance(error, Exception)
-            return not is_final and (isinstance(error, DeadlineError) or own.is_outage(error))
+            return error is not slow and isinstance(error, Exception) and not isinstance(error, RuntimeError)
 
-        return await until_up(
-            own.server, attempt, is_outage, max_wait_seconds=own.max_wait_seconds, waiting=waiting_aloud
-        )
-
-    async def _repeat(self, *, only_begin: bool) -> None:
-        """Make the calls so far in a new session. Raises: LostStateError if it answers them otherwise."""
-        own, session = self._environment, self._session
-        assert session is not None, "a session is opened first"
-        for call, result in self._done[: 1 if only_begin else None]:
-            if await within(partial(call, session), own.deadline_seconds) != result and not only_begin:
-                raise LostStateError(f"{own.server} lost the conversation; asked again, it answers otherwise")
+        wait = self._environment.max_wait_seconds
+        return await until_up(name, attempt, is_outage, max_wait_seconds=wait, waiting=waiting_aloud)
 
 
 async def within(call: Callable[[], Awaitable[Value]], seconds: float | None) -> Value:

@@ -59,9 +59,6 @@ class OpenEnv(ServedEnvironment):
     def server(self) -> str:
         return self.url
 
-    def is_outage(self, error: BaseException) -> bool:
-        return not isinstance(error, RuntimeError)  # which is what the server answers if a step raises
-
     def connect(self, _conversation: Messages, row: Row, seed: int) -> Episode:
         return _Session(self, {**row, "seed": seed % 2**31})
 
