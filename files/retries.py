@@ -25,7 +25,6 @@ QUIET_SECONDS = 5.0  # a longer outage is reported
 SHOWN_CHARACTERS = 200  # of an answer, in an error message
 RETRIED_STATUSES = frozenset({408, 425, 429})  # "try later"; all statuses from 500 on are retried too
 MAX_RESPONSE_BYTES = 16 * 2**20
-_NEVER = threading.Event()
 
 Value = TypeVar("Value")
 
@@ -55,7 +54,8 @@ def post_json(
     Raises:
         ServerError: there is no proper answer.
     """
-    outage, body, stopped = _Outage(url, key, max_wait_seconds, waiting), json.dumps(value).encode(), stopped or _NEVER
+    outage, body = _Outage(url, key, max_wait_seconds, waiting), json.dumps(value).encode()
+    stopped = stopped or threading.Event()
 
     def send() -> Value:
         response = _sent(url, body, key, timeout_seconds)
@@ -79,34 +79,33 @@ def post_json(
 async def until_up(
     name: str,
     attempt: Callable[[], Awaitable[Value]],
-    is_outage: Callable[[BaseException], bool],
     *,
     max_wait_seconds: float,
     waiting: Callable[[str], AbstractContextManager[None]],
 ) -> Value:
-    """Await `attempt` until it ends without an outage of the server `name`, as `post_json` repeats requests.
+    """Await `attempt` as `post_json` repeats requests: errors but RuntimeError are an outage of the server `name`.
 
     Raises:
-        ServerError: the outage lasts longer than `max_wait_seconds`. What else `attempt` raises is raised at once.
+        ServerError: the outage lasts longer than `max_wait_seconds`.
     """
     outage = _Outage(name, "", max_wait_seconds, waiting)
     with outage.reporting, suppress(tenacity.RetryError):
-        return await tenacity.AsyncRetrying(**outage.policy(is_outage))(attempt)
+        return await tenacity.AsyncRetrying(**outage.policy(_is_no_answer))(attempt)
     raise outage.error() from outage.last.exception()
 
 
 class _StatusError(Exception):
-    """A server answered with a status that reports an error."""
-
-    def __init__(self, response: httpx.Response) -> None:
-        super().__init__()
-        self.response = response
+    """A server answered with a status that reports an error. Its argument is the httpx.Response."""
 
 
 def _is_transient(error: BaseException) -> bool:
     if isinstance(error, _StatusError):
-        return error.response.status_code >= 500 or error.response.status_code in RETRIED_STATUSES
+        return error.args[0].status_code >= 500 or error.args[0].status_code in RETRIED_STATUSES
     return isinstance(error, httpx.RequestError)
+
+
+def _is_no_answer(error: BaseException) -> bool:
+    return isinstance(error, Exception) and not isinstance(error, RuntimeError)
 
 
 @dataclass
@@ -180,7 +179,7 @@ class _Outage:
             return str(error)
         if not isinstance(error, _StatusError):
             return f"{type(error).__name__}: {error}"
-        response = error.response
+        (response,) = error.args
         content = f": {_shown(response.content, self.key)}" if response.content else ""
         return f"status {response.status_code} ({response.reason_phrase}){content}"
 
@@ -255,7 +254,7 @@ def _shown(content: bytes, key: str) -> str:
 
 def _requested_pause(error: BaseException | None) -> float:
     """Returns the seconds that Retry-After asks to wait; 0 if it is missing or not in seconds."""
-    value = error.response.headers.get("Retry-After", "") if isinstance(error, _StatusError) else ""
+    value = error.args[0].headers.get("Retry-After", "") if isinstance(error, _StatusError) else ""
     return float(value) if value.isdecimal() else 0.0
 
 

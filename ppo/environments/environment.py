@@ -33,6 +33,10 @@ class DeadlineError(Exception):
     """A call of an episode took longer than the environment's `deadline_seconds`."""
 
 
+class SlowCallError(RuntimeError):
+    """A call took longer, although its server answers others."""
+
+
 @dataclass(frozen=True)
 class Reply:
     """An environment's answer to one turn of the policy."""
@@ -69,7 +73,6 @@ class Environment(Config, ABC):
     """The settings that all kinds of environments share."""
 
     scores: ClassVar[bool] = True  # whether its episodes give rewards or scores, or only converse
-    waits: ClassVar[bool] = False  # whether its episodes wait for a server, and limit their calls themselves
 
     max_turns: int = Field(default=8, ge=1, description="Turns of the policy after which a conversation ends.")
     deadline_seconds: float = Field(
@@ -107,37 +110,22 @@ class Environment(Config, ABC):
 
 
 class ServedEnvironment(Environment, ABC):
-    """An environment behind a server, whose outages cost its episodes only time (`ServedEpisode`)."""
-
-    waits: ClassVar[bool] = True
+    """An environment whose episodes wait for a server that is away, and limit their calls themselves."""
 
     max_wait_seconds: float = Field(default=MAX_WAIT_SECONDS, ge=0, description=MAX_WAIT)
 
-    @property
-    @abstractmethod
-    def server(self) -> str:
-        """The server as messages call it."""
-
-    @abstractmethod
-    def connect(self, conversation: Messages, row: Row, seed: int) -> Episode:
-        """Returns an episode with a session of its own. It raises RuntimeError if the server answers that a call
-        failed, and any other exception if there is no proper answer.
-        """
-
-    def open(self, conversation: Messages, row: Row, seed: int) -> Episode:
-        return ServedEpisode(self, partial(self.connect, conversation, row, seed))
-
 
 class ServedEpisode(Episode):
-    """An episode that outlasts its session. After an outage a new session gets the policy's turns so far again, and the
-    conversation continues if the server's replies are those that the policy has read.
+    """An episode that outlasts its sessions, which `connect` gives. After an outage a new one gets the turns so far
+    again, and the conversation continues if the replies are those that the policy has read.
 
-    Its methods raise DeadlineError if the server opens sessions but does not answer a call, RuntimeError if the
-    conversation cannot be continued, and ServerError after an outage of more than `max_wait_seconds`.
+    An outage is each error of a session but RuntimeError, which says that the server answered. The methods raise
+    SlowCallError if the server opens sessions but does not answer a call, RuntimeError if the conversation cannot be
+    continued, and ServerError after an outage of more than `max_wait_seconds`.
     """
 
-    def __init__(self, environment: ServedEnvironment, connect: Callable[[], Episode]) -> None:
-        self._environment, self._connect = environment, connect
+    def __init__(self, environment: ServedEnvironment, server: str, connect: Callable[[], Episode]) -> None:
+        self._environment, self._server, self._connect = environment, server, connect
         self._session: Episode | None = None
         self._done = list[tuple[Call[Any], Any]]()  # calls and their results
 
@@ -160,18 +148,17 @@ class ServedEpisode(Episode):
         """Returns what a call gives, in a new session after each outage."""
         from files.retries import until_up  # only here: a bare GPU machine has no HTTP client
 
-        name, seconds, num_lost = self._environment.server, self._environment.deadline_seconds, 0
-        slow: DeadlineError | None = None  # what to raise if the server opens a session after it
+        name, seconds, num_lost, is_slow = self._server, self._environment.deadline_seconds, 0, False
 
         async def attempt() -> Value:
-            nonlocal num_lost, slow
+            nonlocal num_lost, is_slow
             is_open = self._session is not None or not self._done
             self._session = session = self._session or self._connect()
             try:
-                for done, result in self._done if not is_open else ():
+                for done, result in () if is_open else self._done:
                     found = await within(partial(done, session), seconds)
-                    if slow:
-                        raise slow
+                    if is_slow:
+                        raise SlowCallError(f"{name}: no answer within {seconds:g} seconds")
                     if found != result:
                         raise RuntimeError(f"{name} lost the conversation; asked again, it answers otherwise")
                 is_open = True
@@ -179,20 +166,15 @@ class ServedEpisode(Episode):
             except Exception as error:
                 await self.close()
                 num_lost += is_open
-                if error is not slow:
-                    is_slow = is_open and self._done and isinstance(error, DeadlineError)
-                    slow = DeadlineError(f"{name}: {error}") if is_slow else None
+                is_slow = is_open and bool(self._done) and isinstance(error, DeadlineError)
                 if self._done and num_lost == MAX_LOSSES:
                     raise RuntimeError(f"{name}: {num_lost} sessions were lost at the same turn") from error
                 raise
             self._done.append((call, result))
             return result
 
-        def is_outage(error: BaseException) -> bool:
-            return error is not slow and isinstance(error, Exception) and not isinstance(error, RuntimeError)
-
         wait = self._environment.max_wait_seconds
-        return await until_up(name, attempt, is_outage, max_wait_seconds=wait, waiting=waiting_aloud)
+        return await until_up(name, attempt, max_wait_seconds=wait, waiting=waiting_aloud)
 
 
 async def within(call: Callable[[], Awaitable[Value]], seconds: float | None) -> Value:

@@ -8,7 +8,7 @@ conversations apart. Needs the package `mcp`.
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, model_validator
 from files.rows import Row
 from lm.tokenizer import Messages
 from lm.tool_calls import AssistantMessage, ToolCall
-from ppo.environments.environment import Episode, Reply, ServedEnvironment, run_within
+from ppo.environments.environment import Episode, Reply, ServedEnvironment, ServedEpisode, run_within
 from ppo.environments.tools import refusal
 
 INSTALL = "environment.kind \"mcp\" needs the Python package mcp, which is not installed: pip install 'mcp>=2.3,<3'"
@@ -46,17 +46,13 @@ class MCPTools(ServedEnvironment):
 
     def check(self, _rows: Sequence[Row]) -> None:
         if not self.tools:
-            raise ValueError(f"ppo.environment: the MCP server {self.server} has no tools")
+            raise ValueError(f"ppo.environment: the MCP server {self.url or ' '.join(self.command)} has no tools")
 
     def load(self) -> None:
         _ = self.tools
 
-    @property
-    def server(self) -> str:
-        return self.url or " ".join(self.command)
-
-    def connect(self, _conversation: Messages, _row: Row, _seed: int) -> Episode:
-        return _Session(self.command, self.url)
+    def open(self, _conversation: Messages, _row: Row, _seed: int) -> Episode:
+        return ServedEpisode(self, self.url or " ".join(self.command), partial(_Session, self.command, self.url))
 
 
 class _Session(Episode):
@@ -66,19 +62,15 @@ class _Session(Episode):
 
     def __init__(self, command: Sequence[str], url: str) -> None:
         self._server = (command, url)
-        self._opened: asyncio.Future[Any] | None = None
+        self._client: Any = None
         self._is_over = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def begin(self) -> Messages:
-        await self._client()
+        opened = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._hold(opened))
+        self._client = await asyncio.shield(opened)
         return ()
-
-    async def _client(self) -> Any:
-        if self._opened is None:
-            self._opened = asyncio.get_running_loop().create_future()
-            self._task = asyncio.create_task(self._hold(self._opened))
-        return await asyncio.shield(self._opened)
 
     async def _hold(self, opened: asyncio.Future[Any]) -> None:
         try:
@@ -93,8 +85,7 @@ class _Session(Episode):
     async def reply(self, message: AssistantMessage) -> Reply:
         if not message.tool_calls:
             return Reply(is_over=True)
-        client = await self._client()
-        contents = [await _answer(client, place, call) for place, call in enumerate(message.tool_calls)]
+        contents = [await _answer(self._client, place, call) for place, call in enumerate(message.tool_calls)]
         results = zip(message.tool_calls, contents, strict=True)
         return Reply([{"role": "tool", "name": call.name, "content": content} for call, content in results])
 

@@ -7,7 +7,7 @@ server gives an environment of its own. Needs the package `openenv`, whose clien
 import json
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field
 from files.rows import Row
 from lm.tokenizer import Messages
 from lm.tool_calls import AssistantMessage, ToolCall
-from ppo.environments.environment import DeadlineError, Episode, Reply, ServedEnvironment, run_within
+from ppo.environments.environment import DeadlineError, Episode, Reply, ServedEnvironment, ServedEpisode, run_within
 from training.data import RowFields, named_fields
 
 ACT = "act"  # the tool whose arguments are an action
@@ -55,12 +55,8 @@ class OpenEnv(ServedEnvironment):
     def load(self) -> None:
         self.check(())
 
-    @property
-    def server(self) -> str:
-        return self.url
-
-    def connect(self, _conversation: Messages, row: Row, seed: int) -> Episode:
-        return _Session(self, {**row, "seed": seed % 2**31})
+    def open(self, _conversation: Messages, row: Row, seed: int) -> Episode:
+        return ServedEpisode(self, self.url, partial(_Session, self, {**row, "seed": seed % 2**31}))
 
 
 class _Session(Episode):

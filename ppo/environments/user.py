@@ -1,7 +1,7 @@
 """A user simulated by another language model, behind an OpenAI-compatible endpoint."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache, cached_property
 from typing import ClassVar, Literal
 
@@ -10,9 +10,8 @@ from pydantic import ConfigDict, Field
 from files.rows import Row
 from lm.tokenizer import Messages
 from lm.tool_calls import AssistantMessage
-from ppo.environments.environment import Environment, Episode, Reply
+from ppo.environments.environment import Episode, Reply, ServedEnvironment
 from reward.endpoint import Endpoint
-from reward.external import MAX_WAIT, MAX_WAIT_SECONDS
 from training.data import RowFields
 
 MAX_REPLY_TOKENS = 128
@@ -22,7 +21,7 @@ FIELD = "user"  # of a prompt's row
 OTHER_SIDE = {"user": "assistant", "assistant": "user"}
 
 
-class SimulatedUser(Environment):
+class SimulatedUser(ServedEnvironment):
     """A user who is played by another model. It reads the conversation so far and writes what the user says next, until
     it writes `STOP`. What the user wants may differ from prompt to prompt: the field `user` of a prompt's row is added
     to the instructions.
@@ -30,7 +29,6 @@ class SimulatedUser(Environment):
 
     model_config = ConfigDict(title="Environment user")
     scores: ClassVar[bool] = False
-    waits: ClassVar[bool] = True
 
     kind: Literal["user"] = Field(default="user", description="The kind of this table.")
     url: str = Field(
@@ -42,7 +40,6 @@ class SimulatedUser(Environment):
         default="You play a user who talks to an assistant. Write only what the user says next, in a sentence or two.",
         description="What the model is told to be.",
     )
-    max_wait_seconds: float = Field(default=MAX_WAIT_SECONDS, ge=0, description=MAX_WAIT)
     parallel: int = Field(default=32, ge=1, description="Requests that a rank sends at once.")
 
     @property
@@ -58,9 +55,6 @@ class SimulatedUser(Environment):
     def _endpoint(self) -> Endpoint:
         limits = {"timeout_seconds": self.deadline_seconds, "max_wait_seconds": self.max_wait_seconds}
         return Endpoint.of(f"{self.url}#{self.model}", "user", **limits)
-
-    def check(self, _rows: Sequence[Row]) -> None:
-        _ = self._endpoint
 
     def said(self, messages: Messages, seed: int) -> str:
         """Returns what the user says next. Raises: RuntimeError if the endpoint does not answer with a text."""
