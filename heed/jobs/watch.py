@@ -158,9 +158,7 @@ class Watched:
 
 
 def _age(path: Path) -> float:
-    """Returns the seconds since a file was written. If this machine's clock says that it is old or from the future, the
-    clock that dates the files of its folder is asked instead, by a new file.
-    """
+    """Returns the seconds since a file was written; of old ones by a new file's date, since clocks may differ."""
     written = path.stat().st_mtime
     age = time.time() - written
     if not 0 <= age <= SILENT_SECONDS:
