@@ -125,6 +125,12 @@ def test_an_error_leaves_the_old_contents_and_no_temporary(
 
 
 @pytest.mark.parametrize("write", [lambda path: write_text(path, "text"), lambda path: write_json(path, {})])
+def test_a_folder_that_has_disappeared_is_not_created_again(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    with pytest.raises(FileNotFoundError):
+        write(tmp_path / "away" / "file")
+    assert not (tmp_path / "away").exists()
+
+
 def test_a_write_that_finds_no_space_names_its_file(tmp_path: Path) -> None:
     """The system reports it by a descriptor. A limit on the size of files stands in for a full disk."""
     path, limits = tmp_path / "rows.json", resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -139,12 +145,6 @@ def test_a_write_that_finds_no_space_names_its_file(tmp_path: Path) -> None:
     assert in_one_line(full.value) == said
     assert json.loads(path.read_text()) == "old"
     assert [*tmp_path.iterdir()] == [path]
-
-
-def test_a_folder_that_has_disappeared_is_not_created_again(tmp_path: Path, write: Callable[[Path], None]) -> None:
-    with pytest.raises(FileNotFoundError):
-        write(tmp_path / "away" / "file")
-    assert not (tmp_path / "away").exists()
 
 
 def test_json_is_indented_and_ends_with_a_newline(tmp_path: Path) -> None:
