@@ -204,11 +204,10 @@ def test_a_rank_that_is_killed_changes_no_file_of_the_stage(
     command = heed("run", str(job), "--runs", str(killed.parents[1]))
     moments = (lambda: (killed / "samples").exists() or num_steps(killed) >= 1, lambda: num_steps(killed) >= 3)
     for num, is_reached in enumerate(moments):
-        while not is_reached() or command.output.count("was lost") < num:
+        worker = None
+        while worker is None or not is_reached() or command.output.count("was lost") < num:
             assert command.process.poll() is None, command.output
-            time.sleep(0.005)
-        worker = worker_of(processes(command.mark))
-        assert worker is not None
+            worker = worker_of(processes(command.mark))
         os.kill(worker, signal.SIGKILL)
     assert command.wait() == 0, command.output
     assert command.output.count("was lost") == 2, command.output
