@@ -27,15 +27,7 @@ from files.rows import Row
 from lm.progress import note_progress
 from lm.samplers.engine import SamplingEngine
 from lm.tokenizer import Messages, Tokenizer
-from ppo.environments.environment import (
-    DeadlineError,
-    Environment,
-    Episode,
-    Reply,
-    ServedEnvironment,
-    SlowCallError,
-    within,
-)
+from ppo.environments.environment import DeadlineError, Environment, Episode, Reply, ServedEnvironment, within
 from ppo.rollout import Dialogue
 from training.notices import waits_for
 
@@ -61,8 +53,7 @@ class NoScoreError(Exception):
 
 
 REASONS: Mapping[type[Exception], str] = {  # entries of `ppo.rollout.FAILURES`; all other errors are "error"
-    DeadlineError: "deadline", SlowCallError: "deadline", InvalidReplyError: "invalid", TooLongError: "too_long",
-    NoScoreError: "no_score",
+    DeadlineError: "deadline", InvalidReplyError: "invalid", TooLongError: "too_long", NoScoreError: "no_score",
 }  # fmt: skip
 
 
@@ -142,7 +133,8 @@ class Conversation:
 
     @property
     def dialogue(self) -> Dialogue:
-        reason = "" if self.failure is None else REASONS.get(type(self.failure), "error")
+        named = (reason for kind, reason in REASONS.items() if isinstance(self.failure, kind))
+        reason = "" if self.failure is None else next(named, "error")
         return Dialogue(self.written, self.rewards, reason)
 
 

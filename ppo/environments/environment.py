@@ -33,7 +33,7 @@ class DeadlineError(Exception):
     """A call of an episode took longer than the environment's `deadline_seconds`."""
 
 
-class SlowCallError(RuntimeError):
+class SlowCallError(DeadlineError, RuntimeError):
     """A call took longer, although its server answers others."""
 
 
