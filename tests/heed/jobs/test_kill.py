@@ -150,7 +150,7 @@ def killed_and_resumed(heed: Callable[..., Any], job: Path, stages: tuple[str, .
 
 ONE_STAGE = {
     "rejection": """
-base = "{base}"
+base = "{jobs}/debug.toml"
 name = "rejection"
 without = ["pretrain", "sft", "collect", "reward", "dpo", "ppo", "compare", "model"]
 [rejection]
@@ -166,22 +166,16 @@ dropout = 0.1
 save_every_steps = 2
 """,
     "classify": """
-base = "{base}"
+base = "{jobs}/classify.toml"
 name = "classify"
-without = ["pretrain", "sft", "collect", "reward", "dpo", "ppo", "compare", "model"]
 [world]
 num_grammar = 200
-num_labelled_heldout = 40
+[pretrain]
+num_steps = 2
 [classify]
-task = "sequence"
-init_from = "{parents}/pretrain/model"
-data = [{{ source = "world:grammar" }}]
-heldout = [{{ source = "world:grammar_heldout" }}]
-seq_len = 64
-batch = {{ batch_size = 16, micro_batch_size = 8 }}
-optimizer = {{ learning_rate = 1e-3 }}
 dropout = 0.1
 save_every_steps = 2
+evaluate_every_steps = 10
 """,
 }
 
@@ -191,13 +185,14 @@ def test_a_rank_that_is_killed_changes_no_file_of_the_stage(
     stage: str,
     heed: Callable[..., Any],
     processes: Callable[[str], list[int]],
-    finished_run: Path,
     num_steps: NumSteps,
     tmp_path: Path,
+    request: Any,
 ) -> None:
     """Killed before a checkpoint, which for rejection sampling is while it samples, and past one."""
     job = tmp_path / f"{stage}.toml"
-    job.write_text(ONE_STAGE[stage].format(base=DEBUG_JOB, parents=finished_run), encoding="utf-8")
+    parents = request.getfixturevalue("finished_run") if "{parents}" in ONE_STAGE[stage] else ""
+    job.write_text(ONE_STAGE[stage].format(jobs=DEBUG_JOB.parent, parents=parents), encoding="utf-8")
     calm, killed = (tmp_path / name / stage / stage for name in ("calm", "killed"))
     command = heed("run", str(job), "--runs", str(calm.parents[1]))
     assert command.wait() == 0, command.output
