@@ -48,8 +48,10 @@ def atomic_file(path: Path) -> Iterator[Path]:
         yield temporary
         sync(temporary)
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         _remove(temporary)
+        if isinstance(error, OSError) and error.errno and not error.filename:  # a full disk, say
+            error.filename = str(path)
         raise
 
 

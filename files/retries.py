@@ -1,4 +1,4 @@
-"""Requests to external HTTP servers, repeated after transient failures.
+"""Requests to external servers, repeated after transient failures.
 
 A broken connection, a timeout, a malformed answer, and statuses that say "try later" are transient; any other refusal
 would only repeat. Pauses double, and are at least as long as Retry-After asks for. Dates in Retry-After are not
@@ -10,11 +10,10 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any, TypeVar
 
 import httpx
@@ -32,58 +31,6 @@ Value = TypeVar("Value")
 
 class ServerError(Exception):
     """A server gave no proper answer. The message is one line: the server, its last answer, and how long it failed."""
-
-
-def send_with_retries(
-    send: Callable[[], httpx.Response],
-    seconds_left: Callable[[tenacity.RetryCallState], float],
-    *,
-    first_pause_seconds: float,
-    longest_pause_seconds: float,
-    retried_statuses: Collection[int] = RETRIED_STATUSES,
-    stopped: threading.Event | None = None,
-) -> httpx.Response:
-    """Call `send` until its response is final, no `seconds_left` after a failure, or `stopped` is set.
-
-    Returns the last response, whatever its status.
-
-    Raises:
-        httpx.RequestError: the last attempt got no whole response.
-    """
-    stopped = stopped or threading.Event()
-    outcomes: list[Future[httpx.Response]] = []
-
-    def pause(seconds: float) -> None:
-        if stopped.wait(seconds):
-            raise _StoppedError
-
-    def wait(state: tenacity.RetryCallState) -> float:
-        seconds = max(exponential(state), min(_requested_pause(state), longest_pause_seconds))
-        return max(0.0, min(seconds, seconds_left(state)))
-
-    def keep_outcome(state: tenacity.RetryCallState) -> None:
-        assert state.outcome is not None
-        outcomes.append(state.outcome)
-
-    exponential = tenacity.wait_exponential(first_pause_seconds, longest_pause_seconds)
-    retrying = tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(httpx.RequestError)
-        | tenacity.retry_if_result(partial(is_transient, retried=retried_statuses)),
-        stop=lambda state: seconds_left(state) <= 0,
-        wait=wait,
-        sleep=pause,
-        after=keep_outcome,
-        retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,
-    )
-    try:
-        return retrying(send)
-    except _StoppedError:
-        return outcomes[-1].result()
-
-
-def is_transient(response: httpx.Response, retried: Collection[int]) -> bool:
-    """Returns whether a response says "try later": an error of the server's, or one of the statuses to retry."""
-    return response.status_code >= 500 or response.status_code in retried
 
 
 def post_json(
@@ -107,31 +54,58 @@ def post_json(
     Raises:
         ServerError: there is no proper answer.
     """
-    outage, values, body = _Outage(url, key, max_wait_seconds, waiting), list[Value](), json.dumps(value).encode()
+    outage, body = _Outage(url, key, max_wait_seconds, waiting), json.dumps(value).encode()
+    stopped = stopped or threading.Event()
 
-    def send() -> httpx.Response:
+    def send() -> Value:
         response = _sent(url, body, key, timeout_seconds)
-        if response.is_success:
-            try:
-                values.append(read(response.content))
-            except ValueError as error:
-                raise httpx.DecodingError(f"{_shown(response.content, key)} was answered; {error}") from None
-        if not is_transient(response, RETRIED_STATUSES):
-            outage.server.away_since = math.inf
-        return response
-
-    final = Future[httpx.Response]()
-    with outage.reporting:
+        if not response.is_success:
+            raise _StatusError(response)
         try:
-            first, longest = FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
-            retrying = partial(send_with_retries, first_pause_seconds=first, longest_pause_seconds=longest)
-            final.set_result(retrying(send, outage.seconds_left, stopped=stopped))
-        except httpx.RequestError as error:
-            final.set_exception(error)
-    if final.exception() is None and final.result().is_success:
-        return values[-1]
-    how_long = f"; no proper answer for {outage.seconds:.0f} s" if outage.seconds >= 1 else ""
-    raise ServerError(f"{url}: {_said(final, key)}{how_long}")
+            return read(response.content)
+        except ValueError as error:
+            raise httpx.DecodingError(f"{_shown(response.content, key)} was answered; {error}") from None
+
+    def pause(seconds: float) -> None:
+        if stopped.wait(seconds):
+            raise tenacity.RetryError(outage.last)
+
+    retrying = tenacity.Retrying(**outage.policy(_is_transient), sleep=pause)
+    with outage.reporting, suppress(tenacity.RetryError, _StatusError):
+        return retrying(send)
+    raise outage.error()
+
+
+async def until_up(
+    name: str,
+    attempt: Callable[[], Awaitable[Value]],
+    *,
+    max_wait_seconds: float,
+    waiting: Callable[[str], AbstractContextManager[None]],
+) -> Value:
+    """Await `attempt` as `post_json` repeats requests: errors but RuntimeError are an outage of the server `name`.
+
+    Raises:
+        ServerError: the outage lasts longer than `max_wait_seconds`.
+    """
+    outage = _Outage(name, "", max_wait_seconds, waiting)
+    with outage.reporting, suppress(tenacity.RetryError):
+        return await tenacity.AsyncRetrying(**outage.policy(_is_no_answer))(attempt)
+    raise outage.error() from outage.last.exception()
+
+
+class _StatusError(Exception):
+    """A server answered with a status that reports an error. Its argument is the httpx.Response."""
+
+
+def _is_transient(error: BaseException) -> bool:
+    if isinstance(error, _StatusError):
+        return error.args[0].status_code >= 500 or error.args[0].status_code in RETRIED_STATUSES
+    return isinstance(error, httpx.RequestError)
+
+
+def _is_no_answer(error: BaseException) -> bool:
+    return isinstance(error, Exception) and not isinstance(error, RuntimeError)
 
 
 @dataclass
@@ -156,6 +130,7 @@ class _Outage:
     max_wait_seconds: float
     waiting: Callable[[str], AbstractContextManager[None]]
     failed_since: float = math.inf
+    last: tenacity.Future = field(default_factory=lambda: tenacity.Future(0))  # of the attempts
     reporting: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -166,21 +141,52 @@ class _Outage:
     def seconds(self) -> float:
         return max(0.0, time.monotonic() - min(self.failed_since, self.server.away_since))
 
-    def seconds_left(self, state: tenacity.RetryCallState) -> float:
-        """Returns how long the request may still be repeated after this failure."""
+    def policy(self, is_outage: Callable[[BaseException], bool]) -> dict[str, Any]:
+        """Returns tenacity's settings: attempts are repeated after errors that `is_outage` accepts."""
+
+        def is_away(state: tenacity.RetryCallState) -> bool:
+            assert state.outcome is not None
+            self.last, error = state.outcome, state.outcome.exception()
+            if error is not None and is_outage(error):
+                return True
+            self.server.away_since = math.inf
+            return False
+
+        def pause(state: tenacity.RetryCallState) -> float:
+            seconds = max(exponential(state), min(_requested_pause(self.last.exception()), LONGEST_PAUSE_SECONDS))
+            return max(0.0, min(seconds, self.seconds_left()))
+
+        exponential = tenacity.wait_exponential(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+        return {"retry": is_away, "stop": lambda _: self.seconds_left() <= 0, "wait": pause}
+
+    def seconds_left(self) -> float:
+        """Returns how long the request may still be repeated after its last failure."""
         now, server = time.monotonic(), self.server
         self.failed_since, server.away_since = min(self.failed_since, now), min(server.away_since, now)
         left = self.max_wait_seconds - self.seconds
         if self.seconds >= QUIET_SECONDS and left > 0 and not server.is_reported:
             server.is_reported = True
             self.reporting.callback(setattr, server, "is_reported", False)
-            notice = f"waiting up to {self.max_wait_seconds:.0f} s for {self.url}: {_said(state.outcome, self.key)}"
+            notice = f"waiting up to {self.max_wait_seconds:.0f} s for {self.url}: {self.said}"
             self.reporting.enter_context(self.waiting(notice))
         return left
 
+    @property
+    def said(self) -> str:
+        """The last attempt in a few words: its status and the beginning of its text, or what went wrong."""
+        error = self.last.exception()
+        if isinstance(error, httpx.DecodingError):
+            return str(error)
+        if not isinstance(error, _StatusError):
+            return f"{type(error).__name__}: {error}"
+        (response,) = error.args
+        content = f": {_shown(response.content, self.key)}" if response.content else ""
+        return f"status {response.status_code} ({response.reason_phrase}){content}"
 
-class _StoppedError(Exception):
-    """Raised when nobody waits for the response any more."""
+    def error(self) -> ServerError:
+        """Returns what to raise after the last attempt."""
+        how_long = f"; no proper answer for {self.seconds:.0f} s" if self.seconds >= 1 else ""
+        return ServerError(f"{self.url}: {self.said}{how_long}")
 
 
 def _sent(url: str, body: bytes, key: str, timeout_seconds: float) -> httpx.Response:
@@ -240,29 +246,15 @@ def _read(response: httpx.Response) -> httpx.Response:
     return httpx.Response(response.status_code, headers=pause, content=bytes(content), extensions=extensions)
 
 
-def _said(outcome: "Future[httpx.Response] | None", key: str) -> str:
-    """Describes an attempt in a few words: its status and the beginning of its text, or what went wrong."""
-    error = outcome and outcome.exception()
-    if isinstance(error, httpx.DecodingError):
-        return str(error)
-    if outcome is None or error is not None:
-        return f"{type(error).__name__}: {error}"
-    response = outcome.result()
-    content = f": {_shown(response.content, key)}" if response.content else ""
-    return f"status {response.status_code} ({response.reason_phrase}){content}"
-
-
 def _shown(content: bytes, key: str) -> str:
     """Returns the beginning of an answer without the key, which some servers repeat."""
     text = " ".join(content.decode(errors="replace").split())
     return repr((text.replace(key, "***") if key else text)[:SHOWN_CHARACTERS])
 
 
-def _requested_pause(state: tenacity.RetryCallState) -> float:
+def _requested_pause(error: BaseException | None) -> float:
     """Returns the seconds that Retry-After asks to wait; 0 if it is missing or not in seconds."""
-    if state.outcome is None or state.outcome.failed:
-        return 0.0
-    value = state.outcome.result().headers.get("Retry-After", "")
+    value = error.args[0].headers.get("Retry-After", "") if isinstance(error, _StatusError) else ""
     return float(value) if value.isdecimal() else 0.0
 
 

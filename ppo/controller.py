@@ -180,11 +180,12 @@ class PPOController:
     def stale_rollouts(self, iteration: int) -> dict[int, Rollout]:
         """Wait for the rollouts in flight that are sampled with weights older than this iteration's.
 
-        A checkpoint must contain them: its weights can sample all other rollouts again, but not these.
+        A checkpoint must contain them: its weights can sample all other rollouts again, but not these. Those with too
+        many failed conversations are left out, since a resumed run could not learn from them.
         """
-        return {
-            ahead: self.in_flight[ahead]() for ahead in self._window(iteration, self.config.placement.max_staleness)
-        }
+        window = self._window(iteration, self.config.placement.max_staleness)
+        rollouts, most = {ahead: self.in_flight[ahead]() for ahead in window}, self.config.max_failed_share
+        return {ahead: one for ahead, one in rollouts.items() if (one.failure_B != 0).float().mean() <= most}
 
     def _window(self, iteration: int, size: int) -> range:
         return range(iteration, min(iteration + size, self.config.num_iterations))

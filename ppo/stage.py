@@ -456,6 +456,7 @@ STAGE = Stage(
             "lora.sends",
             "reward.timeout_seconds",
             "reward.max_wait_seconds",
+            "environment.max_wait_seconds",
             "reward.parallel",
             "reward.cache",
             "reward.budget",

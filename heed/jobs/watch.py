@@ -1,10 +1,12 @@
 """Serves a run's report while it runs: the same page, made from the run's folder, plus what the run is doing now.
 
-The server only reads, so it works on any machine that sees the folder, whether or not the job runs there.
+The server works on any machine that sees the folder, whether or not the job runs there. It only reads, except for an
+empty file that it creates for a moment if the job seems to be silent.
 """
 
 import hashlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from files.records import record_of
@@ -138,7 +141,7 @@ class Watched:
             status = record_of(values, RunStatus, STATUS)
         except (OSError, ValueError):
             return Now("unclear", "This run has written no status; below is what its files show.")
-        return now_of(status, self._lines(status.stage), time.time())
+        return now_of(status, self._lines(status.stage), status.updated + _age(self.folder / STATUS))
 
     def _lines(self, stage: str) -> list[dict[str, Any]]:
         """Returns the last lines of a stage's metrics, without an incomplete one."""
@@ -152,6 +155,16 @@ class Watched:
         whole = lines[1:] if size > TAIL_BYTES else lines
         whole_lines = [json.loads(line) for line in whole[-NUM_STEPS - 1 :]]
         return [line for line in whole_lines if {"step", "num_steps", "seconds"} <= line.keys()]
+
+
+def _age(path: Path) -> float:
+    """Returns the seconds since a file was written; of old ones by a new file's date, since clocks may differ."""
+    written = path.stat().st_mtime
+    age = time.time() - written
+    if not 0 <= age <= SILENT_SECONDS:
+        with suppress(OSError), TemporaryFile(dir=path.parent) as probe:  # unless nothing can be written there
+            age = os.fstat(probe.fileno()).st_mtime - written
+    return max(0.0, age)
 
 
 def now_in_words(folder: Path, seconds: float = ANSWER_SECONDS) -> str:

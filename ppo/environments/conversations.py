@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from files.hashes import derive_seed
 from files.importing import explain
@@ -27,7 +27,7 @@ from files.rows import Row
 from lm.progress import note_progress
 from lm.samplers.engine import SamplingEngine
 from lm.tokenizer import Messages, Tokenizer
-from ppo.environments.environment import Environment, Episode, Reply
+from ppo.environments.environment import DeadlineError, Environment, Episode, Reply, ServedEnvironment, within
 from ppo.rollout import Dialogue
 from training.notices import waits_for
 
@@ -38,10 +38,6 @@ AFTER_OUTAGE_SECONDS = 61.0  # the longest pause of a request that is repeated, 
 FILES_PER_EPISODE = 4  # an event loop has three, and an episode often a connection
 CHARACTERS_PER_TOKEN = 64  # a longer reply cannot fit, so it is refused before it is tokenized
 REPLY_ROLES = ("system", "user", "tool")
-
-
-class DeadlineError(Exception):
-    """A call of an episode took longer than the environment's `deadline_seconds`."""
 
 
 class InvalidReplyError(Exception):
@@ -64,7 +60,7 @@ REASONS: Mapping[type[Exception], str] = {  # entries of `ppo.rollout.FAILURES`;
 class EpisodeThread:
     """Runs the calls of one episode, one after another, in a thread and an event loop of its own."""
 
-    def __init__(self, deadline_seconds: float) -> None:
+    def __init__(self, deadline_seconds: float | None) -> None:
         self._deadline_seconds = deadline_seconds
         self._calls: SimpleQueue[tuple[Callable[[], Coroutine[Any, Any, Any]], Future[Any]] | None] = SimpleQueue()
         self._last: Future[Any] | None = None
@@ -90,19 +86,10 @@ class EpisodeThread:
             while (started := self._calls.get()) is not None:
                 call, future = started
                 try:
-                    future.set_result(runner.run(_within(call, self._deadline_seconds)))
+                    future.set_result(runner.run(within(call, self._deadline_seconds)))
                 except BaseException as error:  # SystemExit too: an episode may call sys.exit
-                    future.set_exception(error)
-
-
-async def _within(call: Callable[[], Coroutine[Any, Any, Answer]], seconds: float) -> Answer:
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            return await call()
-    except TimeoutError:
-        if limit.expired():
-            raise DeadlineError(f"no answer within {seconds:g} seconds") from None
-        raise
+                    named = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+                    future.set_exception(named.with_traceback(error.__traceback__))
 
 
 @dataclass
@@ -146,7 +133,8 @@ class Conversation:
 
     @property
     def dialogue(self) -> Dialogue:
-        reason = "" if self.failure is None else REASONS.get(type(self.failure), "error")
+        named = (reason for kind, reason in REASONS.items() if isinstance(self.failure, kind))
+        reason = "" if self.failure is None else next(named, "error")
         return Dialogue(self.written, self.rewards, reason)
 
 
@@ -176,7 +164,7 @@ class Conversations:
     ) -> None:
         self.environment, self.tokenizer, self.sampler = environment, tokenizer, sampler
         self.max_new_tokens, self.max_prompt_tokens, self.temperature = max_new_tokens, max_prompt_tokens, temperature
-        self._seconds = 0.0
+        self._most_characters, self._seconds = CHARACTERS_PER_TOKEN * max_new_tokens, 0.0
 
     def sample(
         self,
@@ -191,8 +179,9 @@ class Conversations:
         """
         self._seconds = 0.0
         _allow_files(FILES_PER_EPISODE * len(prompts))
+        limit = None if isinstance(self.environment, ServedEnvironment) else self.environment.deadline_seconds
         conversations = [
-            Conversation(own, row, list(prompt), seed, EpisodeThread(self.environment.deadline_seconds))
+            Conversation(own, row, list(prompt), seed, EpisodeThread(limit))
             for prompt, own, row, seed in zip(prompts, messages, rows or [{}] * len(prompts), seeds, strict=True)
         ]
         self._begin(conversations)
@@ -238,7 +227,7 @@ class Conversations:
             conversation.append(tokens, logprobs)
             conversation.num_turns += 1
             conversation.is_over = not is_closed or conversation.failure is not None
-        for conversation, reply in self._answers(_open(running), self._reply):
+        for conversation, reply in self._answers([talk for talk in running if not talk.is_over], self._reply):
             try:
                 self._take(conversation, _checked_reply(reply.result(), self._most_characters))
             except Exception as error:
@@ -284,20 +273,18 @@ class Conversations:
         for conversation in conversations:
             conversation.thread.end()
 
-    @property
-    def _most_characters(self) -> int:
-        return CHARACTERS_PER_TOKEN * self.max_new_tokens
-
     def _answers(
         self,
         conversations: Sequence[Conversation],
         ask: Callable[[Conversation], Coroutine[Any, Any, Answer]],
-    ) -> "list[tuple[Conversation, Outcome[Answer]]]":
+    ) -> list[tuple[Conversation, Future[Answer]]]:
         """Make a call to each episode, all at once, and wait until each has returned or its deadline has passed. While
         a server's outage is waited for (`training.notices`), and until requests are repeated after it, none passes.
+        An episode that waits has time to find out that its server is away, by up to three calls.
         """
-        started = time.monotonic()
-        end = started + self.environment.deadline_seconds + GRACE_SECONDS
+        started, seconds = time.monotonic(), self.environment.deadline_seconds
+        is_served = isinstance(self.environment, ServedEnvironment)
+        end = started + (3 * seconds + AFTER_OUTAGE_SECONDS if is_served else seconds + GRACE_SECONDS)
         stuck = [conversation.thread.is_stuck for conversation in conversations]
         futures = [conversation.thread.start(partial(ask, conversation)) for conversation in conversations]
         pending = {future for future, is_stuck in zip(futures, stuck, strict=True) if not is_stuck}
@@ -305,31 +292,11 @@ class Conversations:
             _, pending = wait(pending, min(1.0, left))
             note_progress()
             if waits_for():
-                end = time.monotonic() + self.environment.deadline_seconds + AFTER_OUTAGE_SECONDS
+                end = time.monotonic() + 3 * seconds + AFTER_OUTAGE_SECONDS
         self._seconds += time.monotonic() - started
-        seconds = self.environment.deadline_seconds
-        return [(own, Outcome(future, seconds)) for own, future in zip(conversations, futures, strict=True)]
-
-
-@dataclass(frozen=True)
-class Outcome(Generic[Answer]):
-    """The outcome of a call."""
-
-    future: Future[Answer]
-    deadline_seconds: float
-
-    def result(self) -> Answer:
-        """Returns the answer. Raises: what the call raised, as an Exception; DeadlineError if it has not returned."""
-        if not self.future.done():
-            raise DeadlineError(f"no answer within {self.deadline_seconds:g} seconds")
-        error = self.future.exception()
-        if error is not None and not isinstance(error, Exception):
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-        return self.future.result()
-
-
-def _open(conversations: Sequence[Conversation]) -> list[Conversation]:
-    return [conversation for conversation in conversations if not conversation.is_over]
+        late = Future[Answer]()
+        late.set_exception(DeadlineError(f"no answer within {seconds:g} seconds"))
+        return [(own, done if done.done() else late) for own, done in zip(conversations, futures, strict=True)]
 
 
 async def _score(conversation: Conversation) -> float:
@@ -341,7 +308,7 @@ def _checked_reply(reply: Any, most_characters: int) -> Reply:
     """Returns the reply. Raises: InvalidReplyError or TooLongError if it breaks the contract."""
     if not isinstance(reply, Reply):
         raise InvalidReplyError(f"reply() returned {type(reply).__name__}; a Reply was expected")
-    if not _is_number(reply.reward) or not math.isfinite(reply.reward):
+    if not isinstance(reply.reward, int | float) or not math.isfinite(reply.reward):
         raise InvalidReplyError(f"reply() returned the reward {reply.reward!r}; a finite number was expected")
     if not reply.is_over and not _checked_messages(reply.messages, most_characters):
         raise InvalidReplyError(
@@ -369,15 +336,11 @@ def _checked_messages(messages: Any, most_characters: int) -> Messages:
 
 def _checked_score(score: Any) -> float:
     """Returns the score. Raises: InvalidReplyError unless it is a number; NoScoreError if it is NaN."""
-    if not _is_number(score) or math.isinf(score):
+    if not isinstance(score, int | float) or math.isinf(score):
         raise InvalidReplyError(f"score() returned {score!r:.200}; a finite number was expected")
     if math.isnan(score):
         raise NoScoreError("score() returned NaN, which means that there is no score")
     return float(score)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
 
 
 def _allow_files(number: int) -> None:

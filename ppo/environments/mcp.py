@@ -8,9 +8,7 @@ conversations apart. Needs the package `mcp`.
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -18,13 +16,13 @@ from pydantic import ConfigDict, Field, model_validator
 from files.rows import Row
 from lm.tokenizer import Messages
 from lm.tool_calls import AssistantMessage, ToolCall
-from ppo.environments.environment import Environment, Episode, Reply
+from ppo.environments.environment import Episode, Reply, ServedEnvironment, ServedEpisode, run_within
 from ppo.environments.tools import refusal
 
 INSTALL = "environment.kind \"mcp\" needs the Python package mcp, which is not installed: pip install 'mcp>=2.3,<3'"
 
 
-class MCPTools(Environment):
+class MCPTools(ServedEnvironment):
     """Tools of an MCP server, which is started for each conversation (`command`) or is already running (`url`)."""
 
     model_config = ConfigDict(title="Environment mcp")
@@ -54,7 +52,7 @@ class MCPTools(Environment):
         _ = self.tools
 
     def open(self, _conversation: Messages, _row: Row, _seed: int) -> Episode:
-        return _Session(self.command, self.url)
+        return ServedEpisode(self, self.url or " ".join(self.command), partial(_Session, self.command, self.url))
 
 
 class _Session(Episode):
@@ -64,19 +62,15 @@ class _Session(Episode):
 
     def __init__(self, command: Sequence[str], url: str) -> None:
         self._server = (command, url)
-        self._opened: asyncio.Future[Any] | None = None
+        self._client: Any = None
         self._is_over = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def begin(self) -> Messages:
-        await self._client()
+        opened = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._hold(opened))
+        self._client = await asyncio.shield(opened)
         return ()
-
-    async def _client(self) -> Any:
-        if self._opened is None:
-            self._opened = asyncio.get_running_loop().create_future()
-            self._task = asyncio.create_task(self._hold(self._opened))
-        return await asyncio.shield(self._opened)
 
     async def _hold(self, opened: asyncio.Future[Any]) -> None:
         try:
@@ -91,8 +85,7 @@ class _Session(Episode):
     async def reply(self, message: AssistantMessage) -> Reply:
         if not message.tool_calls:
             return Reply(is_over=True)
-        client = await self._client()
-        contents = [await _answer(client, place, call) for place, call in enumerate(message.tool_calls)]
+        contents = [await _answer(self._client, place, call) for place, call in enumerate(message.tool_calls)]
         results = zip(message.tool_calls, contents, strict=True)
         return Reply([{"role": "tool", "name": call.name, "content": content} for call, content in results])
 
@@ -112,8 +105,8 @@ async def _answer(client: Any, place: int, call: ToolCall) -> str:
         return f"Error: {wrong}"
     try:
         result = await client.call_tool(call.name, dict(call.arguments))
-    except MCPError as error:  # such as an unknown tool; a broken connection is another exception
-        if error.error.code == _CONNECTION_CLOSED:
+    except MCPError as error:  # such as an unknown tool
+        if error.error.code in _LOST or error.error.message in _SAID_BY_THE_CLIENT:
             raise
         return f"Error: {error}"
     texts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
@@ -122,7 +115,9 @@ async def _answer(client: Any, place: int, call: ToolCall) -> str:
     return ("Error: " if result.is_error else "") + "\n".join(texts)
 
 
-_CONNECTION_CLOSED = -32000
+_LOST = (-32000, -32700)  # the connection is closed; the answer is malformed
+# What the client makes of HTTP statuses: 404, since a server that was started again does not know the session; others.
+_SAID_BY_THE_CLIENT = ("Session terminated", "Server returned an error response")
 
 
 def _client_of(command: Sequence[str], url: str) -> Any:
@@ -140,8 +135,7 @@ def _listed(command: Sequence[str], url: str, seconds: float) -> Sequence[Mappin
 
     async def listed() -> list[Mapping[str, Any]]:
         found, cursor = list[Mapping[str, Any]](), None
-        async with AsyncExitStack() as closing, asyncio.timeout(seconds):
-            client = await closing.enter_async_context(_client_of(command, url))
+        async with _client_of(command, url) as client:
             while True:
                 page = await client.list_tools(cursor=cursor)
                 found += [
@@ -152,18 +146,16 @@ def _listed(command: Sequence[str], url: str, seconds: float) -> Sequence[Mappin
                 if not cursor:
                     return [{"type": "function", "function": function} for function in found]
 
-    with ThreadPoolExecutor(1) as threads:  # the caller may be in an event loop
-        try:
-            return threads.submit(asyncio.run, listed()).result()
-        except ValueError:
-            raise
-        except Exception as failed:
-            error = _cause(failed)
-            reason = f"no answer within {seconds} seconds" if isinstance(error, TimeoutError) else str(error)
-            raise ValueError(
-                f"ppo.environment: the tools of the MCP server {url or ' '.join(command)} cannot be listed:"
-                f" {reason or type(error).__name__}"
-            ) from None
+    try:
+        return run_within(listed, seconds)
+    except ValueError:
+        raise
+    except Exception as failed:
+        error = _cause(failed)
+        raise ValueError(
+            f"ppo.environment: the tools of the MCP server {url or ' '.join(command)} cannot be listed:"
+            f" {str(error) or type(error).__name__}"
+        ) from None
 
 
 def _cause(error: Exception) -> Exception:

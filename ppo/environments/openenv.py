@@ -7,7 +7,7 @@ server gives an environment of its own. Needs the package `openenv`, whose clien
 import json
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -15,13 +15,13 @@ from pydantic import ConfigDict, Field
 from files.rows import Row
 from lm.tokenizer import Messages
 from lm.tool_calls import AssistantMessage, ToolCall
-from ppo.environments.environment import Environment, Episode, Reply
+from ppo.environments.environment import DeadlineError, Episode, Reply, ServedEnvironment, ServedEpisode, run_within
 from training.data import RowFields, named_fields
 
 ACT = "act"  # the tool whose arguments are an action
 
 
-class OpenEnv(Environment):
+class OpenEnv(ServedEnvironment):
     """An environment behind an OpenEnv server. The rewards of its steps are the turns' rewards."""
 
     model_config = ConfigDict(title="Environment openenv")
@@ -56,7 +56,7 @@ class OpenEnv(Environment):
         self.check(())
 
     def open(self, _conversation: Messages, row: Row, seed: int) -> Episode:
-        return _Session(self, {**row, "seed": seed % 2**31})
+        return ServedEpisode(self, self.url, partial(_Session, self, {**row, "seed": seed % 2**31}))
 
 
 class _Session(Episode):
@@ -130,15 +130,20 @@ def _described(url: str, seconds: float) -> tuple[Mapping[str, Any], Mapping[str
     import httpx  # only here: a bare GPU machine has no HTTP client
 
     client = _client(url, seconds).sync()
+
+    async def schema() -> Any:
+        async with httpx.AsyncClient(timeout=seconds) as asking:
+            return (await asking.get(f"{url}/schema")).raise_for_status().json()
+
     try:
-        schemas = httpx.get(f"{url}/schema", timeout=seconds).raise_for_status().json()
+        schemas = run_within(schema, seconds)
         action, observation = schemas["action"], schemas["observation"]
         del action["properties"]["metadata"]
         tools = [{"name": ACT, "description": action.get("description", ""), "input_schema": action}]
         if not action["properties"] or "tool_name" in action["properties"]:  # its actions are calls of its own tools
             with client:
                 tools = client.step({"type": "list_tools"}).observation["tools"]
-    except (httpx.HTTPError, OSError, RuntimeError, ValueError, LookupError, TypeError) as error:
+    except (httpx.HTTPError, DeadlineError, OSError, RuntimeError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"ppo.environment.url: {url} does not answer as OpenEnv servers do: {error!r}") from None
     for tool in tools:
         tool["parameters"] = tool.pop("input_schema")

@@ -1,9 +1,8 @@
 """A user simulated by another language model, behind an OpenAI-compatible endpoint."""
 
-import os
 import threading
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, cached_property
 from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, Field
@@ -11,9 +10,8 @@ from pydantic import ConfigDict, Field
 from files.rows import Row
 from lm.tokenizer import Messages
 from lm.tool_calls import AssistantMessage
-from ppo.environments.environment import Environment, Episode, Reply
-from reward.endpoint import KEY, Endpoint
-from reward.external import MAX_WAIT_SECONDS
+from ppo.environments.environment import Episode, Reply, ServedEnvironment
+from reward.endpoint import Endpoint
 from training.data import RowFields
 
 MAX_REPLY_TOKENS = 128
@@ -23,7 +21,7 @@ FIELD = "user"  # of a prompt's row
 OTHER_SIDE = {"user": "assistant", "assistant": "user"}
 
 
-class SimulatedUser(Environment):
+class SimulatedUser(ServedEnvironment):
     """A user who is played by another model. It reads the conversation so far and writes what the user says next, until
     it writes `STOP`. What the user wants may differ from prompt to prompt: the field `user` of a prompt's row is added
     to the instructions.
@@ -53,14 +51,16 @@ class SimulatedUser(Environment):
         told = f"{self.instructions}{wants}\n\nWrite {STOP} when the conversation is over."
         return UserEpisode(self, [{"role": "system", "content": told}, *_swapped(conversation)], seed)
 
+    @cached_property
+    def _endpoint(self) -> Endpoint:
+        limits = {"timeout_seconds": self.deadline_seconds, "max_wait_seconds": self.max_wait_seconds}
+        return Endpoint.of(f"{self.url}#{self.model}", "user", **limits)
+
     def said(self, messages: Messages, seed: int) -> str:
         """Returns what the user says next. Raises: RuntimeError if the endpoint does not answer with a text."""
         asked = {"messages": messages, "seed": seed % 2**31, "max_tokens": MAX_REPLY_TOKENS}
-        endpoint = Endpoint(
-            self.url.rstrip("/"), self.model, self.deadline_seconds, MAX_WAIT_SECONDS, key=os.environ.get(KEY, "")
-        )
         with _places(self.url, self.parallel):
-            answer = endpoint.ask(asked, threading.Event())
+            answer = self._endpoint.ask(asked, threading.Event())
         if answer.failure:
             raise RuntimeError(answer.failure)
         return answer.text

@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
+import tenacity
 
-from files.retries import send_with_retries
 from preferences.records import Answer, Labeler, Message, ShownTask
 
 FIRST_WAIT_SECONDS = 0.2  # before the first retry; each further wait is twice as long, up to LONGEST_WAIT_SECONDS
@@ -75,13 +75,14 @@ class LabelClient:
         return ""
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        response = send_with_retries(
-            lambda: self._client.request(method, path, json=body),
-            lambda state: self._patience_seconds - (state.seconds_since_start or 0.0),
-            first_pause_seconds=FIRST_WAIT_SECONDS,
-            longest_pause_seconds=LONGEST_WAIT_SECONDS,
-            retried_statuses=(),  # a request to wait (429) is raised, not retried
+        is_down = tenacity.retry_if_result(lambda response: response.status_code >= 500)
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(httpx.RequestError) | is_down,
+            stop=tenacity.stop_after_delay(self._patience_seconds),
+            wait=tenacity.wait_exponential(FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS),
+            retry_error_callback=lambda state: state.outcome and state.outcome.result(),
         )
+        response = retrying(self._client.request, method, path, json=body)
         if response.is_success:
             return response.json() if response.content else None
         raise ValueError(

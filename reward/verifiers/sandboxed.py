@@ -522,8 +522,9 @@ def limit(cpu_seconds: int, memory_bytes: int, read_from: int, write_to: int) ->
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(nothing, descriptor)  # what code prints is thrown away
-    for descriptor in {*range(3, 1024)} - {read_from, write_to}:
-        os.closerange(descriptor, descriptor + 1)
+    low, high = sorted((read_from, write_to))
+    for kept, end in ((2, low), (low, high), (high, 1024)):
+        os.closerange(kept + 1, end)
     sys.path.clear()
     sys.set_int_max_str_digits(0)  # integers travel as digits
     # At the first limit of computing time the kernel sends SIGXCPU, which nothing can catch or block here: no system

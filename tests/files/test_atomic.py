@@ -5,6 +5,7 @@ runs never work in one folder at a time.
 import errno
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from files.atomic import (
     write_json,
     write_text,
 )
+from training.notices import in_one_line
 
 WRITE_FILE = """
 with atomic_file(target) as temporary, temporary.open("w") as file:
@@ -127,6 +129,22 @@ def test_a_folder_that_has_disappeared_is_not_created_again(tmp_path: Path, writ
     with pytest.raises(FileNotFoundError):
         write(tmp_path / "away" / "file")
     assert not (tmp_path / "away").exists()
+
+
+def test_a_write_that_finds_no_space_names_its_file(tmp_path: Path) -> None:
+    """The system reports it by a descriptor. A limit on the size of files stands in for a full disk."""
+    path, limits = tmp_path / "rows.json", resource.getrlimit(resource.RLIMIT_FSIZE)
+    write_json(path, "old")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as full:
+            write_json(path, "x" * 10_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = f"File too large (EFBIG): {path}; raise the limit on the size of files and run the same command again"
+    assert in_one_line(full.value) == said
+    assert json.loads(path.read_text()) == "old"
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_json_is_indented_and_ends_with_a_newline(tmp_path: Path) -> None:

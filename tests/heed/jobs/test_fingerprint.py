@@ -36,6 +36,15 @@ def test_how_work_is_split_and_logged_is_no_input(stage: str, override: str) -> 
     assert fingerprint(stage, override) == fingerprint(stage)
 
 
+def test_how_long_a_server_is_waited_for_is_no_input() -> None:
+    user = "kind='user', url='http://127.0.0.1:9/v1', model='m'"
+    start, patient, other = (
+        fingerprint("ppo", f"ppo.environment={{{user}, {key}}}")
+        for key in ("max_wait_seconds=600", "max_wait_seconds=60", "max_turns=2")
+    )
+    assert start == patient != other
+
+
 @pytest.mark.parametrize(
     ("stage", "override"),
     [

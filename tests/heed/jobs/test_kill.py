@@ -1,6 +1,8 @@
 """A run that is killed at any time resumes and ends with the files of an uninterrupted run, bit for bit."""
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +11,8 @@ from typing import Any
 
 import pytest
 from safetensors import safe_open
+
+from tests.heed.jobs.test_recovery import worker_of
 
 pytestmark = pytest.mark.long
 
@@ -142,6 +146,70 @@ def killed_and_resumed(heed: Callable[..., Any], job: Path, stages: tuple[str, .
     assert again.wait() == 0, again.output
     assert "ppo: resumes from" in again.output
     return killed
+
+
+ONE_STAGE = {
+    "rejection": """
+base = "{jobs}/debug.toml"
+name = "rejection"
+without = ["pretrain", "sft", "collect", "reward", "dpo", "ppo", "compare", "model"]
+[rejection]
+init_from = "{parents}/sft/model"
+reward_from = "{parents}/reward/model"
+prompts = {{ source = "world:ppo_prompts" }}
+num_samples = 2
+max_new_tokens = 96
+seq_len = 100
+batch = {{ batch_size = 4, micro_batch_size = 2 }}
+optimizer = {{ learning_rate = 1e-3 }}
+dropout = 0.1
+save_every_steps = 2
+""",
+    "classify": """
+base = "{jobs}/classify.toml"
+name = "classify"
+[world]
+num_grammar = 200
+[pretrain]
+num_steps = 2
+[classify]
+dropout = 0.1
+save_every_steps = 2
+evaluate_every_steps = 10
+""",
+}
+
+
+@pytest.mark.parametrize("stage", ONE_STAGE)
+def test_a_rank_that_is_killed_changes_no_file_of_the_stage(
+    stage: str,
+    heed: Callable[..., Any],
+    processes: Callable[[str], list[int]],
+    num_steps: NumSteps,
+    tmp_path: Path,
+    request: Any,
+) -> None:
+    """Killed before a checkpoint, which for rejection sampling is while it samples, and past one."""
+    job = tmp_path / f"{stage}.toml"
+    parents = request.getfixturevalue("finished_run") if "{parents}" in ONE_STAGE[stage] else ""
+    job.write_text(ONE_STAGE[stage].format(jobs=DEBUG_JOB.parent, parents=parents), encoding="utf-8")
+    calm, killed = (tmp_path / name / stage / stage for name in ("calm", "killed"))
+    command = heed("run", str(job), "--runs", str(calm.parents[1]))
+    assert command.wait() == 0, command.output
+    command = heed("run", str(job), "--runs", str(killed.parents[1]))
+    moments = (lambda: (killed / "samples").exists() or num_steps(killed) >= 1, lambda: num_steps(killed) >= 3)
+    for num, is_reached in enumerate(moments):
+        worker = None
+        while worker is None or not is_reached() or command.output.count("was lost") < num:
+            assert command.process.poll() is None, command.output
+            worker = worker_of(processes(command.mark))
+        os.kill(worker, signal.SIGKILL)
+    assert command.wait() == 0, command.output
+    assert command.output.count("was lost") == 2, command.output
+    outputs = {"rejection": ("best.jsonl", "model/model.safetensors"), "classify": ("model/model.safetensors",)}
+    for name in outputs[stage]:
+        assert (killed / name).read_bytes() == (calm / name).read_bytes(), name
+    require_same_log(killed, calm)
 
 
 def require_same_log(*stages: Path) -> None:

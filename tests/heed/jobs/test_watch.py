@@ -1,6 +1,7 @@
 """`heed watch`: the page of a running run, and its messages about runs in any state."""
 
 import json
+import os
 import re
 import signal
 import threading
@@ -149,9 +150,23 @@ def test_time_left_without_metrics_ranks_and_restarts() -> None:
     assert "about 1 min 00 s left" in now_of(STATUS, resumed, 1_610.0).text
 
 
+@pytest.mark.parametrize(("viewer", "host", "silent"), [(3600, 0, 0), (-7200, 0, 3600), (0, 3600, 3600), (0, -3600, 0)])
+def test_clocks_that_differ_do_not_change_how_long_a_run_has_been_silent(
+    viewer: float, host: float, silent: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seconds by which the clocks of the viewer and of the run's host are ahead of the file system's."""
+    now, path = time.time(), tmp_path / "status.json"
+    write_json(path, as_json(replace(STATUS, stage="", updated=now + host - silent)))
+    os.utime(path, times=(now - silent,) * 2)
+    monkeypatch.setattr(time, "time", lambda: now + viewer)
+    assert Watched(tmp_path).now().text.startswith("No update for 1 h 00 min" if silent else "Starting, or between")
+    assert [found.name for found in tmp_path.iterdir()] == ["status.json"]
+
+
 def test_the_status_of_a_run_elsewhere_waits_for_no_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert now_in_words(tmp_path / "of another machine") == ""
     write_json(tmp_path / "status.json", as_json(replace(STATUS, updated=time.time() - 300)))
+    os.utime(tmp_path / "status.json", times=(time.time() - 300,) * 2)
     words = r"No update in ppo for 5 min \d\d s: the job may have been killed, or its storage or head may hang\."
     assert re.fullmatch(words, now_in_words(tmp_path))
     back = threading.Event()

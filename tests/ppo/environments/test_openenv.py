@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from cluster.processes import free_port
+from files.retries import ServerError
 from lm.tool_calls import AssistantMessage, ToolCall
 from ppo.environments.environment import Episode, Reply
 from ppo.environments.openenv import OpenEnv
@@ -143,14 +144,14 @@ def test_what_fails_loses_the_conversation(counting: str) -> None:
         assert run(episode.reply(said("quiet"))).is_over
         assert math.isnan(run(episode.score()))  # over without a reward
     with running("count") as (url, server):
-        gone = environment.model_copy(update={"url": url})
+        gone = environment.model_copy(update={"url": url, "max_wait_seconds": 0})
         with opened(gone) as (episode, run):
             run(episode.begin())
             server.kill()
             server.wait()
-            with pytest.raises(Exception, match="close"):
+            with pytest.raises(ServerError, match="close"):
                 run(episode.reply(said("four")))
-        with opened(gone) as (episode, run), pytest.raises(ConnectionError, match="Failed to connect"):
+        with opened(gone) as (episode, run), pytest.raises(ServerError, match="Failed to connect"):
             run(episode.begin())
 
 
@@ -174,4 +175,4 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openenv", None)
     monkeypatch.setitem(sys.modules, "openenv.core", None)
     with pytest.raises(ValueError, match="the package openenv is not installed"):
-        OpenEnv(url="http://127.0.0.1:9").open([], {}, 0)
+        OpenEnv(url="http://127.0.0.1:9").check([])

@@ -19,7 +19,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
 from ppo import loop
 from ppo.config import PPOConfig
-from ppo.controller import PPOController
+from ppo.controller import MissingScoresError, PPOController
 from ppo.environments.kinds import OwnEnvironment
 from ppo.rank import InitialModels, ScoreScale
 from ppo.report import names_of
@@ -193,6 +193,35 @@ def test_a_resumed_run_has_the_same_conversations(
     assert [line["scores"] for line in whole] == [line["scores"] for line in parts]
     samples = [json.loads(line) for line in (tmp_path / "whole" / "samples.jsonl").read_text().splitlines()]
     assert any("\n[environment] " in sample["response"] for sample in samples)
+
+
+def test_conversations_that_failed_are_sampled_again_by_a_resumed_run(
+    setup: Callable[..., tuple[PPOConfig, InitialModels]], prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """The board breaks after the first iteration. The rollout sampled ahead then is in no checkpoint."""
+    config, models = setup(
+        ptx=None, num_epochs=1, max_failed_share=0.0, num_iterations=4,
+        placement={"kind": "asynchronous", "max_staleness": 1},
+    )  # fmt: skip
+    stage = tmp_path / "ppo"
+    broken = f"Path('{stage}/metrics.jsonl').stat().st_size and not Path('{stage}/mended').exists()"
+    source = CLASS.replace("self.seed % 4 == 0", broken)
+    (tmp_path / "vowels.py").write_text(f"from pathlib import Path\n{source}")
+    asked = [Prompt(prompt_id=str(i), messages=tuple(messages), kind="") for i, messages in enumerate(ASKED)]
+
+    def run() -> None:
+        roles = Roles.in_process(config, ENGINE, models, ASKED)
+        loop.train(StageContext(stage, 11, 1, ENGINE), config, roles, models, Fitting(asked, prompts))
+        roles.close()
+
+    with pytest.raises(MissingScoresError, match="the board is gone"):
+        run()
+    saved = max((stage / "checkpoints").glob("step-*"))
+    assert not [*saved.glob("rollout-*")]
+    (stage / "mended").touch()
+    run()
+    lines = [json.loads(line) for line in (stage / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["failed_scores"]) for line in lines] == [(step, 0) for step in (1, 2, 3, 4)]
 
 
 @pytest.mark.parametrize(

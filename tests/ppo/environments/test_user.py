@@ -11,7 +11,7 @@ import pytest
 from files import retries
 from lm.tokenizer import Tokenizer
 from lm.tool_calls import read_tool_calls
-from ppo.environments import conversations, user
+from ppo.environments import conversations
 from ppo.environments.conversations import Conversations
 from ppo.environments.environment import Reply
 from ppo.environments.user import SimulatedUser
@@ -51,8 +51,9 @@ def simulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulator]:
         yield server
 
 
-def user_at(simulator: Simulator) -> SimulatedUser:
-    return SimulatedUser(url=f"http://127.0.0.1:{simulator.server_address[1]}/v1", model="m", instructions="Be a user.")
+def user_at(simulator: Simulator, **limits: float) -> SimulatedUser:
+    url = f"http://127.0.0.1:{simulator.server_address[1]}/v1"
+    return SimulatedUser.model_validate({"url": url, "model": "m", "instructions": "Be a user.", **limits})
 
 
 def test_the_simulator_sees_the_conversation_from_the_users_side(simulator: Simulator) -> None:
@@ -82,12 +83,9 @@ def test_the_simulator_sees_the_conversation_from_the_users_side(simulator: Simu
         ((200, {"choices": [{}]}), r": '.*' was answered; choices\[0\].message.content was expected"),
     ],
 )
-def test_an_endpoint_that_does_not_answer_is_named(
-    simulator: Simulator, answer: Any, failure: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(user, "MAX_WAIT_SECONDS", 0.0)
+def test_an_endpoint_that_does_not_answer_is_named(simulator: Simulator, answer: Any, failure: str) -> None:
     simulator.answers = [answer]
-    episode = user_at(simulator).open([{"role": "user", "content": "Hello"}], {}, 5)
+    episode = user_at(simulator, max_wait_seconds=0.0).open([{"role": "user", "content": "Hello"}], {}, 5)
     with pytest.raises(RuntimeError, match=rf"127\.0\.0\.1:\d+/v1/chat/completions{failure}"):
         asyncio.run(episode.reply(read_tool_calls("What?")))
 
@@ -101,7 +99,7 @@ def test_an_outage_of_the_endpoint_is_waited_for_beyond_the_deadline(
     simulator.answers = [(503, {})] * 6 + ["Thanks. ###STOP###"]
     chatty, asked = tokenizer.with_template("chat"), [{"role": "user", "content": "the fox"}]
     talks = Conversations(
-        user_at(simulator).model_copy(update={"deadline_seconds": 3.0}), chatty,
+        user_at(simulator, deadline_seconds=3.0), chatty,
         Scripted(chatty, ["Here."]),  # type: ignore[arg-type]
         max_new_tokens=60, max_prompt_tokens=60, temperature=0.5,
     )  # fmt: skip
