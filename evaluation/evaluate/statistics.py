@@ -23,7 +23,8 @@ from typing import Literal
 import numpy as np
 
 from evaluation.statistics.algorithms import AlgorithmTest
-from evaluation.statistics.significance import ALPHA, EqualityTest, GainTest, holm, holm_level
+from evaluation.statistics.results import Conclusion
+from evaluation.statistics.significance import EqualityTest, GainTest, holm, holm_level
 from evaluation.statistics.summary import NO_RUNS, Runs
 from evaluation.suites.suite import Item, Measure, Scored
 from files.hashes import derive_seed
@@ -60,7 +61,7 @@ class Value:
 @dataclass(frozen=True)
 class Difference:
     """A measure of `a` minus that of `b`: two models, or two algorithms with several runs each, over the items that
-    both, or all runs, have. `better` is the name of one of the two, "" if not shown.
+    both, or all runs, have.
 
     `p` is two-sided; `holm_p` is corrected for all pairs of models, or of algorithms. The interval excludes 0 exactly
     if `holm_p` < 5%. `num_items_missing` are those that some runs have a value for, or failed on, but not all runs.
@@ -74,10 +75,15 @@ class Difference:
     holm_p: float
     num_items: int
     num_clusters: int
-    better: str
+    conclusion: Conclusion
     num_runs_a: int = 1
     num_runs_b: int = 1
     num_items_missing: int = 0
+
+    @property
+    def better(self) -> str:
+        """The name of the one that is shown to be better; "" if none is."""
+        return {"better": self.a, "worse": self.b, "": ""}[self.conclusion.shown]
 
 
 @dataclass(frozen=True)
@@ -294,7 +300,9 @@ def _differences(
 
 def _untested_row(a: str, b: str, measure: Measure, ids: Sequence[str], cluster_I: Ints) -> Difference:
     """Returns a row without the numbers of its test."""
-    return Difference(a, b, measure.name, UNKNOWN, math.nan, math.nan, len(ids), len(np.unique(cluster_I)), "")
+    return Difference(
+        a, b, measure.name, UNKNOWN, math.nan, math.nan, len(ids), len(np.unique(cluster_I)), Conclusion("none")
+    )
 
 
 def _corrected(measure: Measure, tested: Sequence[tuple[Difference, _Test]]) -> list[Difference]:
@@ -304,15 +312,9 @@ def _corrected(measure: Measure, tested: Sequence[tuple[Difference, _Test]]) -> 
         interval = test.interval(holm_level(test.p, holm_p))
         if measure.is_share and not math.isnan(interval.low):
             interval = Interval(interval.mean, max(interval.low, -1.0), min(interval.high, 1.0))
-        better = _better(measure, interval, holm_p, row.a, row.b)
-        rows.append(replace(row, difference=interval, p=test.p, holm_p=holm_p, better=better))
+        conclusion = Conclusion.of(interval if measure.higher_is_better else -interval)
+        rows.append(replace(row, difference=interval, p=test.p, holm_p=holm_p, conclusion=conclusion))
     return rows
-
-
-def _better(measure: Measure, interval: Interval, holm_p: float, a: str, b: str) -> str:
-    if holm_p >= ALPHA:
-        return ""
-    return a if (interval.mean > 0) == measure.higher_is_better else b
 
 
 def _paired_test(a: _Column, b: _Column, ids: Sequence[str], cluster_I: Ints, seed: int, own_seed: int) -> _Test:

@@ -22,6 +22,7 @@ from evaluation.statistics.results import (
     Agreement,
     AlgorithmPair,
     CategoryWinRate,
+    Conclusion,
     Failures,
     Flips,
     JudgeSummary,
@@ -30,7 +31,7 @@ from evaluation.statistics.results import (
     Significance,
     Summary,
 )
-from evaluation.statistics.significance import ALPHA, holm, holm_level, power_of
+from evaluation.statistics.significance import holm, holm_level, power_of
 from evaluation.statistics.win_rates import (
     counts_of,
     length_controlled,
@@ -119,17 +120,20 @@ def _pairs(
     summaries = []
     for (a, b), pair, test, holm_p in zip(pairs, of_pairs, tests, corrected, strict=True):
         of_pair = [row for row in rows if {row.policy_a, row.policy_b} == {names[a], names[b]}]
+        rate = pair_win_rate(pair, test, alpha=holm_level(test.p, holm_p))
+        conclusion = Conclusion.of(Interval(rate.mean - 0.5, rate.low - 0.5, rate.high - 0.5))
         summaries.append(
             PairSummary(
                 policy_a=names[a],
                 policy_b=names[b],
-                win_rate=pair_win_rate(pair, test, alpha=holm_level(test.p, holm_p)),
+                win_rate=rate,
                 verdicts=counts_of(pair.won_V),
                 prompts=counts_of(test.x_P),
                 num_failed=len(of_pair) - len(pair),
                 num_prompts_missing=len(comparisons.prompts) - len(test.x_P),
                 significance=Significance(test.p, test.num_draws, holm_p, len(pairs)),
-                different=holm_p < ALPHA,
+                conclusion=conclusion,
+                different=conclusion.shown != "",
                 power=power_of(test.x_P, prompt_clusters(pair)),
                 length_controlled=length_controlled(pair),
                 position_bias=position_bias(pair),

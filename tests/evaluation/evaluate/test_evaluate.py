@@ -94,9 +94,9 @@ def test_what_is_better_is_said_in_words_and_follows_the_direction(
     assert code == 0, said
     # Of the 2^6 sign vectors of the six lengths, 2 are as extreme.
     rows = report_of(place / "out")["suites"][0]["statistics"]["differences"]
-    found = {row["measure"]: (row["difference"]["mean"], row["p"], row["better"]) for row in rows}
-    assert found["even"] == (0.0, 1.0, "")
-    assert found["length"] == (7.0, pytest.approx(2 / 2**6), "short")
+    found = {row["measure"]: (row["difference"]["mean"], row["p"], row["conclusion"]["kind"]) for row in rows}
+    assert found["even"] == (0.0, 1.0, "undecided")
+    assert found["length"] == (7.0, pytest.approx(2 / 2**6), "worse")
     assert "foxes: no difference in even is shown between the two models." in said
     assert "short is better" in (place / "out" / "report.html").read_text()
 
