@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.compare.folder import holding, versions
-from evaluation.evaluate.contamination import Overlap, overlaps, training_files
+from evaluation.contamination import Overlap, overlaps, training_files
 from evaluation.evaluate.folder import (
     REPORT,
     Contamination,
@@ -128,6 +128,7 @@ def _prepare(wanted: Evaluation) -> _Prepared:
     baseline = open_baseline(wanted.baseline, wanted.how)
     for suite in suites:
         refuse_missing_tools(suite, {"judge": judge, "baseline": baseline})
+    max_failed_share = wanted.how.asking.max_failed_share
     return _Prepared(
         suites=suites,
         sources=sources,
@@ -136,7 +137,7 @@ def _prepare(wanted: Evaluation) -> _Prepared:
         runs=runs,
         judge=judge,
         baseline=baseline,
-        ready={suite.name: _ready(models, suite, items[suite.name]) for suite in suites},
+        ready={suite.name: _ready(models, suite, items[suite.name], max_failed_share) for suite in suites},
         training=_training_data(wanted.training_data, models, runs),
     )
 
@@ -215,11 +216,21 @@ def _refuse_another(folder: Path, settings: Settings) -> None:
             )
 
 
-def _ready(models: Sequence[Asked], suite: Suite, items: Sequence[Item]) -> list[Model]:
-    """Returns the models as the suite asks them. Raises: ValueError for one that it cannot ask."""
+def _ready(models: Sequence[Asked], suite: Suite, items: Sequence[Item], max_failed_share: float) -> list[Model]:
+    """Returns the models as the suite asks them. Raises: ValueError for one that it cannot ask, and for a file that
+    lacks too many answers.
+    """
     for opened in models:
         refuse_unsuited(opened, suite)
-    return [of_suite(opened, suite.name, items) for opened in models]
+    ready = [of_suite(opened, suite.name, items) for opened in models]
+    for model in ready:
+        if isinstance(model, SavedModel) and len(model.turns) < (1 - max_failed_share) * len(model.asked.by_id):
+            raise ValueError(
+                f"model {model.name!r}: the file answers {len(model.turns):,} of {len(model.asked.by_id):,} items of"
+                f" {suite.name}; at least {1 - max_failed_share:.0%} were expected (--max-failed-share"
+                f" {max_failed_share:g})"
+            )
+    return ready
 
 
 def _scored(prepared: _Prepared) -> dict[str, dict[str, Rows]]:
@@ -296,7 +307,15 @@ def _report(
         title=suite.title,
         source=prepared.sources[suite.name],
         measures=tuple(ReportedMeasure(m.name, m.description, m.higher_is_better) for m in suite.measures),
-        statistics=suite_statistics(suite.name, suite.measures, items, rows, prepared.runs, seed=own_seed),
+        statistics=suite_statistics(
+            suite.name,
+            suite.measures,
+            items,
+            rows,
+            prepared.runs,
+            seen={model: overlap_of_model[suite.name].item_ids for model, overlap_of_model in overlap.items()},
+            seed=own_seed,
+        ),
         contamination=tuple(
             _contamination(
                 suite, items, model, overlaps_of_model[suite.name], prepared.training[model][1], rows[model], own_seed

@@ -135,7 +135,7 @@ def test_saved_answers_are_found_by_id_and_by_text(heed_main: Call, evaluate: Ar
         {"item_id": "other", "output": "unused"},
     ]
     (place / "saved.jsonl").write_text("".join(json.dumps(row) + "\n" for row in saved))
-    code, said = heed_main(*evaluate(place, f"old={place / 'saved.jsonl'}"))
+    code, said = heed_main(*evaluate(place, f"old={place / 'saved.jsonl'}"), "--max-failed-share", "0.5")
     assert code == 0, said
     lengths = values_of(place / "out", "length")
     assert {item: lengths["old", item] for item in ("q0", "q1", "q2")} == {"q0": 4.0, "q1": 5.0, "q2": 3.0}

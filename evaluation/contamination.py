@@ -22,6 +22,7 @@ from stages.reports.run_folder import parse_object
 NUM_WORDS = 13
 FEWEST_WORDS = 8
 MOST_ITEMS = 10  # an n-gram of more items belongs to their common instruction, and shows nothing
+FEWEST_CLEAN = 20  # items outside the training data, for a verdict
 _WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
 
 
@@ -108,6 +109,13 @@ def overlaps(
         for model, model_sources in sources.items()
         if model_sources
     }
+
+
+def too_few_clean(num_clean: int, num: int, noun: str) -> str:
+    """Says why there is no verdict on the items outside the training data; "" if there are enough, or no others."""
+    if num_clean == num or num_clean >= FEWEST_CLEAN:
+        return ""
+    return f"only {num_clean} of {num} {noun}s are outside the training data, and at least {FEWEST_CLEAN} were expected"
 
 
 def texts_of(value: Any) -> Iterator[str]:
