@@ -351,7 +351,8 @@ def results_table(report: Mapping[str, Any]) -> Table:
             table.add_row(judge["judge"], names, rate, f"{pair['holm_p']:.3g}", f"{pair['num_prompts']:,}", shown)
         for pair in judge["pairs"]:
             failed = f"; {pair['num_failed']} verdicts failed" if pair["num_failed"] else ""
-            shown = ("shown" if pair["different"] else "not shown") + failed
+            reason = pair["conclusion"]["reason"]
+            shown = ("shown" if pair["different"] else f"cannot tell: {reason}" if reason else "not shown") + failed
             names, rate = f"{pair['policy_a']} against {pair['policy_b']}", pair["win_rate"]
             holm_p = f"{pair['significance']['holm_p']:.3g}"
             table.add_row(judge["judge"], names, _rate(rate), holm_p, f"{rate['num_prompts']:,}", shown)

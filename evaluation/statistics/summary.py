@@ -30,6 +30,7 @@ from evaluation.statistics.results import (
     PositionBias,
     Significance,
     Summary,
+    WinRate,
 )
 from evaluation.statistics.significance import holm, holm_level, power_of
 from evaluation.statistics.win_rates import (
@@ -43,7 +44,7 @@ from evaluation.statistics.win_rates import (
 from evaluation.verdicts import NO_CLUSTERS, Clusters, Comparisons, Verdict, comparisons_of, places_of
 from preferences.statistics.agreement import ranking_alpha
 from preferences.statistics.estimates import UNKNOWN, Floats, Interval, Ints, Share
-from preferences.statistics.intervals import Tally, clustered_shares, score_interval, share_interval
+from preferences.statistics.intervals import Tally, clustered_shares, share_interval, strata_interval
 from preferences.statistics.panel import PairCounts
 
 Runs = Mapping[str, Sequence[str]]  # an algorithm's name to its training runs (policies, models), two or more
@@ -120,8 +121,8 @@ def _pairs(
     summaries = []
     for (a, b), pair, test, holm_p in zip(pairs, of_pairs, tests, corrected, strict=True):
         of_pair = [row for row in rows if {row.policy_a, row.policy_b} == {names[a], names[b]}]
-        rate = pair_win_rate(pair, test, alpha=holm_level(test.p, holm_p))
-        conclusion = Conclusion.of(Interval(rate.mean - 0.5, rate.low - 0.5, rate.high - 0.5))
+        rate, bias = pair_win_rate(pair, test, alpha=holm_level(test.p, holm_p)), position_bias(pair)
+        conclusion = _conclusion(rate, bias)
         summaries.append(
             PairSummary(
                 policy_a=names[a],
@@ -136,12 +137,27 @@ def _pairs(
                 different=conclusion.shown != "",
                 power=power_of(test.x_P, prompt_clusters(pair)),
                 length_controlled=length_controlled(pair),
-                position_bias=position_bias(pair),
+                position_bias=bias,
                 flips=flips(of_pair, clusters),
                 categories=_categories(pair, seed),
             )
         )
     return tuple(summaries)
+
+
+def _conclusion(rate: WinRate, bias: PositionBias) -> Conclusion:
+    """Returns what a pair's verdicts show, which is nothing if they follow position, or know only one order."""
+    if reason := follows_position(bias) or (bias.reason if bias.reason == ONE_ORDER else ""):
+        return Conclusion("none", reason=reason)
+    return Conclusion.of(Interval(rate.mean - 0.5, rate.low - 0.5, rate.high - 0.5))
+
+
+def follows_position(bias: PositionBias) -> str:
+    """Says that a judge takes (almost) always the same position, whatever the responses; "" if it does not."""
+    which, share = ("first", bias.mean) if bias.mean > 0.5 else ("second", 1 - bias.mean)
+    if not share >= FOLLOWS_POSITION:
+        return ""
+    return f"the judge follows position: it prefers the response shown {which} {share:.0%} of the time"
 
 
 def _algorithms(rows: Sequence[Verdict], comparisons: Comparisons, runs: Runs, seed: int) -> tuple[AlgorithmPair, ...]:
@@ -302,6 +318,7 @@ def _order_key(verdict: Verdict) -> tuple[object, ...]:
     return (verdict.prompt_id, verdict.judge, verdict.labeler, min(a, b), max(a, b), first)
 
 
+FOLLOWS_POSITION = 0.9  # share of verdicts for one position: each policy then wins at least 80% more there
 NO_ORDER = "the order in which responses were shown is not known for any verdict"
 ONE_ORDER = "no two policies were shown in both orders, so position bias cannot be separated from strength"
 
@@ -348,7 +365,7 @@ def _bias_over_strata(won_V: Floats, stratum_V: Ints, prompt_V: Ints, cluster_P:
     mean = 0.5 + float((share_S * sign_S * mean_S).sum())
     is_twice = len(x_N) > num_clusters
     if len(num_S) == 2 and not is_twice:
-        ends = _ends_of_two_orders(x_N[stratum_N == 0], x_N[stratum_N == 1])
+        ends = strata_interval([(0.5, x_N[stratum_N == 0], None), (0.5, 1 - x_N[stratum_N == 1], None)])
     else:
         u_N = (share_S * sign_S / np.maximum(num_S, 1))[stratum_N] * (x_N - mean_S[stratum_N])
         psi_P = mean + num_prompts * np.bincount(prompt_N, u_N, num_prompts).astype(np.float64)
@@ -363,19 +380,6 @@ def _ends_of_prompts(psi_P: Floats, cluster_P: Ints) -> tuple[float, float]:
     least, most = min(0.0, float(psi_P.min())), max(1.0, float(psi_P.max()))
     interval = share_interval((psi_P - least) / (most - least), cluster_P)
     return max(0.0, least + (most - least) * interval.low), min(1.0, least + (most - least) * interval.high)
-
-
-def _ends_of_two_orders(one_C: Floats, other_C: Floats) -> tuple[float, float]:
-    """Returns the interval of ½·(m_1 + 1 - m_2), with m_1 and m_2 over different prompts, from both score intervals.
-
-    The squared distances from the means to the ends of these add up. Unlike an interval from residuals, this one has a
-    width even if a few prompts all came out alike. Zou & Donner 2008, Statistics in Medicine 27; Newcombe 1998.
-    """
-    mean_1, mean_2 = float(one_C.mean()), float(other_C.mean())
-    (low_1, high_1), (low_2, high_2) = score_interval(one_C), score_interval(other_C)
-    mean = (mean_1 + 1 - mean_2) / 2
-    low = mean - math.hypot(mean_1 - low_1, high_2 - mean_2) / 2
-    return low, mean + math.hypot(high_1 - mean_1, mean_2 - low_2) / 2
 
 
 def flips(verdicts: Sequence[Verdict], clusters: Clusters = NO_CLUSTERS) -> Flips:
