@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.compare.folder import holding, versions
-from evaluation.contamination import Overlap, overlaps, training_files
+from evaluation.contamination import Overlap, add_given, overlaps, training_files
 from evaluation.evaluate.folder import (
     REPORT,
     Contamination,
@@ -272,10 +272,8 @@ def _refuse_invalid(suite: Suite, model: str, scored: Sequence[Scored]) -> None:
 
 
 def _training_data(given: Sequence[str], models: Sequence[Asked], runs: Runs) -> dict[str, tuple[list[str], list[str]]]:
-    """Returns the training data of every model that has any: files to read, and data that cannot be read.
-
-    [MODEL=]FILE adds a file, for one model, for all runs of an algorithm, or for all models; a model in a run's folder
-    brings the data of its lineage.
+    """Returns the training data of every model that has any: files to read, and data that cannot be read. A model in a
+    run's folder brings the data of its lineage.
     """
     files_of: dict[str, tuple[list[str], list[str]]] = {model.name: ([], []) for model in models}
     for model in models:
@@ -283,14 +281,7 @@ def _training_data(given: Sequence[str], models: Sequence[Asked], runs: Runs) ->
             files_of[model.name] = training_files(model.folder)
         elif isinstance(model, RewardUnderTest) and model.scorer.kind == "reward model":
             files_of[model.name] = training_files(Path(model.scorer.spec.partition("#")[0]))
-    for value in given:
-        name, separator, path = value.partition("=")
-        trained = [model for model in runs.get(name, [name]) if model in files_of] if separator else []
-        path = path if trained else value
-        if not Path(path).exists():
-            raise ValueError(f"--training-data {value!r}: no such file; [MODEL=]FILE was expected")
-        for model_name in trained or files_of:
-            files_of[model_name][0].append(path)
+    add_given(given, {name: files for name, (files, _) in files_of.items()}, runs)
     return {name: data for name, data in files_of.items() if any(data)}
 
 

@@ -8,7 +8,8 @@ A pair's interval and its test are one: the interval excludes ½ exactly if `hol
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from preferences.statistics.agreement import Alpha
@@ -359,10 +360,20 @@ class JudgeSummary:
 
 
 @dataclass(frozen=True)
+class Withheld:
+    """Two policies whose verdicts are not used, by any judge; the conclusion says why."""
+
+    policy_a: str
+    policy_b: str
+    conclusion: Conclusion
+
+
+@dataclass(frozen=True)
 class Summary:
     """All results of a comparison. The same rows in any order, with the same seed, give the same numbers.
 
-    Without clusters, `num_clusters` is `num_prompts`.
+    `num_seen` counts, by policy, the prompts of its training data, on which its verdicts are not used. Without
+    clusters, `num_clusters` is `num_prompts`.
     """
 
     policies: tuple[str, ...]
@@ -372,3 +383,5 @@ class Summary:
     num_prompts: int
     num_clusters: int
     seed: int
+    withheld: tuple[Withheld, ...] = ()
+    num_seen: Mapping[str, int] = field(default_factory=dict)

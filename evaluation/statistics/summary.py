@@ -10,9 +10,10 @@ order of one pair), T items (two responses to a prompt), as in `preferences.stat
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
+from types import MappingProxyType
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from evaluation.statistics.results import (
     Significance,
     Summary,
     WinRate,
+    Withheld,
 )
 from evaluation.statistics.significance import holm, holm_level, power_of
 from evaluation.statistics.win_rates import (
@@ -57,6 +59,8 @@ def summarise(
     clusters: Clusters = NO_CLUSTERS,
     runs: Runs = NO_RUNS,
     *,
+    withheld: Sequence[Withheld] = (),
+    seen: Mapping[str, Collection[str]] = MappingProxyType({}),
     seed: int,
 ) -> Summary:
     """Returns win rates, tests, ratings and agreement from all judges' verdicts, failed ones included.
@@ -64,7 +68,8 @@ def summarise(
     `policies` gives the order: ratings are differences from the first, and a pair's a comes before its b. By default
     they are sorted by name. The order of rows does not matter, and swapping policies mirrors every number. `clusters`
     groups prompts that are not independent; all intervals and tests are then over the groups. `runs` names the
-    algorithms of which several runs are compared.
+    algorithms of which several runs are compared. Verdicts on `withheld` pairs, and on prompts that either policy has
+    `seen` in training, are left out.
 
     Raises: ValueError naming the row for verdicts that `in_order` refuses, for a policy not among `policies`,
     and if there are no verdicts.
@@ -74,6 +79,13 @@ def summarise(
     rows = in_order(verdicts)
     names = comparisons_of(rows, policies).policies
     judges = sorted({verdict.judge for verdict in rows})
+    apart = [{pair.policy_a, pair.policy_b} for pair in withheld]
+    rows = [
+        row
+        for row in rows
+        if {row.policy_a, row.policy_b} not in apart
+        and not any(row.prompt_id in seen.get(policy, ()) for policy in (row.policy_a, row.policy_b))
+    ]
     return Summary(
         policies=names,
         judges=tuple(
@@ -84,6 +96,8 @@ def summarise(
         num_prompts=len({verdict.prompt_id for verdict in rows}),
         num_clusters=len({clusters.get(verdict.prompt_id, verdict.prompt_id) for verdict in rows}),
         seed=seed,
+        withheld=tuple(withheld),
+        num_seen={policy: len(prompts) for policy, prompts in seen.items() if prompts},
     )
 
 

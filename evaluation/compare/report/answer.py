@@ -75,6 +75,15 @@ def answer_of(summary: Summary, styles: Styles) -> Answer:
     come first. If algorithms have several runs, the answer is on the algorithms; what follows is on the weights.
     """
     judges = [judge for judge in summary.judges if judge.num_verdicts]
+    limits_of_data = [
+        *(f"No verdict on {p.policy_a} and {p.policy_b}: {p.conclusion.reason}." for p in summary.withheld),
+        *(
+            f"{count_of(num, 'prompt')} in the training data of {name} {'is' if num == 1 else 'are'} left out."
+            for name, num in summary.num_seen.items()
+        ),
+    ]
+    if not judges and limits_of_data:
+        return Answer("unclear", limits_of_data[0], tuple(limits_of_data[1:]))
     if not judges:
         return Answer("unclear", "There is no result: no verdict succeeded.", ())
     first, *others = judges
@@ -93,9 +102,12 @@ def answer_of(summary: Summary, styles: Styles) -> Answer:
     if first.algorithms:
         head, *rest = [sentence for judge in judges for sentence in _of_algorithms(judge)]
         tone = "better" if first.algorithms[0].different else "unclear"
-        return Answer(tone, head, (*rest, f"The rest is about these weights, whatever their algorithm. {text}", *more))
-    more.append(WEIGHTS_ONLY)
-    return Answer(tone, text, tuple(more))
+        return Answer(
+            tone,
+            head,
+            (*rest, *limits_of_data, f"The rest is about these weights, whatever their algorithm. {text}", *more),
+        )
+    return Answer(tone, text, (*limits_of_data, *more, WEIGHTS_ONLY))
 
 
 def evidence(pair: PairSummary, prompts: str = "") -> str:
