@@ -347,7 +347,7 @@ def _of_trained(results: CompareResults, one: PolicyResults) -> Answer:
     if pair.different and pair.win_rate.mean < 0.5:
         tone = "worse"
     sentences = [in_capital(text) if text.startswith(names.the_initial) else text]
-    if not pair.different and isfinite(pair.win_rate.low):
+    if pair.conclusion.kind == "undecided" and isfinite(pair.win_rate.low):
         sentences.append(detectable(pair))
     if one.kl_nats is not None:
         ends = f" ({ends_of(one.kl_nats, 1) or 'interval unknown'})"
