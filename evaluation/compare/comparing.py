@@ -18,6 +18,7 @@ from evaluation.compare.folder import (
     ALGORITHMS,
     MEASURES,
     RESPONSES,
+    TRAINING_DATA,
     VERDICTS,
     Settings,
     holding,
@@ -31,6 +32,7 @@ from evaluation.compare.folder import (
 )
 from evaluation.compare.judges import Judging, open_judges
 from evaluation.compare.report.page import write_comparison_report
+from evaluation.contamination import add_given, overlaps
 from evaluation.inputs import clusters_of, named_runs, named_specs, read_compared_prompts
 from evaluation.judges.external import read_verdict_file
 from evaluation.judges.judge import MAX_PAIRS, Judge, ScoreJudge, pairs_of, refuse_too_many_failures
@@ -46,6 +48,7 @@ from evaluation.policies import (
     is_saved,
 )
 from evaluation.statistics.significance import ALPHA
+from evaluation.suites.suite import Item
 from evaluation.verdicts import Response, Verdict, read_responses, read_verdicts, write_rows
 from files.atomic import write_json
 from files.hashes import file_hash
@@ -71,6 +74,7 @@ class Compared:
     sampling: Sampling
     judging: Judging
     allow_empty: bool
+    training_data: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -218,9 +222,15 @@ def _settings(compared: Compared, prompts: Sequence[Prompt], policies: Sequence[
     data = compared.prompts
     path = Path(data.source)
     _, runs = named_runs(compared.policies)
+    files_of: dict[str, list[str]] = {policy.name: [] for policy in policies}
+    add_given(compared.training_data, files_of, runs)
+    items = [Item(prompt.prompt_id, prompt.messages) for prompt in prompts]
+    seen = {name: found["prompts"] for name, found in overlaps({"prompts": items}, files_of).items()}
+    training = {name: {"files": dict(one.files), "prompt_ids": sorted(one.item_ids)} for name, one in seen.items()}
     return {
         "policies": [policy.describe() for policy in policies],
         **({ALGORITHMS: runs} if runs else {}),
+        **({TRAINING_DATA: training} if training else {}),
         "prompts": {
             **data.model_dump(include={"source", "split", "subset", "max_rows"}),
             "category": compared.category,
@@ -351,7 +361,8 @@ def results_table(report: Mapping[str, Any]) -> Table:
             table.add_row(judge["judge"], names, rate, f"{pair['holm_p']:.3g}", f"{pair['num_prompts']:,}", shown)
         for pair in judge["pairs"]:
             failed = f"; {pair['num_failed']} verdicts failed" if pair["num_failed"] else ""
-            shown = ("shown" if pair["different"] else "not shown") + failed
+            reason = pair["conclusion"]["reason"]
+            shown = ("shown" if pair["different"] else f"cannot tell: {reason}" if reason else "not shown") + failed
             names, rate = f"{pair['policy_a']} against {pair['policy_b']}", pair["win_rate"]
             holm_p = f"{pair['significance']['holm_p']:.3g}"
             table.add_row(judge["judge"], names, _rate(rate), holm_p, f"{rate['num_prompts']:,}", shown)

@@ -88,6 +88,7 @@ class CompareConfig(Config):
 SETTINGS, PROMPTS, MEASURES = "compare.json", "prompts.jsonl", "measures.json"
 RESPONSES, VERDICTS = "responses.parquet", "verdicts.parquet"
 ALGORITHMS = "algorithms"  # in the settings: by algorithm, the policies that are its training runs
+TRAINING_DATA = "training_data"  # the setting with each policy's files and the prompts that overlap with them
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy")
 
 Settings = dict[str, Any]
@@ -189,6 +190,11 @@ class ComparisonFolder:
         return runs
 
     @property
+    def seen(self) -> dict[str, list[str]]:
+        """Returns the prompts that overlap with the training data of each policy whose data was searched."""
+        return {name: entry["prompt_ids"] for name, entry in self.settings.get(TRAINING_DATA, {}).items()}
+
+    @property
     def by_policy(self) -> dict[str, list[Response]]:
         """Returns the responses of each policy."""
         return {name: [row for row in self.responses if row.policy == name] for name in self.policies}
@@ -283,7 +289,7 @@ def prompts_of(folder: Path) -> list[Prompt]:
 
 def refuse_other_settings(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raises: ValueError naming what differs between a finished comparison's settings and those asked for."""
-    for name in ("policies", ALGORITHMS, "prompts", "seed", "verdicts"):
+    for name in ("policies", ALGORITHMS, "prompts", "seed", "verdicts", TRAINING_DATA):
         asked = json.loads(json.dumps(wanted.get(name)))
         if found.get(name) != asked:
             there, now = _leaves(found.get(name), name), _leaves(asked, name)

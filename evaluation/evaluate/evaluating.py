@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.compare.folder import holding, versions
-from evaluation.evaluate.contamination import Overlap, overlaps, training_files
+from evaluation.contamination import Overlap, add_given, overlaps, training_files
 from evaluation.evaluate.folder import (
     REPORT,
     Contamination,
@@ -128,6 +128,7 @@ def _prepare(wanted: Evaluation) -> _Prepared:
     baseline = open_baseline(wanted.baseline, wanted.how)
     for suite in suites:
         refuse_missing_tools(suite, {"judge": judge, "baseline": baseline})
+    max_failed_share = wanted.how.asking.max_failed_share
     return _Prepared(
         suites=suites,
         sources=sources,
@@ -136,7 +137,7 @@ def _prepare(wanted: Evaluation) -> _Prepared:
         runs=runs,
         judge=judge,
         baseline=baseline,
-        ready={suite.name: _ready(models, suite, items[suite.name]) for suite in suites},
+        ready={suite.name: _ready(models, suite, items[suite.name], max_failed_share) for suite in suites},
         training=_training_data(wanted.training_data, models, runs),
     )
 
@@ -215,11 +216,21 @@ def _refuse_another(folder: Path, settings: Settings) -> None:
             )
 
 
-def _ready(models: Sequence[Asked], suite: Suite, items: Sequence[Item]) -> list[Model]:
-    """Returns the models as the suite asks them. Raises: ValueError for one that it cannot ask."""
+def _ready(models: Sequence[Asked], suite: Suite, items: Sequence[Item], max_failed_share: float) -> list[Model]:
+    """Returns the models as the suite asks them. Raises: ValueError for one that it cannot ask, and for a file that
+    lacks too many answers.
+    """
     for opened in models:
         refuse_unsuited(opened, suite)
-    return [of_suite(opened, suite.name, items) for opened in models]
+    ready = [of_suite(opened, suite.name, items) for opened in models]
+    for model in ready:
+        if isinstance(model, SavedModel) and len(model.turns) < (1 - max_failed_share) * len(model.asked.by_id):
+            raise ValueError(
+                f"model {model.name!r}: the file answers {len(model.turns):,} of {len(model.asked.by_id):,} items of"
+                f" {suite.name}; at least {1 - max_failed_share:.0%} were expected (--max-failed-share"
+                f" {max_failed_share:g})"
+            )
+    return ready
 
 
 def _scored(prepared: _Prepared) -> dict[str, dict[str, Rows]]:
@@ -261,10 +272,8 @@ def _refuse_invalid(suite: Suite, model: str, scored: Sequence[Scored]) -> None:
 
 
 def _training_data(given: Sequence[str], models: Sequence[Asked], runs: Runs) -> dict[str, tuple[list[str], list[str]]]:
-    """Returns the training data of every model that has any: files to read, and data that cannot be read.
-
-    [MODEL=]FILE adds a file, for one model, for all runs of an algorithm, or for all models; a model in a run's folder
-    brings the data of its lineage.
+    """Returns the training data of every model that has any: files to read, and data that cannot be read. A model in a
+    run's folder brings the data of its lineage.
     """
     files_of: dict[str, tuple[list[str], list[str]]] = {model.name: ([], []) for model in models}
     for model in models:
@@ -272,14 +281,7 @@ def _training_data(given: Sequence[str], models: Sequence[Asked], runs: Runs) ->
             files_of[model.name] = training_files(model.folder)
         elif isinstance(model, RewardUnderTest) and model.scorer.kind == "reward model":
             files_of[model.name] = training_files(Path(model.scorer.spec.partition("#")[0]))
-    for value in given:
-        name, separator, path = value.partition("=")
-        trained = [model for model in runs.get(name, [name]) if model in files_of] if separator else []
-        path = path if trained else value
-        if not Path(path).exists():
-            raise ValueError(f"--training-data {value!r}: no such file; [MODEL=]FILE was expected")
-        for model_name in trained or files_of:
-            files_of[model_name][0].append(path)
+    add_given(given, {name: files for name, (files, _) in files_of.items()}, runs)
     return {name: data for name, data in files_of.items() if any(data)}
 
 
@@ -296,7 +298,15 @@ def _report(
         title=suite.title,
         source=prepared.sources[suite.name],
         measures=tuple(ReportedMeasure(m.name, m.description, m.higher_is_better) for m in suite.measures),
-        statistics=suite_statistics(suite.name, suite.measures, items, rows, prepared.runs, seed=own_seed),
+        statistics=suite_statistics(
+            suite.name,
+            suite.measures,
+            items,
+            rows,
+            prepared.runs,
+            seen={model: overlap_of_model[suite.name].item_ids for model, overlap_of_model in overlap.items()},
+            seed=own_seed,
+        ),
         contamination=tuple(
             _contamination(
                 suite, items, model, overlaps_of_model[suite.name], prepared.training[model][1], rows[model], own_seed

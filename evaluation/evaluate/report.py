@@ -134,8 +134,8 @@ def _answer(suites: Sequence[SuiteReport]) -> Answer:
 
 
 def _primary(rows: Sequence[Difference], suite: SuiteReport) -> list[Difference]:
-    """Returns the known differences in the first measure that has any; empty if there is none."""
-    known = [row for row in rows if math.isfinite(row.difference.mean)]
+    """Returns the differences in the first measure with any that is known or withheld; empty if there is none."""
+    known = [row for row in rows if math.isfinite(row.difference.mean) or row.conclusion.kind == "none"]
     by_measure = ([row for row in known if row.measure == m.name] for m in suite.measures)
     return next(filter(None, by_measure), [])
 
@@ -146,11 +146,20 @@ def conclusions(suite: SuiteReport) -> list[tuple[bool, str]]:
     """
     rows = _primary(suite.statistics.differences, suite)
     clear = [row for row in rows if row.better]
-    if clear:
-        return [(True, f"{suite.suite}: {in_words(row, suite)}") for row in clear]
-    if rows:
-        pairs = "the two models" if len(rows) == 1 else f"any of {number(len(rows))} pairs of models"
-        return [(False, f"{suite.suite}: no difference in {rows[0].measure} is shown between {pairs}.")]
+    open_rows = [row for row in rows if row.conclusion.kind == "undecided"]
+    apart = [row for row in rows if row.conclusion.reason and not row.better]
+    sentences = [(True, f"{suite.suite}: {in_words(row, suite)}") for row in clear]
+    if open_rows and not clear:
+        which = "the two models" if len(rows) == 1 else f"any of {number(len(open_rows))} pairs of models"
+        which += _on_clean_items(open_rows[0]) if len(rows) == 1 else ""
+        sentences.append((False, f"{suite.suite}: no difference in {rows[0].measure} is shown between {which}."))
+    sentences += [(False, f"{suite.suite}: {in_words(row, suite)}") for row in apart]
+    sentences += [
+        (False, f"{suite.suite}: {a} and {b} gave the same answers: they are one model, and there is no comparison.")
+        for a, b in suite.statistics.same_answers
+    ]
+    if sentences:
+        return sentences
     measure = _first_known(suite)
     values = [v for v in suite.statistics.values if v.measure == measure.name and not v.group and _is_known(v)]
     listed = [f"{value.model} {value_text(value)}{_in_brackets(interval_text(value))}" for value in values]
@@ -180,19 +189,29 @@ def _in_brackets(text: str) -> str:
 
 
 def in_words(row: Difference, suite: SuiteReport) -> str:
-    """Says which of two models or algorithms is better, by how much, and how sure that is."""
-    is_algorithm = row.num_runs_a > 1
+    """Says which of two models or algorithms is better, by how much, and how sure that is; or why that is not said."""
+    is_algorithm, reason = row.num_runs_a > 1, row.conclusion.reason
+    who = f"{'the algorithms ' if is_algorithm else ''}{row.a} and {row.b}"
+    if row.conclusion.kind == "none":
+        return f"no verdict on {who} in {row.measure}: {reason or 'the measure has no interval'}."
     runs = f", over {number(row.num_runs_a)} and {number(row.num_runs_b)} runs" if is_algorithm else ""
+    runs += _on_clean_items(row)
     if not row.better:
-        who = f"{'the algorithms ' if is_algorithm else ''}{row.a} and {row.b}"
         size = difference_text(row.difference, row.measure, suite)
-        return f"no difference in {row.measure} is shown between {who}{runs} ({size})."
+        extremes = f", with what is missing counted as worst and as best: {reason}" if reason else ""
+        return f"no difference in {row.measure} is shown between {who}{runs}{extremes} ({size})."
+    if reason:
+        runs += ", whatever the missing answers are worth"
     lead, other = (row.difference, row.b) if row.better == row.a else (-row.difference, row.a)
     return (
         f"{'as algorithms, ' if is_algorithm else ''}{row.better} is better than {other} in"
         f" {row.measure}{_direction(row.measure, suite)}{runs}: {difference_text(lead, row.measure, suite)},"
-        f" {p_value(row.holm_p)}."
+        f" {p_value(row.holm_p)}{_in_brackets(reason)}."
     )
+
+
+def _on_clean_items(row: Difference) -> str:
+    return f", on the {count_of(row.num_items, 'item')} outside the training data" if row.num_items_seen else ""
 
 
 def _direction(measure: str, suite: SuiteReport) -> str:
@@ -260,8 +279,8 @@ def _warnings(report: EvaluationReport) -> list[str]:
             if row.item_ids:
                 share = percent(len(row.item_ids) / row.num_items)
                 warnings.append(
-                    f"{suite.suite}: {share} of the items share words with the training data of {row.model}; its"
-                    " results on the other items are in the section."
+                    f"{suite.suite}: {share} of the items share words with the training data of {row.model};"
+                    " verdicts on it are on the other items."
                 )
     return warnings
 
@@ -388,13 +407,19 @@ def _by_measure(rows: Sequence[Difference], suite: SuiteReport) -> list[Differen
 
 
 def _difference_row(heads: tuple[Head, ...], row: Difference, suite: SuiteReport) -> Row:
-    missing = f"{number(row.num_items_missing)} left out" if row.num_items_missing else ""
+    num_left_out = row.num_items_missing + row.num_items_seen
+    missing = f"{number(num_left_out)} left out" if num_left_out else ""
+    verdict = {"undecided": "not shown", "none": "no verdict", "bound": "not shown by the bound"}
     cells = (
         Cell(row.measure, f"{number(row.num_runs_a)} and {number(row.num_runs_b)} runs" if row.num_runs_a > 1 else ""),
         Cell(difference_text(row.difference, row.measure, suite)),
         Cell(p_value(row.holm_p)),
         Cell(number(row.num_items), missing),
-        Cell(f"{row.better} is better" if row.better else "not shown", is_clear=bool(row.better)),
+        Cell(
+            f"{row.better} is better" if row.better else verdict[row.conclusion.kind],
+            row.conclusion.reason,
+            is_clear=bool(row.better),
+        ),
     )
     return Row(heads, cells, is_strong=bool(row.better))
 

@@ -1,7 +1,9 @@
 """Statistics of an evaluation: each model's measures with intervals, and paired differences of models and algorithms.
 
 An item that a measure could not score is counted as a failure and enters no mean. Two models are compared on the items
-that both have a value for. A cluster of items (questions made from one template, say) is one observation.
+that both have a value for and that are not in the training data of either. If too many answers are missing, there is
+only a bound of the difference, or no verdict. A cluster of items (questions made from one template, say) is one
+observation.
 
     interval of a mean         `share_interval` for shares (values from 0 to 1), else Student's over clusters
     interval of an aggregate   (a BLEU score, for example, is no mean) by the jackknife over clusters, at least six
@@ -16,13 +18,16 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
 
+from evaluation.contamination import too_few_clean
 from evaluation.statistics.algorithms import AlgorithmTest
+from evaluation.statistics.results import Conclusion
 from evaluation.statistics.significance import ALPHA, EqualityTest, GainTest, holm, holm_level
 from evaluation.statistics.summary import NO_RUNS, Runs
 from evaluation.suites.suite import Item, Measure, Scored
@@ -32,12 +37,15 @@ from preferences.statistics.intervals import clustered_mean, share_interval, wil
 
 MIN_CLUSTERS = 6  # for an aggregate's interval and test: of five clusters, all in favour, p by signs is 2/32
 MAX_BLOCKS = 1_000  # the jackknife leaves out blocks of clusters if there are more
+MOST_IGNORED = 0.02  # share of a model's answers that may be missing without a word in the verdict
+MOST_BOUNDED = 0.1  # if more are missing, not even a bound is given
 _SMALLEST = 1e-9  # half an interval; smaller ones are rounding
 
 _VARYING = re.compile(r"\d[\d,.]*|'[^']*'|\"[^\"]*\"")  # in reasons: numbers and quoted texts
 
 Unit = Literal["share", "number"]
 ByModel = Mapping[str, Mapping[str, Scored]]  # by name of model and item id
+Seen = Mapping[str, Collection[str]]  # the items that overlap with a model's training data, by name of model
 
 
 @dataclass(frozen=True)
@@ -60,10 +68,12 @@ class Value:
 @dataclass(frozen=True)
 class Difference:
     """A measure of `a` minus that of `b`: two models, or two algorithms with several runs each, over the items that
-    both, or all runs, have. `better` is the name of one of the two, "" if not shown.
+    both, or all runs, have. `num_items_seen` overlap with the training data of either and are left out.
 
     `p` is two-sided; `holm_p` is corrected for all pairs of models, or of algorithms. The interval excludes 0 exactly
-    if `holm_p` < 5%. `num_items_missing` are those that some runs have a value for, or failed on, but not all runs.
+    if `holm_p` < 5%. `num_items_missing` are those that some runs have a value for, or failed on, but not all runs. If
+    the conclusion is a bound, the interval is from what is missing counted as worst for `a` and best for `b` to the
+    reverse; if it is none, numbers are NaN.
     """
 
     a: str
@@ -74,10 +84,16 @@ class Difference:
     holm_p: float
     num_items: int
     num_clusters: int
-    better: str
+    conclusion: Conclusion
     num_runs_a: int = 1
     num_runs_b: int = 1
     num_items_missing: int = 0
+    num_items_seen: int = 0
+
+    @property
+    def better(self) -> str:
+        """The name of the one that is shown to be better; "" if none is."""
+        return {"better": self.a, "worse": self.b, "": ""}[self.conclusion.shown]
 
 
 @dataclass(frozen=True)
@@ -96,7 +112,9 @@ class Failure:
 
 @dataclass(frozen=True)
 class SuiteStatistics:
-    """All results on one suite. `values` has a row per model, measure and group."""
+    """All results on one suite. `values` has a row per model, measure and group. `same_answers` are pairs of models
+    with the same answers to all items, which are not compared.
+    """
 
     suite: str
     models: tuple[str, ...]
@@ -105,6 +123,7 @@ class SuiteStatistics:
     differences: tuple[Difference, ...]
     failures: tuple[Failure, ...]
     algorithms: tuple[Difference, ...] = ()
+    same_answers: tuple[tuple[str, str], ...] = ()
 
     def of(self, model: str, measure: str, group: str = "") -> Value | None:
         """Returns a model's value; None if the measure applies to no item of the group."""
@@ -131,6 +150,11 @@ class _Column:
             if item_id not in failed and all(name in row.values for name in wanted)
         }
         return cls(measure, rows, failed)
+
+    def filled(self, ids: Sequence[str], value: float) -> "_Column":
+        """Returns the column with a value for those of the items that it has none for."""
+        missing = {item_id: Scored(item_id, {self.measure.name: value}) for item_id in ids if item_id not in self.rows}
+        return _Column(self.measure, {**self.rows, **missing}, self.failed)
 
     def observations(self, ids: Sequence[str], cluster_I: Ints, *, seed: int) -> tuple[Floats, Ints]:
         """Returns what the measure is the mean of [X], with the cluster [X] of each: the items' values or, for an
@@ -189,15 +213,23 @@ def _common(columns: Sequence[_Column], ids: Sequence[str], cluster_I: Ints, *, 
 
 
 def suite_statistics(
-    suite: str, measures: Sequence[Measure], items: Sequence[Item], scored: ByModel, runs: Runs = NO_RUNS, *, seed: int
+    suite: str,
+    measures: Sequence[Measure],
+    items: Sequence[Item],
+    scored: ByModel,
+    runs: Runs = NO_RUNS,
+    *,
+    seen: Seen = MappingProxyType({}),
+    seed: int,
 ) -> SuiteStatistics:
     """Computes all statistics of a suite. Values are also given by the items' groups, if there are several. `runs`
-    names the algorithms of which several runs are compared.
+    names the algorithms of which several runs are compared. Differences leave out what either side has `seen`.
     """
     groups = list(dict.fromkeys(item.group for item in items if item.group))
     values: list[Value] = []
     differences: list[Difference] = []
     algorithms: list[Difference] = []
+    same = [pair for pair in itertools.combinations(scored, 2) if _are_same_answers(*(scored[one] for one in pair))]
     for measure in measures:
         columns = {model: _Column.of(measure, rows) for model, rows in scored.items()}
         for group in ["", *(groups if len(groups) > 1 else [])]:
@@ -205,11 +237,24 @@ def suite_statistics(
             values += [
                 value for model, column in columns.items() if (value := value_of(model, column, chosen, group, seed))
             ]
-        differences += _differences(measure, columns, items, seed)
-        algorithms += _algorithm_differences(measure, columns, items, runs, seed)
+        pairs = [pair for pair in itertools.combinations(columns, 2) if pair not in same]
+        differences += _differences(measure, columns, {name: [name] for name in scored}, pairs, items, seen, seed)
+        algorithms += _differences(measure, columns, runs, list(itertools.combinations(runs, 2)), items, seen, seed)
     return SuiteStatistics(
-        suite, tuple(scored), len(items), tuple(values), tuple(differences), _failures(scored), tuple(algorithms)
+        suite,
+        tuple(scored),
+        len(items),
+        tuple(values),
+        tuple(differences),
+        _failures(scored),
+        tuple(algorithms),
+        tuple(same),
     )
+
+
+def _are_same_answers(a: Mapping[str, Scored], b: Mapping[str, Scored]) -> bool:
+    texts = [{item_id: row.answer for item_id, row in rows.items()} for rows in (a, b)]
+    return texts[0] == texts[1] and any(texts[0].values())
 
 
 def clean_values(
@@ -278,41 +323,122 @@ class _Test:
 
 
 def _differences(
-    measure: Measure, columns: Mapping[str, _Column], items: Sequence[Item], seed: int
+    measure: Measure,
+    columns: Mapping[str, _Column],
+    runs: Runs,
+    pairs: Sequence[tuple[str, str]],
+    items: Sequence[Item],
+    seen: Seen,
+    seed: int,
 ) -> list[Difference]:
-    """Returns a row for every two models that have items in common."""
-    tested = []
-    for (name_a, a), (name_b, b) in itertools.combinations(columns.items(), 2):
-        ids = [item.item_id for item in items if item.item_id in a.rows and item.item_id in b.rows]
-        if ids:
-            cluster_I = _clusters(items, ids)
-            own_seed = derive_seed(seed, "difference", measure.name, name_a, name_b)
-            test = _paired_test(a, b, ids, cluster_I, seed, own_seed)
-            tested.append((_untested_row(name_a, name_b, measure, ids, cluster_I), test))
-    return _corrected(measure, tested)
-
-
-def _untested_row(a: str, b: str, measure: Measure, ids: Sequence[str], cluster_I: Ints) -> Difference:
-    """Returns a row without the numbers of its test."""
-    return Difference(a, b, measure.name, UNKNOWN, math.nan, math.nan, len(ids), len(np.unique(cluster_I)), "")
-
-
-def _corrected(measure: Measure, tested: Sequence[tuple[Difference, _Test]]) -> list[Difference]:
-    """Returns the rows with their tests' intervals and p-values, corrected for all of them by Holm's method."""
+    """Returns a row for every pair of models, or of algorithms with their `runs`, that the measure applies to."""
     rows = []
-    for (row, test), holm_p in zip(tested, holm(np.array([test.p for _, test in tested])).tolist(), strict=True):
+    for a, b in pairs:
+        one, other = ([columns[run] for run in runs[name]] for name in (a, b))
+        if all(column.rows or column.failed for column in (*one, *other)):
+            left_out = {item_id for run in (*runs[a], *runs[b]) for item_id in seen.get(run, ())}
+            rows.append(_Pair(a, b, one, other, items, left_out, seed).row())
+    return _corrected(measure, rows)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two models, or two algorithms with a column per run. `left_out` are items that one of them was trained on."""
+
+    a: str
+    b: str
+    one: Sequence[_Column]
+    other: Sequence[_Column]
+    items: Sequence[Item]
+    left_out: Collection[str]
+    seed: int
+
+    def row(self) -> tuple[Difference, _Test | None]:
+        """Returns the row without the numbers of its test, and the test if there is a verdict."""
+        columns = (*self.one, *self.other)
+        measure = columns[0].measure
+        known = [i.item_id for i in self.items if any(i.item_id in c.rows or i.item_id in c.failed for c in columns)]
+        clean = [item_id for item_id in known if item_id not in self.left_out]
+        ids = [item_id for item_id in clean if all(item_id in column.rows for column in columns)]
+        row = Difference(
+            a=self.a,
+            b=self.b,
+            measure=measure.name,
+            difference=UNKNOWN,
+            p=math.nan,
+            holm_p=math.nan,
+            num_items=len(ids),
+            num_clusters=len(np.unique(_clusters(self.items, ids))),
+            conclusion=Conclusion("undecided"),
+            num_runs_a=len(self.one),
+            num_runs_b=len(self.other),
+            num_items_missing=len(clean) - len(ids),
+            num_items_seen=len(known) - len(clean),
+        )
+        if reason := too_few_clean(len(clean), len(known), "item"):
+            return replace(row, conclusion=Conclusion("none", reason=reason)), None
+        share, reason = self._missing(clean)
+        if share <= MOST_IGNORED:
+            return row, self._test(self.one, self.other, ids)
+        if share > MOST_BOUNDED:
+            return replace(row, conclusion=Conclusion("none", reason=reason)), None
+        if not measure.is_share or measure.aggregate is not None:
+            reason += f", and nothing bounds what {measure.name} would be with them"
+            return replace(row, conclusion=Conclusion("none", reason=reason)), None
+        return replace(row, conclusion=Conclusion("bound", reason=reason)), self._bound(ids, clean)
+
+    def _missing(self, clean: Sequence[str]) -> tuple[float, str]:
+        """Returns the largest share of the items that a side has no value for, and says how many each side lacks."""
+        missing = {
+            name: max(sum(item_id not in column.rows for item_id in clean) for column in columns)
+            for name, columns in ((self.a, self.one), (self.b, self.other))
+        }
+        said = [
+            f"{num} of {len(clean)} answers of {name} are missing or could not be scored"
+            for name, num in missing.items()
+            if num
+        ]
+        return max(missing.values()) / len(clean), "; ".join(said)
+
+    def _bound(self, ids: Sequence[str], clean: Sequence[str]) -> _Test:
+        """Returns the test that what is missing can change nothing: p is 1 if its extremes are on both sides of 0."""
+        zero, one = (
+            ([c.filled(clean, low) for c in self.one], [c.filled(clean, 1 - low) for c in self.other])
+            for low in (0.0, 1.0)
+        )
+        least, most = self._test(*zero, clean), self._test(*one, clean)
+        mean = self._test(self.one, self.other, ids).interval(ALPHA).mean
+        is_above, is_below = least.interval(ALPHA).mean > 0, most.interval(ALPHA).mean < 0
+        p = least.p if is_above else most.p if is_below else 1.0
+        return _Test(p, lambda alpha: Interval(mean, least.interval(alpha).low, most.interval(alpha).high))
+
+    def _test(self, one: Sequence[_Column], other: Sequence[_Column], ids: Sequence[str]) -> _Test:
+        cluster_I, measure = _clusters(self.items, ids), one[0].measure
+        if len(one) == len(other) == 1:
+            own_seed = derive_seed(self.seed, "difference", measure.name, self.a, self.b)
+            return _paired_test(one[0], other[0], ids, cluster_I, self.seed, own_seed)
+        value_SX, cluster_X = _common([*one, *other], ids, cluster_I, seed=self.seed)
+        own_seed = derive_seed(self.seed, "algorithms", measure.name, self.a, self.b)
+        return _algorithm_test(measure, value_SX[: len(one)], value_SX[len(one) :], cluster_X, own_seed)
+
+
+def _corrected(measure: Measure, rows: Sequence[tuple[Difference, _Test | None]]) -> list[Difference]:
+    """Returns the rows with their tests' intervals and p-values, corrected for all tests by Holm's method."""
+    corrected = iter(holm(np.array([test.p for _, test in rows if test])).tolist())
+    differences = []
+    for row, test in rows:
+        if test is None:
+            differences.append(row)
+            continue
+        holm_p = next(corrected)
         interval = test.interval(holm_level(test.p, holm_p))
         if measure.is_share and not math.isnan(interval.low):
             interval = Interval(interval.mean, max(interval.low, -1.0), min(interval.high, 1.0))
-        better = _better(measure, interval, holm_p, row.a, row.b)
-        rows.append(replace(row, difference=interval, p=test.p, holm_p=holm_p, better=better))
-    return rows
-
-
-def _better(measure: Measure, interval: Interval, holm_p: float, a: str, b: str) -> str:
-    if holm_p >= ALPHA:
-        return ""
-    return a if (interval.mean > 0) == measure.higher_is_better else b
+        concluded = Conclusion.of(interval if measure.higher_is_better else -interval)
+        if row.conclusion.kind == "bound":
+            concluded = replace(concluded, kind="bound", reason=row.conclusion.reason)
+        differences.append(replace(row, difference=interval, p=test.p, holm_p=holm_p, conclusion=concluded))
+    return differences
 
 
 def _paired_test(a: _Column, b: _Column, ids: Sequence[str], cluster_I: Ints, seed: int, own_seed: int) -> _Test:
@@ -330,37 +456,6 @@ def _paired_test(a: _Column, b: _Column, ids: Sequence[str], cluster_I: Ints, se
 
 def _untested(mean: float) -> _Test:
     return _Test(1.0, lambda _alpha: Interval(mean, math.nan, math.nan))
-
-
-# ---- differences of algorithms ----
-
-
-def _algorithm_differences(
-    measure: Measure, columns: Mapping[str, _Column], items: Sequence[Item], runs: Runs, seed: int
-) -> list[Difference]:
-    """Returns a row for every two algorithms all of whose runs have items in common."""
-    tested = []
-    for a, b in itertools.combinations(runs, 2):
-        run_columns = [columns[run] for run in (*runs[a], *runs[b])]
-        known = [
-            item.item_id
-            for item in items
-            if any(item.item_id in c.rows or item.item_id in c.failed for c in run_columns)
-        ]
-        ids = [item_id for item_id in known if all(item_id in column.rows for column in run_columns)]
-        if ids:
-            cluster_I = _clusters(items, ids)
-            value_SX, cluster_X = _common(run_columns, ids, cluster_I, seed=seed)
-            own_seed = derive_seed(seed, "algorithms", measure.name, a, b)
-            test = _algorithm_test(measure, value_SX[: len(runs[a])], value_SX[len(runs[a]) :], cluster_X, own_seed)
-            row = replace(
-                _untested_row(a, b, measure, ids, cluster_I),
-                num_runs_a=len(runs[a]),
-                num_runs_b=len(runs[b]),
-                num_items_missing=len(known) - len(ids),
-            )
-            tested.append((row, test))
-    return _corrected(measure, tested)
 
 
 def _algorithm_test(measure: Measure, value_AX: Floats, value_BX: Floats, cluster_X: Ints, seed: int) -> _Test:

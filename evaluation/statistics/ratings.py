@@ -22,9 +22,9 @@ import scipy
 from evaluation.statistics import choice
 from evaluation.statistics.results import Rating, Ratings
 from evaluation.statistics.significance import EqualityTest
+from evaluation.statistics.win_rates import verdict_weights
 from evaluation.verdicts import Comparisons
 from preferences.statistics.estimates import LEVEL, Floats, Ints
-from preferences.statistics.intervals import decided_interval
 
 ALL_TIED = "every verdict is a tie; ties alone say nothing about strengths, except that no policy is shown to be ahead"
 
@@ -40,7 +40,7 @@ def rate(comparisons: Comparisons, *, anchor: str, seed: int) -> Ratings:
     and variances are at least those of independent verdicts, because residuals close to 0 say little. If every verdict
     is a tie, there are no ratings either, and `reason` says so.
 
-    For two policies, the interval is that of the share of wins (`decided_interval`), in log-odds. An interval
+    For two policies, the interval is that of the win rate, in log-odds. An interval
     around the rating itself would be too wide: a logit's error grows without bound as the share approaches 1, so if
     the share is too high by chance, the interval hardly ever misses the truth. For more policies, intervals come
     from the sandwich.
@@ -63,16 +63,16 @@ def rate(comparisons: Comparisons, *, anchor: str, seed: int) -> Ratings:
 
 
 def outcomes(comparisons: Comparisons) -> tuple[Ints, Floats, Ints]:
-    """Returns the compared pairs [V, 2], lower index first, each prompt's share of outcomes per pair [N, V, O], and its
-    cluster [N]."""
+    """Returns the compared pairs [V, 2], lower index first, each prompt's outcomes per pair [N, V, O], which add up to
+    its weight (`verdict_weights`), and its cluster [N]."""
     low_V, high_V = np.minimum(comparisons.a_V, comparisons.b_V), np.maximum(comparisons.a_V, comparisons.b_V)
     won_V = np.where(comparisons.a_V < comparisons.b_V, comparisons.won_V, 1 - comparisons.won_V)
     pairs, pair_V = np.unique(np.stack([low_V, high_V], axis=1), axis=0, return_inverse=True)
     prompts, first_N, prompt_V = np.unique(comparisons.prompt_V, return_index=True, return_inverse=True)
     _, cluster_N = np.unique(comparisons.cluster_V[first_N], return_inverse=True)
     cell_V, num_cells = prompt_V * len(pairs) + pair_V.ravel(), len(prompts) * len(pairs)
-    num_cell = np.maximum(np.bincount(cell_V, minlength=num_cells), 1)
-    sums = [np.bincount(cell_V, share_V, num_cells) / num_cell for share_V in (won_V, 1 - won_V)]
+    weight_V = verdict_weights(comparisons)
+    sums = [np.bincount(cell_V, weight_V * s_V, num_cells).astype(np.float64) for s_V in (won_V, 1 - won_V)]
     return pairs, np.stack(sums, axis=1).reshape(len(prompts), len(pairs), 2), cluster_N.astype(np.int64)
 
 
@@ -142,10 +142,9 @@ def _beats(y_VO: Floats, pairs: Ints, num_policies: int) -> Truths:
 def _of_two(y_NVO: Floats, cluster_N: Ints, anchors_P: Floats, seed: int) -> tuple[Floats, Floats, Truths]:
     """Returns the ends of both ratings [P] and whether either policy is surely better [P, P], from the interval of the
     share of wins. Equal ratings are a win rate of one half, so the pair's test decides here too."""
-    won_N, lost_N = y_NVO[:, 0, 0], y_NVO[:, 0, -1]
-    test = EqualityTest((1 + won_N - lost_N) / 2, cluster_N, seed=seed)
-    ends = test.decide(decided_interval(won_N, lost_N, cluster_N, quantile=test.quantile()))
-    low, high = scipy.special.logit(ends).tolist()
+    weight_N = y_NVO[:, 0].sum(axis=1)
+    test = EqualityTest(y_NVO[:, 0, 0] / weight_N, cluster_N, weight_N, seed=seed)
+    low, high = scipy.special.logit(test.interval()).tolist()
     own_first, own_second = float(anchors_P[1]), float(anchors_P[0])  # shares of θ_0 - θ_1; 0 for the anchor itself
     low_P = np.array([own_first * low if own_first else 0.0, -own_second * high if own_second else 0.0])
     high_P = np.array([own_first * high if own_first else 0.0, -own_second * low if own_second else 0.0])

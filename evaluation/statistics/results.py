@@ -7,7 +7,9 @@ NaN, and `reason` says why.
 A pair's interval and its test are one: the interval excludes ½ exactly if `holm_p` is below 5%.
 """
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from preferences.statistics.agreement import Alpha
@@ -17,6 +19,43 @@ from preferences.statistics.estimates import Interval, Share
 def turned_share(share: Interval) -> Interval:
     """Returns a share from the other policy's side."""
     return Interval(1 - share.mean, 1 - share.high, 1 - share.low)
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """What the comparison of a with b shows. Sentences and exit codes are made from it.
+
+        better, worse   a difference is shown, in favour of a or of b
+        undecided       no difference is shown
+        bound           answers are missing: the interval covers the difference whatever these would have been
+        none            nothing can be concluded
+
+    `low` to `high` is the interval of a's advantage: a win rate minus ½, or a difference in a measure, negated if lower
+    is better. Without a conclusion it is NaN. `reason` says why there is only a bound, or none.
+    """
+
+    kind: Literal["better", "worse", "undecided", "bound", "none"]
+    low: float = math.nan
+    high: float = math.nan
+    reason: str = ""
+
+    @classmethod
+    def of(cls, advantage: Interval) -> "Conclusion":
+        """Returns the conclusion from an interval that excludes 0 exactly if a difference is shown."""
+        undecided = cls("undecided", advantage.low, advantage.high)
+        return replace(undecided, kind=undecided.shown or "undecided")
+
+    @property
+    def shown(self) -> Literal["better", "worse", ""]:
+        """Whether a is shown to be better or worse than b, which a bound can do too; "" if neither."""
+        return "better" if self.low > 0 else "worse" if self.high < 0 else ""
+
+    @property
+    def turned(self) -> "Conclusion":
+        """The conclusion from the other side."""
+        if self.kind == "better":
+            return replace(self, kind="worse", low=-self.high, high=-self.low)
+        return replace(self, kind="better" if self.kind == "worse" else self.kind, low=-self.high, high=-self.low)
 
 
 @dataclass(frozen=True)
@@ -151,8 +190,9 @@ class PairSummary:
 
     `verdicts` counts verdicts; `prompts` counts prompts by their mean preference. `num_failed` counts failed verdicts,
     and `num_prompts_missing` prompts on which this judge has verdicts, but none on this pair. `different` is true if
-    `holm_p` is below 5%, which is exactly when the win rate's interval excludes ½. `length_controlled` and the fields
-    after it use only this pair's verdicts.
+    the conclusion is "better" or "worse": if `holm_p` is below 5%, which is exactly when the win rate's interval
+    excludes ½, and the verdicts allow a conclusion. `length_controlled` and the fields after it use only this pair's
+    verdicts.
     """
 
     policy_a: str
@@ -163,6 +203,7 @@ class PairSummary:
     num_failed: int
     num_prompts_missing: int
     significance: Significance
+    conclusion: Conclusion
     different: bool
     power: Power
     length_controlled: LengthControlled
@@ -180,6 +221,7 @@ class PairSummary:
             win_rate=self.win_rate.turned,
             verdicts=self.verdicts.turned,
             prompts=self.prompts.turned,
+            conclusion=self.conclusion.turned,
             length_controlled=self.length_controlled.turned,
             categories=tuple(replace(category, win_rate=category.win_rate.turned) for category in self.categories),
         )
@@ -318,10 +360,20 @@ class JudgeSummary:
 
 
 @dataclass(frozen=True)
+class Withheld:
+    """Two policies whose verdicts are not used, by any judge; the conclusion says why."""
+
+    policy_a: str
+    policy_b: str
+    conclusion: Conclusion
+
+
+@dataclass(frozen=True)
 class Summary:
     """All results of a comparison. The same rows in any order, with the same seed, give the same numbers.
 
-    Without clusters, `num_clusters` is `num_prompts`.
+    `num_seen` counts, by policy, the prompts of its training data, on which its verdicts are not used. Without
+    clusters, `num_clusters` is `num_prompts`.
     """
 
     policies: tuple[str, ...]
@@ -331,3 +383,5 @@ class Summary:
     num_prompts: int
     num_clusters: int
     seed: int
+    withheld: tuple[Withheld, ...] = ()
+    num_seen: Mapping[str, int] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from preferences.statistics.intervals import (
     DesignEffect,
     clustered_mean,
     mean_is_zero,
-    score_interval,
+    strata_interval,
     variance_under,
 )
 
@@ -33,6 +33,7 @@ MAX_ENUMERATED = 1_000  # clusters: 2^-1000 can still be represented
 _Z_ALPHA, _Z_BETA = NormalDist().inv_cdf(1 - ALPHA / 2), NormalDist().inv_cdf(POWER)
 _DRAWS_PER_CHUNK = 1_000
 _ROUNDING = 1e-9
+_LEAST_QUANTILE = 1e-3
 
 
 class EqualityTest:
@@ -48,24 +49,53 @@ class EqualityTest:
     `SignFlips` counts or draws the sign vectors. If every prompt has one verdict, this is McNemar's exact test.
     `x_P` are the prompts' mean preferences, and `cluster_P` numbers their clusters; by default each is its own.
 
+    Prompts may have different weights `weight_P`, such as those shown in the rarer order. The interval is then that of
+    a weighted sum of the means of prompts with equal weights (`strata_interval`), wider if clusters have several of
+    them, and T(½) is the quantile at which it touches ½; the critical values remain.
+
     Raises: ValueError for no prompts.
     """
 
-    def __init__(self, x_P: Floats, cluster_P: Ints | None = None, *, seed: int) -> None:
+    def __init__(
+        self, x_P: Floats, cluster_P: Ints | None = None, weight_P: Floats | None = None, *, seed: int
+    ) -> None:
         if len(x_P) == 0:
             raise ValueError("no prompts; a test needs at least one")
-        self.x_P, self._cluster_P = x_P, cluster_P
+        self.x_P, self.mean = x_P, float(np.average(x_P, weights=weight_P))
+        self._parts, self._across = _parts_of(x_P, cluster_P, np.ones(len(x_P)) if weight_P is None else weight_P)
         effect = DesignEffect(x_P - 0.5, cluster_P)
         self.num_clusters, largest = len(effect.size_C), int(effect.size_C.max())
         d_C = decided(effect.sum_C / largest)
         self._flips = SignFlips(d_C, seed=seed)
-        self.num_draws, self.flipped_p = self._flips.num_draws, self._flips.p
+        self.num_draws = self._flips.num_draws
         value_X, times_X = np.unique(np.clip(x_P, 0.0, 1.0), return_counts=True)
         # Converts a sum of d_c to a score T(½); 0 if all clusters are ties.
         variance = len(x_P) * (effect(0.0) * variance_under(0.5, value_X, times_X))
         self._per_sum = largest / math.sqrt(variance) if len(d_C) else 0.0
         score = abs(float(d_C.sum())) * self._per_sum
+        self.flipped_p = self._flips.p
+        if len(self._parts) > 1 and self._per_sum:
+            score = self._touching()
+            self.flipped_p = self._flips.share_reaching(score / self._per_sum)
         self.p = max(self.flipped_p, 2 * float(scipy.special.ndtr(-score)))
+
+    def _touching(self) -> float:
+        """Returns the quantile at which an end of the interval is ½."""
+        side = 0 if self.mean > 0.5 else 1
+
+        def beyond(quantile: float) -> float:
+            return (self.ends(quantile)[side] - 0.5) * (-1) ** side
+
+        if beyond(_LEAST_QUANTILE) <= 0:
+            return 0.0
+        most = 1.0
+        while beyond(most) > 0:
+            most *= 2
+        return float(scipy.optimize.brentq(beyond, most / 2 if most > 1 else _LEAST_QUANTILE, most, xtol=1e-4))
+
+    def ends(self, quantile: float, inflation: float = 1.0) -> tuple[float, float]:
+        """Returns (low, high) of the win rate where T <= `quantile`; `inflation` >= 1 multiplies the variance."""
+        return strata_interval(self._parts, quantile=quantile, inflation=inflation * self._across)
 
     def quantile(self, alpha: float = ALPHA) -> float:
         """Returns the largest T that the interval at 1 - α includes."""
@@ -73,16 +103,33 @@ class EqualityTest:
 
     def interval(self, alpha: float = ALPHA) -> tuple[float, float]:
         """Returns (low, high) of the win rate at level 1 - α."""
-        return self.decide(score_interval(self.x_P, self._cluster_P, quantile=self.quantile(alpha)), alpha)
-
-    def decide(self, ends: tuple[float, float], alpha: float = ALPHA) -> tuple[float, float]:
-        """Moves an end that equals ½ up to rounding (1e-10) to the side of ½ that agrees with the test."""
-        low, high = ends
+        low, high = self.ends(self.quantile(alpha))
+        # An end that equals ½ up to rounding is moved to the side of ½ that agrees with the test.
         if self.p >= alpha:
             return min(low, 0.5), max(high, 0.5)
-        if float(self.x_P.mean()) > 0.5:
+        if self.mean > 0.5:
             return max(low, math.nextafter(0.5, 1.0)), high
         return low, min(high, math.nextafter(0.5, 0.0))
+
+
+def _parts_of(
+    x_P: Floats, cluster_P: Ints | None, weight_P: Floats
+) -> tuple[list[tuple[float, Floats, Ints | None]], float]:
+    """Returns the parts of prompts with equal weights, each with its share of all weights, and how much larger their
+    sum's variance is than if no cluster were in several parts (at least 1).
+    """
+    weights, part_P = np.unique(weight_P.round(9), return_inverse=True)
+    share_P = weight_P / weight_P.sum()
+    mean_P = np.array([x_P[part_P == part].mean() for part in range(len(weights))])[part_P]
+    _, place_P = np.unique(part_P if cluster_P is None else cluster_P, return_inverse=True)
+    residual_P = share_P * (x_P - mean_P)
+    together = float((np.bincount(place_P, residual_P) ** 2).sum()) if cluster_P is not None else 0.0
+    apart = float((np.bincount(place_P * len(weights) + part_P, residual_P) ** 2).sum())
+    parts = [
+        (float(share_P[kept].sum()), x_P[kept], None if cluster_P is None else cluster_P[kept])
+        for kept in (part_P == part for part in range(len(weights)))
+    ]
+    return parts, max(1.0, together / apart) if len(weights) > 1 and apart > _ROUNDING**2 else 1.0
 
 
 class GainTest:
@@ -127,13 +174,16 @@ class SignFlips:
         self.num_draws = 0 if _is_enumerable(d_C) else NUM_PERMUTATIONS
         self._sum_N, self._beyond_N = _drawn_sums(d_C, seed) if self.num_draws else _enumerated_sums(d_C)
         self._largest = float(np.abs(d_C).sum())
-        self.p = self._share_reaching(abs(float(d_C.sum())) - _ROUNDING * max(1, len(d_C)))
+        self._rounding = _ROUNDING * max(1, len(d_C))
+        self.p = self.share_reaching(abs(float(d_C.sum())))
 
-    def _share_reaching(self, size: float) -> float:
+    def share_reaching(self, size: float) -> float:
+        """Returns the share of sign vectors s with |Σ s_c·d_c| >= `size`."""
+        size -= self._rounding
         num_reached = int(np.searchsorted(-self._sum_N, -size, side="right"))
         if self.num_draws:
             return (num_reached + 1) / (self.num_draws + 1)
-        return min(1.0, float(self._beyond_N[num_reached - 1]))
+        return min(1.0, float(self._beyond_N[num_reached - 1])) if num_reached else 0.0
 
     def largest_kept(self, alpha: float) -> float:
         """Returns the largest |Σ s_c·d_c| whose p is not below α."""

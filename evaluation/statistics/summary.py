@@ -10,9 +10,10 @@ order of one pair), T items (two responses to a prompt), as in `preferences.stat
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
+from types import MappingProxyType
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from evaluation.statistics.results import (
     Agreement,
     AlgorithmPair,
     CategoryWinRate,
+    Conclusion,
     Failures,
     Flips,
     JudgeSummary,
@@ -29,8 +31,10 @@ from evaluation.statistics.results import (
     PositionBias,
     Significance,
     Summary,
+    WinRate,
+    Withheld,
 )
-from evaluation.statistics.significance import ALPHA, holm, holm_level, power_of
+from evaluation.statistics.significance import holm, holm_level, power_of
 from evaluation.statistics.win_rates import (
     counts_of,
     length_controlled,
@@ -42,7 +46,7 @@ from evaluation.statistics.win_rates import (
 from evaluation.verdicts import NO_CLUSTERS, Clusters, Comparisons, Verdict, comparisons_of, places_of
 from preferences.statistics.agreement import ranking_alpha
 from preferences.statistics.estimates import UNKNOWN, Floats, Interval, Ints, Share
-from preferences.statistics.intervals import Tally, clustered_shares, score_interval, share_interval
+from preferences.statistics.intervals import Tally, clustered_shares, share_interval, strata_interval
 from preferences.statistics.panel import PairCounts
 
 Runs = Mapping[str, Sequence[str]]  # an algorithm's name to its training runs (policies, models), two or more
@@ -55,6 +59,8 @@ def summarise(
     clusters: Clusters = NO_CLUSTERS,
     runs: Runs = NO_RUNS,
     *,
+    withheld: Sequence[Withheld] = (),
+    seen: Mapping[str, Collection[str]] = MappingProxyType({}),
     seed: int,
 ) -> Summary:
     """Returns win rates, tests, ratings and agreement from all judges' verdicts, failed ones included.
@@ -62,7 +68,8 @@ def summarise(
     `policies` gives the order: ratings are differences from the first, and a pair's a comes before its b. By default
     they are sorted by name. The order of rows does not matter, and swapping policies mirrors every number. `clusters`
     groups prompts that are not independent; all intervals and tests are then over the groups. `runs` names the
-    algorithms of which several runs are compared.
+    algorithms of which several runs are compared. Verdicts on `withheld` pairs, and on prompts that either policy has
+    `seen` in training, are left out.
 
     Raises: ValueError naming the row for verdicts that `in_order` refuses, for a policy not among `policies`,
     and if there are no verdicts.
@@ -72,6 +79,13 @@ def summarise(
     rows = in_order(verdicts)
     names = comparisons_of(rows, policies).policies
     judges = sorted({verdict.judge for verdict in rows})
+    apart = [{pair.policy_a, pair.policy_b} for pair in withheld]
+    rows = [
+        row
+        for row in rows
+        if {row.policy_a, row.policy_b} not in apart
+        and not any(row.prompt_id in seen.get(policy, ()) for policy in (row.policy_a, row.policy_b))
+    ]
     return Summary(
         policies=names,
         judges=tuple(
@@ -82,6 +96,8 @@ def summarise(
         num_prompts=len({verdict.prompt_id for verdict in rows}),
         num_clusters=len({clusters.get(verdict.prompt_id, verdict.prompt_id) for verdict in rows}),
         seed=seed,
+        withheld=tuple(withheld),
+        num_seen={policy: len(prompts) for policy, prompts in seen.items() if prompts},
     )
 
 
@@ -119,25 +135,43 @@ def _pairs(
     summaries = []
     for (a, b), pair, test, holm_p in zip(pairs, of_pairs, tests, corrected, strict=True):
         of_pair = [row for row in rows if {row.policy_a, row.policy_b} == {names[a], names[b]}]
+        rate, bias = pair_win_rate(pair, test, alpha=holm_level(test.p, holm_p)), position_bias(pair)
+        conclusion = _conclusion(rate, bias)
         summaries.append(
             PairSummary(
                 policy_a=names[a],
                 policy_b=names[b],
-                win_rate=pair_win_rate(pair, test, alpha=holm_level(test.p, holm_p)),
+                win_rate=rate,
                 verdicts=counts_of(pair.won_V),
                 prompts=counts_of(test.x_P),
                 num_failed=len(of_pair) - len(pair),
                 num_prompts_missing=len(comparisons.prompts) - len(test.x_P),
                 significance=Significance(test.p, test.num_draws, holm_p, len(pairs)),
-                different=holm_p < ALPHA,
+                conclusion=conclusion,
+                different=conclusion.shown != "",
                 power=power_of(test.x_P, prompt_clusters(pair)),
                 length_controlled=length_controlled(pair),
-                position_bias=position_bias(pair),
+                position_bias=bias,
                 flips=flips(of_pair, clusters),
                 categories=_categories(pair, seed),
             )
         )
     return tuple(summaries)
+
+
+def _conclusion(rate: WinRate, bias: PositionBias) -> Conclusion:
+    """Returns what a pair's verdicts show, which is nothing if they follow position, or know only one order."""
+    if reason := follows_position(bias) or (bias.reason if bias.reason == ONE_ORDER else ""):
+        return Conclusion("none", reason=reason)
+    return Conclusion.of(Interval(rate.mean - 0.5, rate.low - 0.5, rate.high - 0.5))
+
+
+def follows_position(bias: PositionBias) -> str:
+    """Says that a judge takes (almost) always the same position, whatever the responses; "" if it does not."""
+    which, share = ("first", bias.mean) if bias.mean > 0.5 else ("second", 1 - bias.mean)
+    if not share >= FOLLOWS_POSITION:
+        return ""
+    return f"the judge follows position: it prefers the response shown {which} {share:.0%} of the time"
 
 
 def _algorithms(rows: Sequence[Verdict], comparisons: Comparisons, runs: Runs, seed: int) -> tuple[AlgorithmPair, ...]:
@@ -298,6 +332,7 @@ def _order_key(verdict: Verdict) -> tuple[object, ...]:
     return (verdict.prompt_id, verdict.judge, verdict.labeler, min(a, b), max(a, b), first)
 
 
+FOLLOWS_POSITION = 0.9  # share of verdicts for one position: each policy then wins at least 80% more there
 NO_ORDER = "the order in which responses were shown is not known for any verdict"
 ONE_ORDER = "no two policies were shown in both orders, so position bias cannot be separated from strength"
 
@@ -344,7 +379,7 @@ def _bias_over_strata(won_V: Floats, stratum_V: Ints, prompt_V: Ints, cluster_P:
     mean = 0.5 + float((share_S * sign_S * mean_S).sum())
     is_twice = len(x_N) > num_clusters
     if len(num_S) == 2 and not is_twice:
-        ends = _ends_of_two_orders(x_N[stratum_N == 0], x_N[stratum_N == 1])
+        ends = strata_interval([(0.5, x_N[stratum_N == 0], None), (0.5, 1 - x_N[stratum_N == 1], None)])
     else:
         u_N = (share_S * sign_S / np.maximum(num_S, 1))[stratum_N] * (x_N - mean_S[stratum_N])
         psi_P = mean + num_prompts * np.bincount(prompt_N, u_N, num_prompts).astype(np.float64)
@@ -359,19 +394,6 @@ def _ends_of_prompts(psi_P: Floats, cluster_P: Ints) -> tuple[float, float]:
     least, most = min(0.0, float(psi_P.min())), max(1.0, float(psi_P.max()))
     interval = share_interval((psi_P - least) / (most - least), cluster_P)
     return max(0.0, least + (most - least) * interval.low), min(1.0, least + (most - least) * interval.high)
-
-
-def _ends_of_two_orders(one_C: Floats, other_C: Floats) -> tuple[float, float]:
-    """Returns the interval of ½·(m_1 + 1 - m_2), with m_1 and m_2 over different prompts, from both score intervals.
-
-    The squared distances from the means to the ends of these add up. Unlike an interval from residuals, this one has a
-    width even if a few prompts all came out alike. Zou & Donner 2008, Statistics in Medicine 27; Newcombe 1998.
-    """
-    mean_1, mean_2 = float(one_C.mean()), float(other_C.mean())
-    (low_1, high_1), (low_2, high_2) = score_interval(one_C), score_interval(other_C)
-    mean = (mean_1 + 1 - mean_2) / 2
-    low = mean - math.hypot(mean_1 - low_1, high_2 - mean_2) / 2
-    return low, mean + math.hypot(high_1 - mean_1, mean_2 - low_2) / 2
 
 
 def flips(verdicts: Sequence[Verdict], clusters: Clusters = NO_CLUSTERS) -> Flips:

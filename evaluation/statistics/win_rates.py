@@ -1,7 +1,8 @@
 """Win rates of two policies, plain and at equal length, from verdicts grouped by prompt and labeler.
 
 `won_V` below is policy a's. Every prompt weighs the same, whatever the number of its verdicts: x_p is the mean of a
-prompt's preferences, and the win rate is the mean of x_p. At equal length, it is how much of a difference would remain
+prompt's preferences, and the win rate is the mean of x_p. If the display order is known, both orders weigh the same
+(`verdict_weights`). At equal length, it is how much of a difference would remain
 if both policies wrote equally long responses. All errors are over clusters of prompts; without clusters, every prompt
 is its own.
 
@@ -19,7 +20,6 @@ from evaluation.statistics.results import Counts, LengthControlled, WinRate
 from evaluation.statistics.significance import ALPHA, EqualityTest
 from evaluation.verdicts import Comparisons
 from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints
-from preferences.statistics.intervals import score_interval
 
 MIN_PROMPTS = 5  # of a fit at equal length: enough for two coefficients and their variances
 
@@ -36,7 +36,7 @@ def pair_win_rate(pair: Comparisons, test: EqualityTest, *, alpha: float = ALPHA
     _, labeler_V = np.unique(pair.labeler_V, return_inverse=True)
     num_labelers = int(labeler_V.max()) + 1
     return WinRate(
-        mean=float(x_P.mean()),
+        mean=test.mean,
         low=low,
         high=high,
         over_labelers=interval_over_labelers(pair, test, alpha=alpha) if num_labelers > 1 else UNKNOWN,
@@ -47,15 +47,45 @@ def pair_win_rate(pair: Comparisons, test: EqualityTest, *, alpha: float = ALPHA
     )
 
 
+def verdict_weights(comparisons: Comparisons) -> Floats:
+    """Returns the weight [V] of each verdict in the results on its two policies; a pair's add up to its number of
+    prompts.
+
+        1/n              for n verdicts on the prompt, if an order is unknown or all verdicts have the same
+        P/(2·P_o) / n    otherwise, for n verdicts on the prompt in order o, which P_o of the P prompts were shown in
+
+    So the win rate is the mean of both orders' win rates, in which a preference for a position cancels, however often
+    each order was shown.
+    """
+    turned_V = comparisons.a_V > comparisons.b_V
+    low_V, high_V = np.minimum(comparisons.a_V, comparisons.b_V), np.maximum(comparisons.a_V, comparisons.b_V)
+    _, pair_V = np.unique(low_V * len(comparisons.policies) + high_V, return_inverse=True)
+    first_V = np.where(turned_V, -comparisons.first_V, comparisons.first_V)
+    has_first, has_second, has_unknown = (np.bincount(pair_V, first_V == side) > 0 for side in (1, -1, 0))
+    by_order_V = (has_first & has_second & ~has_unknown)[pair_V]
+    num_prompts = len(comparisons.prompts)
+    stratum_V = 2 * pair_V + (by_order_V & (first_V < 0))
+    cells, cell_V, num_cell = np.unique(
+        stratum_V * num_prompts + comparisons.prompt_V, return_inverse=True, return_counts=True
+    )
+    of_stratum = np.bincount(cells // num_prompts)
+    of_pair = np.bincount(np.unique(pair_V * num_prompts + comparisons.prompt_V) // num_prompts)
+    of_prompts_V = np.where(by_order_V, of_pair[pair_V] / (2 * of_stratum[stratum_V]), 1.0)
+    return np.asarray(of_prompts_V / num_cell[cell_V], dtype=np.float64)
+
+
 def prompt_means(pair: Comparisons) -> Floats:
     """Returns the mean preference [P] of each prompt that has verdicts, in the order of `Comparisons.prompts`."""
     _, place_V = np.unique(pair.prompt_V, return_inverse=True)
-    return np.bincount(place_V, pair.won_V) / np.bincount(place_V)
+    weight_V = verdict_weights(pair)
+    return np.bincount(place_V, weight_V * pair.won_V) / np.bincount(place_V, weight_V)
 
 
 def pair_test(pair: Comparisons, *, seed: int) -> EqualityTest:
     """Returns the test of a pair's prompt means over their clusters."""
-    return EqualityTest(prompt_means(pair), prompt_clusters(pair), seed=seed)
+    place_V = np.unique(pair.prompt_V, return_inverse=True)[1]
+    weight_P = np.bincount(place_V, verdict_weights(pair)).astype(np.float64)
+    return EqualityTest(prompt_means(pair), prompt_clusters(pair), weight_P, seed=seed)
 
 
 def prompt_clusters(pair: Comparisons) -> Ints:
@@ -96,11 +126,10 @@ def interval_over_labelers(pair: Comparisons, test: EqualityTest, *, alpha: floa
     v_L = num_labelers / (num_labelers - 1) * float((by_labeler**2).sum())
     extra = max(0.0, v_L - float((e_CL**2).sum()))
     if v_C == 0 or test.num_clusters == 1 or extra == 0:  # labelers add nothing
-        return Interval(mean, *test.interval(alpha))
+        return Interval(test.mean, *test.interval(alpha))
     students = float(scipy.special.stdtrit(min(test.num_clusters, num_labelers) - 1, 1 - alpha / 2))
     quantile = max(students, test.quantile(alpha))
-    ends = score_interval(x_P, cluster_P, quantile=quantile, inflation=1 + extra / v_C)
-    return Interval(mean, *ends)
+    return Interval(test.mean, *test.ends(quantile, inflation=1 + extra / v_C))
 
 
 def _table(pair: Comparisons) -> tuple[Floats, Floats]:
@@ -128,7 +157,7 @@ def length_controlled(pair: Comparisons) -> LengthControlled:
     maximum. Then two prompts with preference ½ are added, one with a much longer and one with a much shorter response
     (Greenland & Mansournia 2015, Statistics in Medicine 34), and the variance is at least that of independent verdicts.
     """
-    prompts, prompt_V = np.unique(pair.prompt_V, return_inverse=True)
+    prompts = np.unique(pair.prompt_V)
     if len(prompts) < MIN_PROMPTS:
         return _without_fit(len(prompts), f"{len(prompts)} prompts; at least {MIN_PROMPTS} were expected")
     clusters, cluster_V = np.unique(pair.cluster_V, return_inverse=True)
@@ -142,7 +171,7 @@ def length_controlled(pair: Comparisons) -> LengthControlled:
         return _without_fit(
             len(prompts), "all differences in length are equal, so the effect of length is not identified"
         )
-    weight_V = 1 / np.bincount(prompt_V)[prompt_V]
+    weight_V = verdict_weights(pair)
     y_VO = np.stack([pair.won_V, 1 - pair.won_V], axis=1) * weight_V[:, None]
     F_VOK = _length_features(tanh_V)
     beta_K, prior_VO, prior_F_VOK = _length_fit(y_VO, F_VOK)

@@ -53,6 +53,12 @@ ClusterBy = Annotated[
 ]
 
 
+TrainingData = Annotated[
+    list[str] | None,
+    typer.Option(help="[MODEL=]FILE that a model was trained on, searched for the items; may repeat."),
+]
+
+
 def compare(
     policies: Annotated[
         list[str],
@@ -79,6 +85,7 @@ def compare(
     ] = 0,
     split: Annotated[str, typer.Option(help="Split of the prompts, for a data set folder or hub id.")] = "train",
     subset: Annotated[str, typer.Option(help="Subset of the prompts, for a hub id with several.")] = "",
+    training_data: TrainingData = None,
     allow_empty: Annotated[bool, typer.Option("--allow-empty", help="Accept empty responses in files.")] = False,
     template: Template = None,
     rubric: Rubric = None,
@@ -105,7 +112,9 @@ def compare(
     judging = _judging_of(folder, asking, template, rubric, judge_tokens, labelers, seed)
     data = DataConfig(source=prompts, split=split, subset=subset, max_rows=max_prompts)
     sampling = Sampling(num_samples, temperature, max_new_tokens, seed, "bf16" if bf16 else "fp32", reference)
-    compared = Compared(policies, data, category, cluster_by, judge or [], sampling, judging, allow_empty)
+    compared = Compared(
+        policies, data, category, cluster_by, judge or [], sampling, judging, allow_empty, training_data or []
+    )
     with progress_bars() as progress:
         outcome = compare_policies(compared, folder, progress, partial(console.print, markup=False))
     _print_policies(outcome.settings)

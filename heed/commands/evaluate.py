@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heed.commands.compare import LONGEST_NAME, Concurrency, Timeout, asking_of, progress_bars
+from heed.commands.compare import LONGEST_NAME, Concurrency, Timeout, TrainingData, asking_of, progress_bars
 from heed.commands.options import refuse_run_folder
 from stages.progress import console, results_console
 
@@ -39,13 +39,6 @@ Judge = Annotated[
 ]
 Baseline = Annotated[
     str, typer.Option(help="Model or file of answers that a judge compares answers with (default: the suite's).")
-]
-TrainingData = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="[MODEL=]FILE that a model was trained on, searched for the items; the data of a run's model are found."
-        " May repeat."
-    ),
 ]
 MaxItems = Annotated[
     int,

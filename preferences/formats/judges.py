@@ -42,6 +42,7 @@ from preferences.records import OVERALL, Task, require_moment
 ANNOTATORS = ("annotator1", "annotator2", "annotator3")
 PANDALM = {0: (1, 1), 1: (1, 2), 2: (2, 1)}  # 0 = tie, otherwise the better response
 WINNERS = {"model_a": (1, 2), "model_b": (2, 1), "tie": (1, 1), "tie (bothbad)": (1, 1)}
+BOTH_ORDERS = ("gpt4_pair",)  # MT-Bench's judge that was asked in both orders, and whose disagreements are ties
 BOTH_BAD = "bad"  # the flag for both responses in a "tie (bothbad)"
 
 
@@ -117,7 +118,7 @@ def read_alpacaeval(where: str, row: Row, report: Report, objective: str) -> Ite
 
 
 def read_arena(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
-    """Reads a row. If it has a `turn`, the dialogues were judged up to that turn.
+    """Reads a row. If it has a `turn`, the dialogues were judged up to that turn. People saw `model_a` first.
 
     Dialogues that differ before their last reply are left out: they do not compare two responses to one prompt.
     """
@@ -148,6 +149,7 @@ def read_arena(where: str, row: Row, report: Report, objective: str) -> Iterator
     vote = Vote(
         name_field(where, row, "judge") or UNKNOWN,
         WINNERS[winner],
+        shown_order=() if row.get("judge") in BOTH_ORDERS else (0, 1),
         flags=((BOTH_BAD,), (BOTH_BAD,)) if winner == "tie (bothbad)" else (),
         created_at=(
             require_moment(where, "field 'tstamp'", number_field(where, row, "tstamp"))

@@ -3,7 +3,7 @@
 clustered_mean, mean_is_zero         the mean of all rows, by Student's distribution over clusters
 clustered_shares                     shares of comparisons, by Wilson's interval for the effective number of pairs
 wilson, score_interval,              a share, and the mean of values from 0 to 1, by the score test
-decided_interval, share_interval
+strata_interval, share_interval
 bootstrap_ratio, resampled_sums      anything that is computed from sums over clusters, by resampling clusters
 difference_of_means                  independent rows, by Welch's interval
 
@@ -136,14 +136,14 @@ def _mean_with_error(value_R: Floats, cluster_R: Ints) -> tuple[float, float, in
 # ---- means of values from 0 to 1 ----
 
 
-def wilson(mean: Floats, num: Floats) -> tuple[Floats, Floats]:
+def wilson(mean: Floats, num: Floats, z: float = Z) -> tuple[Floats, Floats]:
     """Wilson's score interval for shares `mean` of `num` independent trials. `num` need not be a whole number.
 
     Unlike mean ± z·s it stays within 0 to 1 and has a width even if all trials came out alike. Wilson 1927; Brown, Cai
     & DasGupta 2001, Statistical Science 16(2), who recommend it for few trials.
     """
-    centre = (mean + Z**2 / (2 * num)) / (1 + Z**2 / num)
-    half = Z / (1 + Z**2 / num) * np.sqrt(mean * (1 - mean) / num + Z**2 / (4 * num**2))
+    centre = (mean + z**2 / (2 * num)) / (1 + z**2 / num)
+    half = z / (1 + z**2 / num) * np.sqrt(mean * (1 - mean) / num + z**2 / (4 * num**2))
     # The interval always contains the mean; clipping undoes rounding.
     return np.clip(centre - half, 0.0, mean), np.clip(centre + half, mean, 1.0)
 
@@ -203,6 +203,9 @@ def score_interval(
     value_X, times_X = np.unique(np.clip(value_C, 0.0, 1.0), return_counts=True)
     mean = float(np.average(value_X, weights=times_X))
     effect = DesignEffect(np.clip(value_C, 0.0, 1.0), cluster_C)
+    if len(effect.size_C) == len(value_C) and np.isin(value_X, (0.0, 1.0)).all():
+        ends = wilson(np.array(mean), np.array(len(value_C)), quantile * math.sqrt(inflation))
+        return float(ends[0]), float(ends[1])
 
     def excess(mu: float) -> float:
         variance = effect(mu) * variance_under(mu, value_X, times_X)
@@ -211,33 +214,23 @@ def score_interval(
     return _end(excess, 0.0, mean), _end(excess, 1.0, mean)
 
 
-def decided_interval(
-    won_C: Floats, lost_C: Floats, cluster_C: Ints | None = None, *, quantile: float = Z
+def strata_interval(
+    parts: Sequence[tuple[float, Floats, Ints | None]], *, quantile: float = Z, inflation: float = 1.0
 ) -> tuple[float, float]:
-    """Returns (low, high) for Σ won / Σ (won + lost), the share won among decided verdicts, over independent prompts.
+    """Returns (low, high) for the sum of λ·mean over parts (λ, values, clusters) with different prompts.
 
-    `won_C` and `lost_C` are shares of each prompt's verdicts; the rest are ties. ρ is in the interval if it is in the
-    score interval of the mean of won + ρ·tied, which equals ρ if the share is ρ. With one verdict per prompt this is
-    Wilson's interval over the prompts that are not tied; without ties it is `score_interval(won_C)`; if every verdict
-    is a tie, any share may be true: (0, 1). `cluster_C` is as in `score_interval`.
-
-    Raises: ValueError if there are no prompts.
+    The squared distances from the means to the ends of their score intervals add up. Unlike an interval from residuals,
+    this one has a width even if a few prompts all came out alike. Zou & Donner 2008, Statistics in Medicine 27;
+    Newcombe 1998. `quantile` and `inflation` are as in `score_interval`.
     """
-    if len(won_C) == 0:
-        raise ValueError("no prompts; an interval needs at least one")
-    rows_XO, times_X = np.unique(np.stack([won_C, lost_C], axis=1), axis=0, return_counts=True)
-    won_X, tied_X = rows_XO[:, 0], 1 - rows_XO.sum(axis=1)
-    won, decided = float(times_X @ won_X), float(times_X @ rows_XO.sum(axis=1))
-    if decided < 1e-9:
-        return 0.0, 1.0
-
-    def excess(share: float) -> float:
-        value_X = np.clip(won_X + share * tied_X, 0.0, 1.0)
-        mean = float(np.average(value_X, weights=times_X))
-        effect = DesignEffect(np.clip(won_C + share * (1 - won_C - lost_C), 0.0, 1.0), cluster_C)(share)
-        return len(won_C) * (mean - share) ** 2 - quantile**2 * effect * variance_under(share, value_X, times_X)
-
-    return _end(excess, 0.0, won / decided), _end(excess, 1.0, won / decided)
+    if len(parts) == 1:
+        return score_interval(parts[0][1], parts[0][2], quantile=quantile, inflation=inflation)
+    mean, below, above = 0.0, 0.0, 0.0
+    for share, value_P, cluster_P in parts:
+        own = float(value_P.mean())
+        low, high = score_interval(value_P, cluster_P, quantile=quantile, inflation=inflation)
+        mean, below, above = mean + share * own, below + (share * (own - low)) ** 2, above + (share * (high - own)) ** 2
+    return mean - math.sqrt(below), mean + math.sqrt(above)
 
 
 def share_interval(value_P: Floats, cluster_P: Ints | None = None) -> Interval:

@@ -128,7 +128,7 @@ def test_arena_battles_of_three_models(read: Read) -> None:
     assert [(v.policy_a, v.policy_b, v.preference_a) for v in found.verdicts] == [
         ("x", "y", 1.0), ("y", "z", 0.5), ("z", "x", 0.0)
     ]  # fmt: skip
-    assert {(v.judge, v.labeler, v.first) for v in found.verdicts} == {("judged", "ann", "")}
+    assert {(v.judge, v.labeler, v.first) for v in found.verdicts} == {("judged", "ann", "a")}
     assert len(found.prompts) == 1
     assert len(found.responses) == 3  # the same text by one model is one response
     assert found.num_same_policy == 1

@@ -18,7 +18,7 @@ from evaluation.measures.reward_hacking import Gain, RewardHacking
 from evaluation.policies import BEST_OF_N
 from evaluation.statistics.results import AlgorithmPair, JudgeSummary, PairSummary, Rating, Ratings, Summary
 from evaluation.statistics.significance import ALPHA
-from evaluation.verdicts import Verdict
+from evaluation.statistics.summary import follows_position
 from preferences.statistics.estimates import Interval
 from stages.reports.parts import Answer
 from stages.reports.text import (
@@ -49,7 +49,6 @@ LEAST_AGREEMENT = 0.667  # below it Krippendorff would draw no conclusions (Cont
 LEAST_DIVERSITY_KEPT = 0.85  # of the initial policy's distinct bigrams
 LEAST_END_RATE = 0.9
 FEW_POLICIES = 2  # trained ones, about which one paragraph can speak
-UNEVEN_ORDER = 0.1  # from ½: a pair's share of verdicts in which one policy was shown first
 
 WEIGHTS_ONLY = "This is about these weights only: another seed of the same algorithm may do better or worse."
 
@@ -76,12 +75,21 @@ def answer_of(summary: Summary, styles: Styles) -> Answer:
     come first. If algorithms have several runs, the answer is on the algorithms; what follows is on the weights.
     """
     judges = [judge for judge in summary.judges if judge.num_verdicts]
+    limits_of_data = [
+        *(f"No verdict on {p.policy_a} and {p.policy_b}: {p.conclusion.reason}." for p in summary.withheld),
+        *(
+            f"{count_of(num, 'prompt')} in the training data of {name} {'is' if num == 1 else 'are'} left out."
+            for name, num in summary.num_seen.items()
+        ),
+    ]
+    if not judges and limits_of_data:
+        return Answer("unclear", limits_of_data[0], tuple(limits_of_data[1:]))
     if not judges:
         return Answer("unclear", "There is no result: no verdict succeeded.", ())
     first, *others = judges
     if len(summary.policies) == 2:
         tone, text = _of_two(first.pairs[0], first.judge, styles)
-        limits = [] if first.pairs[0].different else [detectable(first.pairs[0])]
+        limits = [detectable(first.pairs[0])] if first.pairs[0].conclusion.kind == "undecided" else []
         more = [*limits, *(_other_judge(judge, first.pairs[0], styles) for judge in others)]
     else:
         tone, text = _of_many(first, len(summary.policies), styles)
@@ -94,9 +102,12 @@ def answer_of(summary: Summary, styles: Styles) -> Answer:
     if first.algorithms:
         head, *rest = [sentence for judge in judges for sentence in _of_algorithms(judge)]
         tone = "better" if first.algorithms[0].different else "unclear"
-        return Answer(tone, head, (*rest, f"The rest is about these weights, whatever their algorithm. {text}", *more))
-    more.append(WEIGHTS_ONLY)
-    return Answer(tone, text, tuple(more))
+        return Answer(
+            tone,
+            head,
+            (*rest, *limits_of_data, f"The rest is about these weights, whatever their algorithm. {text}", *more),
+        )
+    return Answer(tone, text, (*limits_of_data, *more, WEIGHTS_ONLY))
 
 
 def evidence(pair: PairSummary, prompts: str = "") -> str:
@@ -161,11 +172,17 @@ def _of_two(pair: PairSummary, judge: str, styles: Styles, prompts: str = "") ->
     """Says which of two policies is preferred. The one that is ahead must come first."""
     ahead, behind, mean = styles[pair.policy_a].title, styles[pair.policy_b].title, percent(pair.win_rate.mean)
     brackets = evidence(pair, prompts)
+    if pair.conclusion.kind == "none":
+        return "unclear", f"Cannot tell which of {ahead} and {behind} is better: {_why_none(pair, judge)}."
     if pair.different:
         return "better", f"{ahead} is preferred to {behind} {mean} of the time by the judge {judge} ({brackets})."
     return "unclear", (
         f"No difference between {ahead} and {behind} is shown by the judge {judge}: {often(pair, styles)} ({brackets})."
     )
+
+
+def _why_none(pair: PairSummary, judge: str) -> str:
+    return pair.conclusion.reason.replace("the judge", f"the judge {judge}", 1)
 
 
 def detectable(pair: PairSummary) -> str:
@@ -187,6 +204,8 @@ def _other_judge(judge: JudgeSummary, first: PairSummary, styles: Styles) -> str
     """Describes another judge's result on the same two policies."""
     pair = judge.pairs[0]
     finding = f"{often(pair, styles)} ({evidence(pair)})"
+    if pair.conclusion.kind == "none":
+        return f"By the judge {judge.judge} one cannot tell: {_why_none(pair, judge.judge)}."
     if not pair.different:
         return f"The judge {judge.judge} shows no difference: {finding}."
     contrary = "contrary to the first judge, " if first.different and pair.policy_a != first.policy_a else ""
@@ -197,7 +216,7 @@ def _lead(judge: JudgeSummary, styles: Styles) -> list[str]:
     """Says how often the highest-rated policy is preferred to the next, if a judge has verdicts on the two."""
     assert judge.ratings is not None, "a judge with verdicts has ratings"
     top = {rating.policy for rating in by_rating(judge.ratings)[:2]}
-    pairs = [pair for pair in judge.pairs if {pair.policy_a, pair.policy_b} == top]
+    pairs = [p for p in judge.pairs if {p.policy_a, p.policy_b} == top and p.conclusion.kind != "none"]
     return [_lead_in_words(pair, styles) for pair in pairs]
 
 
@@ -211,11 +230,17 @@ def _lead_in_words(pair: PairSummary, styles: Styles) -> str:
 def _pairs_shown(judge: JudgeSummary) -> str:
     """Says how many pairs differ, and what could have been shown about the others."""
     num_different = sum(pair.different for pair in judge.pairs)
-    least = [pair.power.detectable for pair in judge.pairs if not pair.different]
-    if not least:
+    least = [pair.power.detectable for pair in judge.pairs if pair.conclusion.kind == "undecided"]
+    if not num_different and not least:
+        return "No pair allows a conclusion."
+    if not least and num_different == len(judge.pairs):
         return f"All {count_of(num_different, 'pair')} differ after Holm's correction."
     verb = "differs" if num_different == 1 else "differ"
     text = f"Of {count_of(len(judge.pairs), 'pair')} {num_different} {verb} after Holm's correction"
+    if num_none := len(judge.pairs) - num_different - len(least):
+        text += f", {num_none} {'allows' if num_none == 1 else 'allow'} no conclusion"
+    if not least:
+        return f"{text}."
     if any(math.isnan(value) for value in least):
         return f"{text}; other pairs have too few prompts to show any difference."
     return (
@@ -245,6 +270,8 @@ def _of_many(judge: JudgeSummary, num_policies: int, styles: Styles) -> tuple[To
         return "unclear", f"There is no ranking of all policies by the judge {judge.judge}: {islands(ratings, styles)}."
     if not ratings.policies:
         return "unclear", f"There is no ranking by the judge {judge.judge}: {ratings.reason}."
+    if reason := follows_position(judge.position_bias):
+        return "unclear", f"Cannot tell which policy is best by the judge {judge.judge}: {reason}."
     ordered = by_rating(ratings)
     leaders = [f"{styles[r.policy].title} ({rank_range(r)})" for r in ordered if r.best_rank == 1]
     rest = [f"{styles[r.policy].title} ({rank_range(r)})" for r in ordered if r.best_rank > 1]
@@ -320,7 +347,7 @@ def _of_trained(results: CompareResults, one: PolicyResults) -> Answer:
     if pair.different and pair.win_rate.mean < 0.5:
         tone = "worse"
     sentences = [in_capital(text) if text.startswith(names.the_initial) else text]
-    if not pair.different and isfinite(pair.win_rate.low):
+    if pair.conclusion.kind == "undecided" and isfinite(pair.win_rate.low):
         sentences.append(detectable(pair))
     if one.kl_nats is not None:
         ends = f" ({ends_of(one.kl_nats, 1) or 'interval unknown'})"
@@ -453,7 +480,7 @@ def warnings_of(folder: ComparisonFolder, summary: Summary, styles: Styles) -> t
         warnings += [
             *_few_labelers(folder, judge),
             *_lost_verdicts(judge),
-            *_order_effects(folder, judge, styles),
+            *_order_effects(judge),
             *_length_effects(judge, styles),
         ]
     return (*warnings, *_low_agreement(summary), *_missing_responses(folder))
@@ -516,7 +543,7 @@ def _lost_verdicts(judge: JudgeSummary) -> list[str]:
     return warnings
 
 
-def _order_effects(folder: ComparisonFolder, judge: JudgeSummary, styles: Styles) -> list[str]:
+def _order_effects(judge: JudgeSummary) -> list[str]:
     warnings, bias = [], judge.position_bias
     if bias.low > 0.5 or bias.high < 0.5:
         which = "first" if bias.mean > 0.5 else "second"
@@ -525,7 +552,6 @@ def _order_effects(folder: ComparisonFolder, judge: JudgeSummary, styles: Styles
             f"The judge {judge.judge} prefers the response shown {which}, {percent(often)} of the time"
             f" ({share_ends(bias.low, bias.high) if bias.mean > 0.5 else share_ends(1 - bias.high, 1 - bias.low)})."
         )
-        warnings += [text for pair in judge.pairs for text in _uneven_order(folder.verdicts, judge, pair, styles)]
     changed = judge.flips.changed
     if changed.mean > MANY_FLIPS:
         warnings.append(
@@ -533,21 +559,6 @@ def _order_effects(folder: ComparisonFolder, judge: JudgeSummary, styles: Styles
             f" ({share_ends(changed.low, changed.high)}) when the order is swapped."
         )
     return warnings
-
-
-def _uneven_order(verdicts: Sequence[Verdict], judge: JudgeSummary, pair: PairSummary, styles: Styles) -> list[str]:
-    """Warns of pairs whose first policy was shown first much more, or much less, often than its second."""
-    firsts = Counter(
-        row.policy_a if row.first == "a" else row.policy_b
-        for row in verdicts
-        if row.judge == judge.judge and {row.policy_a, row.policy_b} == {pair.policy_a, pair.policy_b}
-        and row.first and not row.failure
-    )  # fmt: skip
-    if not firsts or abs(firsts[pair.policy_a] / firsts.total() - 0.5) <= UNEVEN_ORDER:
-        return []
-    share = percent(firsts[pair.policy_a] / firsts.total())
-    a, b = styles[pair.policy_a].title, styles[pair.policy_b].title
-    return [f"{a} was shown before {b} in {share} of these verdicts, and the bias turns that into wins."]
 
 
 def _length_effects(judge: JudgeSummary, styles: Styles) -> list[str]:

@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from evaluation.compare.report.answer import Styles, answer_of, answer_of_run, w
 from evaluation.compare.report.measures import hacking_section, measure_tables
 from evaluation.compare.report.sections import Sections, meta_of
 from evaluation.compare.results import results_of
+from evaluation.contamination import too_few_clean
 from evaluation.inputs import clusters_of
 from evaluation.policies import TRAINED, policy_styles
-from evaluation.statistics.results import JudgeSummary, Summary
+from evaluation.statistics.results import Conclusion, JudgeSummary, Summary, Withheld
 from evaluation.statistics.summary import summarise
 from evaluation.verdicts import Response, Verdict
 from files.records import as_json
@@ -99,9 +101,33 @@ def summary_of(comparison: ComparisonFolder) -> Summary:
     """Computes all statistics of the folder's verdicts. Raises: ValueError for verdicts that contradict each other."""
     try:
         clusters = clusters_of(comparison.prompts)
-        return summarise(comparison.verdicts, comparison.policies, clusters, comparison.runs, seed=comparison.seed)
+        return summarise(
+            comparison.verdicts,
+            comparison.policies,
+            clusters,
+            comparison.runs,
+            withheld=_withheld(comparison),
+            seen=comparison.seen,
+            seed=comparison.seed,
+        )
     except ValueError as error:
         raise ValueError(f"{VERDICTS}: {error}") from None
+
+
+def _withheld(comparison: ComparisonFolder) -> list[Withheld]:
+    """Returns the pairs of policies with the same responses, or with too few prompts outside their training data."""
+    withheld, num = [], len(comparison.prompts)
+    texts = {
+        name: {(row.prompt_id, row.index): row.text for row in rows} for name, rows in comparison.by_policy.items()
+    }
+    for a, b in combinations(comparison.policies, 2):
+        seen = {*comparison.seen.get(a, ()), *comparison.seen.get(b, ())}
+        reason = too_few_clean(num - len(seen), num, "prompt")
+        if texts[a] == texts[b] and any(texts[a].values()):
+            reason = "they gave the same responses, so they are one policy"
+        if reason:
+            withheld.append(Withheld(a, b, Conclusion("none", reason=reason)))
+    return withheld
 
 
 def _measures(comparison: ComparisonFolder, styles: Styles) -> list[Section]:

@@ -376,7 +376,10 @@ def _tests_row(pair: PairSummary, judge: int, policies: Sequence[str], styles: S
     missing = f"{number(pair.num_prompts_missing)} missing" if pair.num_prompts_missing else ""
     numbers = (
         Cell(percent(rate.mean), share_ends(rate.low, rate.high) + other_labelers),
-        Cell(_p(significance.holm_p), "different" if pair.different else "not shown"),
+        Cell(
+            _p(significance.holm_p),
+            "different" if pair.different else "cannot tell" if pair.conclusion.reason else "not shown",
+        ),
         Cell(detectable, _needed(pair)),
         Cell(number(pair.num_failed), missing),
     )
@@ -390,4 +393,4 @@ def _p(p: float) -> str:
 def _needed(pair: PairSummary) -> str:
     """Returns the number of prompts that would show the observed difference, if it was not shown."""
     needed = pair.power.num_prompts_needed
-    return "" if pair.different or needed is None else f"needs {number(needed)} prompts"
+    return "" if pair.conclusion.kind != "undecided" or needed is None else f"needs {number(needed)} prompts"

@@ -135,7 +135,7 @@ def test_messages_about_policies(place: Path, heed_main: Call, compare: Compare)
 
 def test_the_table_of_results() -> None:
     pair = {
-        "policy_a": "a", "policy_b": "b", "different": True, "num_failed": 0,
+        "policy_a": "a", "policy_b": "b", "different": True, "num_failed": 0, "conclusion": {"reason": ""},
         "win_rate": {"mean": 0.25, "low": 0.1, "high": None, "num_prompts": 1200},
         "significance": {"holm_p": 0.0123456}, "power": {"detectable": 0.08},
         "verdicts": {"wins": 300, "ties": 0, "losses": 900},
@@ -186,7 +186,8 @@ def test_several_runs_of_an_algorithm_and_clusters(
 
 def test_one_run_of_each_is_about_weights_only(place: Path, heed_main: Call, compare: Compare) -> None:
     saved, length = str(place / "saved.jsonl"), f"{place / 'judges.py'}:length"
-    code, said = heed_main(*compare(place, f"a={saved}", f"b={saved}", judges=(length,)))
+    (place / "other.jsonl").write_text((place / "saved.jsonl").read_text().replace("legs", "paws"))
+    code, said = heed_main(*compare(place, f"a={saved}", f"b={place / 'other.jsonl'}", judges=(length,)))
     assert (code, said.count("This is about these weights only: another seed of the same algorithm")) == (0, 1)
     answer = json.loads((place / "out/report.json").read_text())["answer"]
     for sentence in (answer["text"], *answer["more"]):  # the terminal says what the page says

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.evaluate.contamination import OverlapSearch, overlaps, training_files, words_of
+from evaluation.contamination import OverlapSearch, overlaps, training_files, words_of
 from evaluation.suites.mt_bench import SUITE as MT_BENCH
 from evaluation.suites.suite import Item
 

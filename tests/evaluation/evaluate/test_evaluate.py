@@ -94,9 +94,9 @@ def test_what_is_better_is_said_in_words_and_follows_the_direction(
     assert code == 0, said
     # Of the 2^6 sign vectors of the six lengths, 2 are as extreme.
     rows = report_of(place / "out")["suites"][0]["statistics"]["differences"]
-    found = {row["measure"]: (row["difference"]["mean"], row["p"], row["better"]) for row in rows}
-    assert found["even"] == (0.0, 1.0, "")
-    assert found["length"] == (7.0, pytest.approx(2 / 2**6), "short")
+    found = {row["measure"]: (row["difference"]["mean"], row["p"], row["conclusion"]["kind"]) for row in rows}
+    assert found["even"] == (0.0, 1.0, "undecided")
+    assert found["length"] == (7.0, pytest.approx(2 / 2**6), "worse")
     assert "foxes: no difference in even is shown between the two models." in said
     assert "short is better" in (place / "out" / "report.html").read_text()
 
@@ -135,7 +135,7 @@ def test_saved_answers_are_found_by_id_and_by_text(heed_main: Call, evaluate: Ar
         {"item_id": "other", "output": "unused"},
     ]
     (place / "saved.jsonl").write_text("".join(json.dumps(row) + "\n" for row in saved))
-    code, said = heed_main(*evaluate(place, f"old={place / 'saved.jsonl'}"))
+    code, said = heed_main(*evaluate(place, f"old={place / 'saved.jsonl'}"), "--max-failed-share", "0.5")
     assert code == 0, said
     lengths = values_of(place / "out", "length")
     assert {item: lengths["old", item] for item in ("q0", "q1", "q2")} == {"q0": 4.0, "q1": 5.0, "q2": 3.0}

@@ -52,7 +52,7 @@ def test_several_seeds_of_two_algorithms(
     assert report["models"] == ["short/1", "long/1", "short/2", "long/2"]
     assert report["settings"]["algorithms"] == {"short": ["short/1", "short/2"], "long": ["long/1", "long/2"]}
     row = next(one for one in report["suites"][0]["statistics"]["algorithms"] if one["measure"] == "length")
-    assert (row["a"], row["b"], row["num_runs_a"], row["better"]) == ("short", "long", 2, "short")
+    assert (row["a"], row["b"], row["num_runs_a"], row["conclusion"]["kind"]) == ("short", "long", 2, "better")
     assert row["difference"]["mean"] == 2.5 - 21
     sentence = "foxes: as algorithms, short is better than long in length, where lower is better, over 2 and 2 runs:"
     assert sentence in " ".join(said.split())

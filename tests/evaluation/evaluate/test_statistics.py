@@ -228,21 +228,21 @@ def runs_of(measure: str, num: int, generator: np.random.Generator) -> dict[str,
 
 
 def test_algorithms_are_compared_over_runs_and_items() -> None:
-    scored = runs_of("gain", 30, np.random.default_rng(5))
+    scored = runs_of("gain", 60, np.random.default_rng(5))
     del scored["dpo/3"]["q7"]
     gain = Measure("gain", "Of something.")
     for per_cluster in (1, 3):
-        found = suite_statistics("s", [gain], items_of(30, per_cluster=per_cluster), scored, RUNS, seed=0)
+        found = suite_statistics("s", [gain], items_of(60, per_cluster=per_cluster), scored, RUNS, seed=0)
         (row,) = found.algorithms
-        kept = [f"q{n}" for n in range(30) if n != 7]
+        kept = [f"q{n}" for n in range(60) if n != 7]
         a, b = (np.array([[scored[run][q].values["gain"] for q in kept] for run in own]) for own in RUNS.values())
         expected = AlgorithmTest.of_values(a, b, np.array([int(q[1:]) // per_cluster for q in kept]), seed=0)
         assert (row.difference.mean, row.difference.low) == pytest.approx((expected.effect, expected.interval().low))
         assert row.p == pytest.approx(expected.p, rel=0.2)  # of sign flips that are drawn
         assert (row.a, row.b, row.num_runs_a, row.num_runs_b) == ("ppo", "dpo", 2, 3)
-        assert (row.better, row.num_items, row.num_items_missing) == ("ppo", 29, 1)
-        assert row.num_clusters == (29 if per_cluster == 1 else 10)
-    assert suite_statistics("s", [gain], items_of(30), scored, seed=0).algorithms == ()
+        assert (row.better, row.num_items, row.num_items_missing) == ("ppo", 59, 1)
+        assert row.num_clusters == (59 if per_cluster == 1 else 20)
+    assert suite_statistics("s", [gain], items_of(60), scored, seed=0).algorithms == ()
 
 
 def test_algorithms_that_are_all_wrong_have_an_interval_with_a_width() -> None:

@@ -15,7 +15,7 @@ from evaluation.statistics.significance import ALPHA, EqualityTest, GainTest, po
 from evaluation.statistics.summary import flips, position_bias, summarise
 from evaluation.statistics.win_rates import interval_over_labelers, length_controlled, pair_test
 from evaluation.verdicts import Response, Verdict
-from preferences.statistics.intervals import decided_interval, score_interval, share_interval, wilson
+from preferences.statistics.intervals import score_interval, share_interval, wilson
 
 
 def drawn_verdicts(num_prompts: int, num_policies: int = 2, seed: int = 0) -> list[Verdict]:
@@ -140,7 +140,6 @@ def test_verdicts_that_are_alike_within_clusters_count_once() -> None:
         won_P, cluster_P = np.repeat(won_C, 5), np.repeat(range(12), 5)
         low, high = wilson(np.array([won_C.mean()]), np.array([12.0]))
         assert score_interval(won_P, cluster_P) == pytest.approx((low[0], high[0]), abs=1e-6)
-        assert decided_interval(won_P, 1 - won_P, cluster_P) == pytest.approx((low[0], high[0]), abs=1e-6)
         found = share_interval(won_P, cluster_P)
         assert (found.mean, found.low) == (won_P.mean(), pytest.approx(low[0], abs=1e-6))
 

@@ -12,7 +12,6 @@ from scipy import optimize, stats
 
 from preferences.statistics.intervals import (
     clustered_mean,
-    decided_interval,
     mean_is_zero,
     score_interval,
     variance_under,
@@ -127,29 +126,3 @@ def test_inflation_widens_as_fewer_prompts_would():
 def test_no_prompts_are_refused():
     with pytest.raises(ValueError, match="no prompts"):
         score_interval(np.zeros(0))
-
-
-@pytest.mark.parametrize(("wins", "losses", "ties"), [(12, 3, 25), (5, 0, 5), (0, 2, 40), (300, 100, 600)])
-def test_of_what_was_decided_it_is_wilsons_without_the_ties(wins, losses, ties):
-    won_C, lost_C = np.repeat([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]], [wins, losses, ties], axis=0).T
-    expected = stats.binomtest(wins, wins + losses).proportion_ci(method="wilson")
-    assert decided_interval(won_C, lost_C) == pytest.approx((expected.low, expected.high), abs=1e-7)
-
-
-def test_without_ties_what_was_decided_is_all():
-    won_C = np.random.default_rng(0).uniform(0.2, 1.0, size=30)
-    assert decided_interval(won_C, 1 - won_C) == pytest.approx(score_interval(won_C), abs=1e-7)
-
-
-def test_ties_alone_leave_any_share_open():
-    assert decided_interval(np.zeros(30), np.zeros(30)) == (0.0, 1.0)
-
-
-def test_several_verdicts_a_prompt_decide_together():
-    """Copies of a prompt's verdicts are none; a prompt turned round turns the interval round."""
-    won_C, lost_C = np.array([0.5, 1.0, 0.0, 0.25] * 5), np.array([0.25, 0.0, 0.5, 0.25] * 5)
-    low, high = decided_interval(won_C, lost_C)
-    assert 0 < low < won_C.sum() / (won_C + lost_C).sum() < high < 1
-    assert decided_interval(lost_C, won_C) == pytest.approx((1 - high, 1 - low), abs=1e-7)
-    whole = decided_interval(np.repeat([1.0, 0.0], [35, 20]), np.repeat([0.0, 1.0], [35, 20]))
-    assert high - low > whole[1] - whole[0]

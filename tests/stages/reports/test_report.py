@@ -64,6 +64,7 @@ def rated(policy_a: str, policy_b: str, value: float, half: float, *, p: float =
         "num_failed": 0,
         "num_prompts_missing": 0,
         "significance": {"p": p, "num_permutations": 0, "holm_p": holm_p, "num_pairs": 6},
+        "conclusion": {"kind": "undecided", "low": None, "high": None, "reason": ""},
         "different": holm_p < 0.05,
         "power": {"detectable": 0.1, "num_prompts_needed": None},
         "length_controlled": unknown | {"length_effect": unknown, "num_prompts": 0, "shrunk": False, "reason": "none"},

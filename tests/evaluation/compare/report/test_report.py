@@ -35,21 +35,23 @@ def read(path: Path) -> Any:
 
 
 def test_a_win_rate_follows_from_the_rows(four_policies: Path) -> None:
-    """Every prompt weighs the same, and failed verdicts are left out."""
+    """Every prompt and each display order weighs the same, and failed verdicts are left out."""
     verdicts = read_verdicts(four_policies / "verdicts.parquet")
     for judge in read(four_policies / "report.json")["summary"]["judges"]:
         for pair in judge["pairs"]:
-            by_prompt: dict[str, list[float]] = {}
+            by_order: dict[str, dict[str, list[float]]] = {}
             both, num_failed = {pair["policy_a"], pair["policy_b"]}, 0
             for row in verdicts:
                 if row.judge == judge["judge"] and {row.policy_a, row.policy_b} == both:
                     num_failed += bool(row.failure)
                     won = row.preference_a if row.policy_a == pair["policy_a"] else 1 - row.preference_a
-                    by_prompt.setdefault(row.prompt_id, []).extend([] if row.failure else [won])
-            means = [sum(shares) / len(shares) for shares in by_prompt.values() if shares]
+                    first = {"a": row.policy_a, "b": row.policy_b, "": ""}[row.first]
+                    if not row.failure:
+                        by_order.setdefault(first, {}).setdefault(row.prompt_id, []).append(won)
+            means = [np.mean([np.mean(shares) for shares in of.values()]) for of in by_order.values()]
             assert pair["win_rate"]["mean"] == pytest.approx(np.mean(means))
-            assert (pair["win_rate"]["num_prompts"], pair["num_failed"]) == (len(means), num_failed)
-            assert pair["prompts"]["wins"] == sum(mean > 0.5 and not math.isclose(mean, 0.5) for mean in means)
+            num_prompts = len({prompt for of in by_order.values() for prompt in of})
+            assert (pair["win_rate"]["num_prompts"], pair["num_failed"]) == (num_prompts, num_failed)
 
 
 def test_the_page_shows_the_numbers_of_the_summary(four_policies: Path) -> None:

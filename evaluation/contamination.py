@@ -22,6 +22,7 @@ from stages.reports.run_folder import parse_object
 NUM_WORDS = 13
 FEWEST_WORDS = 8
 MOST_ITEMS = 10  # an n-gram of more items belongs to their common instruction, and shows nothing
+FEWEST_CLEAN = 20  # items outside the training data, for a verdict
 _WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
 
 
@@ -108,6 +109,28 @@ def overlaps(
         for model, model_sources in sources.items()
         if model_sources
     }
+
+
+def add_given(given: Sequence[str], files_of: Mapping[str, list[str]], runs: Mapping[str, Sequence[str]]) -> None:
+    """Add the files of `--training-data [MODEL=]FILE` to those of one model, of all runs of an algorithm, or of all.
+
+    Raises: ValueError if there is no such file.
+    """
+    for value in given:
+        name, separator, path = value.partition("=")
+        trained = [model for model in runs.get(name, [name]) if model in files_of] if separator else []
+        path = path if trained else value
+        if not Path(path).exists():
+            raise ValueError(f"--training-data {value!r}: no such file; [MODEL=]FILE was expected")
+        for model in trained or files_of:
+            files_of[model].append(path)
+
+
+def too_few_clean(num_clean: int, num: int, noun: str) -> str:
+    """Says why there is no verdict on the items outside the training data; "" if there are enough, or no others."""
+    if num_clean == num or num_clean >= FEWEST_CLEAN:
+        return ""
+    return f"only {num_clean} of {num} {noun}s are outside the training data, and at least {FEWEST_CLEAN} were expected"
 
 
 def texts_of(value: Any) -> Iterator[str]:

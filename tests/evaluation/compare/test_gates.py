@@ -1,0 +1,124 @@
+"""What a comparison concludes nothing from: prompts of the training data, the same responses, a judge of positions."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from evaluation.judges.external import read_verdict_file
+from evaluation.verdicts import read_verdicts
+
+Call = Callable[..., tuple[int, str]]
+
+NUM = 40
+ASKED = "Number {} is the number of the fox that is asked about here today, is it not?"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Forty prompts, two policies' responses, and a judge of length: `long` wins on the first 30 prompts."""
+    prompts = [{"prompt_id": f"p{n}", "prompt": ASKED.format(n)} for n in range(NUM)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    for name, lengths in (("long", [9] * 30 + [1] * 10), ("short", [5] * NUM)):
+        rows = [{"prompt_id": f"p{n}", "output": name[0] * length} for n, length in enumerate(lengths)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "judges.py").write_text("def length(prompts, responses):\n    return [len(r) for r in responses]\n")
+    return tmp_path
+
+
+def compared(
+    heed_main: Call, place: Path, *more: str, policies: tuple[str, ...] = ("long", "short")
+) -> tuple[str, str]:
+    """Returns what the terminal says, and the top of the page."""
+    given = [name if "=" in name else f"{name}={place / name}.jsonl" for name in policies]
+    judge = ["--judge", f"{place / 'judges.py'}:length", "--prompts", str(place / "prompts.jsonl")]
+    code, said = heed_main(
+        "compare", *given, *judge, *(more if "--out" in more else ("--out", str(place / "out"), *more))
+    )
+    assert code == 0, said
+    return " ".join(said.split()), (Path(more[-1] if more else place / "out") / "report.html").read_text().partition(
+        "<section"
+    )[0]
+
+
+def test_prompts_of_the_training_data_are_left_out(heed_main: Call, place: Path) -> None:
+    said, _ = compared(heed_main, place)
+    assert "long is preferred to short 75% of the time" in said.replace("Long", "long").replace("Short", "short")
+    seen = place / "seen.txt"
+    seen.write_text("\n\n".join(ASKED.format(n) for n in range(20)))
+    said, _ = compared(heed_main, place, "--training-data", f"long={seen}", "--out", str(place / "clean"))
+    report = json.loads((place / "clean" / "report.json").read_text())
+    (pair,) = report["summary"]["judges"][0]["pairs"]
+    assert (pair["win_rate"]["num_prompts"], pair["win_rate"]["mean"], pair["conclusion"]["kind"]) == (
+        20, 0.5, "undecided",
+    )  # fmt: skip
+    assert "20 prompts in the training data of long are left out." in said
+    assert report["settings"]["training_data"]["long"]["files"] == {str(seen): 20}
+    seen.write_text("\n\n".join(ASKED.format(n) for n in range(25)))
+    said, page = compared(heed_main, place, "--training-data", str(seen), "--out", str(place / "few"))
+    for text in (said, page):
+        assert (
+            "No verdict on long and short: only 15 of 40 prompts are outside the training data, and at least 20 were"
+            " expected." in text
+        )
+        assert "is preferred" not in text
+    (withheld,) = json.loads((place / "few" / "report.json").read_text())["summary"]["withheld"]
+    assert withheld["conclusion"]["kind"] == "none"
+
+
+def test_the_same_responses_are_one_policy_and_holm_counts_real_pairs(heed_main: Call, place: Path) -> None:
+    said, page = compared(heed_main, place, policies=("long", f"again={place / 'long.jsonl'}", "short"))
+    summary = json.loads((place / "out" / "report.json").read_text())["summary"]
+    pairs = summary["judges"][0]["pairs"]
+    assert [(pair["policy_a"], pair["policy_b"]) for pair in pairs] == [("long", "short"), ("again", "short")]
+    assert {pair["significance"]["num_pairs"] for pair in pairs} == {2}
+    for text in (said, page):
+        assert "No verdict on long and again: they gave the same responses, so they are one policy." in text
+
+
+def battle(number: int, left: str, right: str, winner: str, judge: str = "arena_user_1") -> dict[str, object]:
+    ask = {"role": "user", "content": ASKED.format(number)}
+    return {
+        "question_id": str(number), "model_a": left, "model_b": right, "winner": winner, "judge": judge, "turn": 1,
+        "conversation_a": [ask, {"role": "assistant", "content": f"{left} {number}"}],
+        "conversation_b": [ask, {"role": "assistant", "content": f"{right} {number}"}],
+    }  # fmt: skip
+
+
+def test_an_arena_file_keeps_who_was_shown_first(heed_main: Call, tmp_path: Path) -> None:
+    """The judge takes the left one nine times in ten, and A is left in four of five battles."""
+    rows = []
+    for n in range(200):
+        left, right = ("A", "B") if n % 5 else ("B", "A")
+        rows.append(battle(n, left, right, "model_a" if n % 8 else "model_b"))
+    (tmp_path / "arena.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, said = heed_main(
+        "verdicts", str(tmp_path / "arena.jsonl"), "--format", "arena", "--out", str(tmp_path / "out")
+    )
+    assert code == 0, said
+    firsts = {(v.policy_a if v.first == "a" else v.policy_b) for v in read_verdicts(tmp_path / "out/verdicts.parquet")}
+    assert firsts == {"A", "B"}
+    (pair,) = json.loads((tmp_path / "out" / "report.json").read_text())["summary"]["judges"][0]["pairs"]
+    assert pair["position_bias"]["num_verdicts"] == 200
+    assert pair["conclusion"]["kind"] == "undecided"
+    assert pair["win_rate"]["mean"] == pytest.approx(0.5, abs=0.01)
+    # A judge that was asked in both orders has no order.
+    (tmp_path / "both.jsonl").write_text(json.dumps(battle(0, "A", "B", "model_a", "gpt4_pair")) + "\n")
+    assert [v.first for v in read_verdict_file(str(tmp_path / "both.jsonl"), "arena", judge="j").verdicts] == [""]
+
+
+def test_a_judge_of_positions_is_named_on_the_terminal_and_the_page(heed_main: Call, tmp_path: Path) -> None:
+    rows = [battle(n, *(("A", "B") if n % 2 else ("B", "A")), "model_a") for n in range(100)]
+    (tmp_path / "arena.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, said = heed_main(
+        "verdicts", str(tmp_path / "arena.jsonl"), "--format", "arena", "--out", str(tmp_path / "out")
+    )
+    assert code == 0, said
+    page = (tmp_path / "out" / "report.html").read_text().partition("<section")[0]
+    sentence = "follows position: it prefers the response shown first 100% of the time"
+    for text in (" ".join(said.split()), page):
+        assert "Cannot tell which of A and B is better: the judge arena follows position" in text
+        assert sentence in text
+        assert "too few prompts" not in text
+        assert "No difference" not in text
