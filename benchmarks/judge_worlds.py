@@ -31,7 +31,7 @@ def drawn(world: str, generator: np.random.Generator) -> tuple[Floats, Floats, I
     rate, follows, taste, size = WORLDS[world]
     num_clusters = NUM_PROMPTS // size
     cluster_P = np.repeat(np.arange(num_clusters), size)
-    chance_P = (generator.beta(rate * 2, (1 - rate) * 2, num_clusters) if size > 1 else np.full(num_clusters, rate))
+    chance_P = generator.beta(rate * 2, (1 - rate) * 2, num_clusters) if size > 1 else np.full(num_clusters, rate)
     y_P = (generator.random(NUM_PROMPTS) < chance_P[cluster_P]).astype(np.float64)
     own_P = (generator.random(NUM_PROMPTS) < taste).astype(np.float64)
     f_P = np.where(generator.random(NUM_PROMPTS) < follows, y_P, own_P)

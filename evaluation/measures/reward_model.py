@@ -258,8 +258,8 @@ def highest_accuracy(agreement: float) -> float:
 def scored_pairs(
     tasks: Mapping[str, Task], rankings: Sequence[Ranking], lead: Callable[[str, int, int], float]
 ) -> tuple[ScoredPairs, int]:
-    """Returns every untied pair of every ranking as columns, and the number of tied ones. `lead` gives a task's score of
-    one response, by its place, minus that of another.
+    """Returns every untied pair of every ranking as columns, and the number of tied ones. `lead` gives, for a task and
+    the places of two responses, the score of the first minus that of the second.
     """
     task_ids = list(dict.fromkeys(ranking.task_id for ranking in rankings))
     place = {task_id: number for number, task_id in enumerate(task_ids)}

@@ -4,7 +4,7 @@ Shape letters: P prompts of the judge, L those that people judged too, C cluster
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from evaluation.statistics.results import Summary
 from evaluation.statistics.significance import ALPHA
 from evaluation.statistics.win_rates import prompt_means
 from evaluation.verdicts import Clusters, Verdict, comparisons_of, places_of
-from preferences.statistics.estimates import Interval
+from preferences.statistics.estimates import Floats, Interval, Ints
 
 MIN_LABELLED = 10  # clusters of prompts that people judged too
 UNSEEN = 2  # labelled prompts on which people contradict the judge, at least, for the variance
@@ -52,7 +52,7 @@ def corrected_win_rates(
                 by_judge, by_people = (_preferences(verdicts, name, *policies) for name in (judge.judge, person))
                 labelled = by_judge.keys() & by_people.keys()
                 num_clusters = len({clusters.get(prompt, prompt) for prompt in labelled})
-                if MIN_LABELLED <= num_clusters and len(labelled) < len(by_judge):
+                if num_clusters >= MIN_LABELLED and len(labelled) < len(by_judge):
                     names = list(by_judge)
                     f_P, y_P = (np.array([of.get(name, math.nan) for name in names]) for of in (by_judge, by_people))
                     rate, weight = corrected(f_P, y_P, places_of(names, clusters))
@@ -64,14 +64,14 @@ def corrected_win_rates(
     return found
 
 
-def corrected(f_P: np.ndarray, y_P: np.ndarray, cluster_P: np.ndarray) -> tuple[Interval, float]:
+def corrected(f_P: Floats, y_P: Floats, cluster_P: Ints) -> tuple[Interval, float]:
     """Returns the mean of people's preferences over all prompts with its interval, and the judge's weight λ.
 
         θ = λ·mean_P(f) + mean_L(y - λ·f),   λ = cov_L(y, f) / var_P(f), from 0 to 1
 
-    f is the judge's preference on each prompt, y people's, NaN where they did not judge. The prompts of L must be a
-    random sample. λ = 1 is prediction-powered inference (Angelopoulos et al. 2023, arXiv 2301.09633), other weights are
-    PPI++'s (arXiv 2311.01453): a judge that predicts nothing gets 0. The variance sums each cluster's part of the error,
+    f is the judge's preference on each prompt, y people's, NaN where they did not judge. L must be a random sample of
+    P. λ = 1 is prediction-powered inference (Angelopoulos et al. 2023, arXiv 2301.09633), other weights are PPI++'s
+    (arXiv 2311.01453): a judge that predicts nothing gets 0. The variance sums each cluster's part of the error,
 
         e_p = λ·(f_p - mean_P(f))/P + [p in L]·(y_p - λ·f_p - mean_L(y - λ·f))/L,
 

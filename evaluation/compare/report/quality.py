@@ -5,10 +5,11 @@ each comparison by that judge; and win rates that people's verdicts correct.
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from evaluation.judges.quality import QUALITY, Effect, JudgeQuality
 from evaluation.statistics.corrected import CorrectedWinRate
+from evaluation.statistics.summary import NO_ORDER
 from files.atomic import write_json, write_text
 from files.records import as_json, record_of
 from preferences.statistics.estimates import Interval
@@ -16,6 +17,7 @@ from stages.reports.page import Page, render
 from stages.reports.parts import Answer, Cell, Note, Part, Row, Section, Table
 from stages.reports.text import count_of, number
 
+Tone = Literal["better", "worse", "unclear"]
 Rows = list[tuple[str, str, str]]  # what, the figure with its interval, and what it is about
 
 
@@ -45,22 +47,22 @@ def findings(quality: JudgeQuality) -> list[str]:
 
 def figure_rows(quality: JudgeQuality) -> Rows:
     """Returns all figures but those by group and margin; unknown ones say why."""
-    position, changed, order = quality.position, quality.flips.changed, quality.flips.reversed
-    decided, people = quality.decided, quality.people
+    position, changed, decided, people = quality.position, quality.flips.changed, quality.decided, quality.people
+    length, own = quality.length, quality.own
+    alone = "it scores each response alone: the order cannot move it"
+    no_order = alone if position.reason == NO_ORDER else position.reason
+    num_right = round(decided.mean * decided.num_pairs) if decided.num_pairs else 0
+    swapped = f"pairs in both orders; the winner in {_share(quality.flips.reversed)}"
     rows = [
-        ("agrees with people", _share(quality.agreement), f"{quality.agreement.num_pairs:,} judgments; its ties are half"),
-        ("without its ties", _share(decided), f"{round(decided.mean * decided.num_pairs):,} of {decided.num_pairs:,}"
-         if decided.num_pairs else "it tied every pair"),
-        ("two people agree", _share(people), f"{people.num_pairs:,} pairs of judgments" if people.num_pairs
-         else "no pair was ordered by two people"),
-        ("highest agreement", _share(quality.ceiling), "possible for a judge, as people disagree"),
-        ("prefers the first shown", _share(position), f"{position.num_verdicts:,} verdicts" if position.num_verdicts
-         else position.reason),
-        ("changes with the order", _share(changed), f"{changed.num_pairs:,} pairs in both orders; the winner in"
-         f" {_share(order)}" if changed.num_pairs else "no pair was judged in both orders"),
-        ("prefers the longer", _effect(quality.length), _pairs(quality.length, "no two responses differ in length")),
-        ("prefers its own", _effect(quality.own), _pairs(quality.own, "the files name this judge as no writer")),
-    ]  # fmt: skip
+        ("agrees with people", _share(quality.agreement), f"{quality.agreement.num_pairs:,} judgments; its ties: half"),
+        ("without its ties", _share(decided), _about(decided.num_pairs, f"judgments, {num_right:,} alike", "all tied")),
+        ("two people agree", _share(people), _about(people.num_pairs, "pairs of judgments", "no pair has two")),
+        ("highest agreement", _share(quality.ceiling), "that a judge can reach, as people disagree"),
+        ("prefers the first shown", _share(position), _about(position.num_verdicts, "verdicts", no_order)),
+        ("changes with the order", _share(changed), _about(changed.num_pairs, swapped, no_order)),
+        ("prefers the longer", _effect(length), _about(length.num_pairs, "pairs", "no two responses differ in length")),
+        ("prefers its own", _effect(own), _about(own.num_pairs, "pairs", "the files name this judge as no writer")),
+    ]
     calibrated = quality.calibration
     if calibrated is not None:
         error = calibrated.error
@@ -90,7 +92,7 @@ def group_rows(quality: JudgeQuality) -> Rows:
 def write_quality(folder: Path, quality: JudgeQuality) -> None:
     """Write quality.json and report.html."""
     text, found = agreement_text(quality), findings(quality)
-    tone = "better" if quality.agreement.low > 0.5 else "worse" if quality.agreement.high < 0.5 else "unclear"
+    tone: Tone = "better" if quality.agreement.low > 0.5 else "worse" if quality.agreement.high < 0.5 else "unclear"
     tables: list[Part] = [_table("Agreement and effects", figure_rows(quality))]
     tables += [_table("By group", group_rows(quality))] if group_rows(quality) else []
     made = [(name, str(value), "") for name, value in {**quality.judge, **quality.files}.items()]
@@ -177,5 +179,5 @@ def _effect(effect: Effect) -> str:
     return f"{effect.judge:.1%}, people {effect.people:.1%}: {100 * d.mean:+.1f} points ({ends})"
 
 
-def _pairs(effect: Effect, reason: str) -> str:
-    return f"{effect.num_pairs:,} pairs; above 0: more than people do" if effect.num_pairs else reason
+def _about(num: int, what: str, reason: str) -> str:
+    return f"{num:,} {what}" if num else reason
