@@ -11,8 +11,8 @@ import numpy as np
 
 from benchmarks.compare_worlds import Held
 from evaluation.statistics.corrected import corrected
-from evaluation.statistics.significance import EqualityTest
 from preferences.statistics.estimates import Floats, Ints
+from preferences.statistics.intervals import score_interval
 
 NUM_PROMPTS = 400
 # name: people's win rate, how often the judge follows people, its own win rate otherwise, prompts per cluster
@@ -43,8 +43,8 @@ def intervals(world: str, num_labelled: int, generator: np.random.Generator) -> 
     f_P, y_P, cluster_P = drawn(world, generator)
     truth, size = WORLDS[world][0], WORLDS[world][3]
     labelled = np.isin(cluster_P, generator.permutation(cluster_P[-1] + 1)[: num_labelled // size])
-    yield Held("judge", *EqualityTest(f_P, cluster_P, seed=0).interval(), truth)
-    yield Held("people", *EqualityTest(y_P[labelled], cluster_P[labelled], seed=0).interval(), truth)
+    yield Held("judge", *score_interval(f_P, cluster_P), truth)
+    yield Held("people", *score_interval(y_P[labelled], cluster_P[labelled]), truth)
     rate, _ = corrected(f_P, np.where(labelled, y_P, np.nan), cluster_P)
     yield Held("corrected", rate.low, rate.high, truth)
 

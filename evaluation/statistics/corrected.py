@@ -17,7 +17,7 @@ from evaluation.verdicts import Clusters, Verdict, comparisons_of, places_of
 from preferences.statistics.estimates import Floats, Interval, Ints
 
 MIN_LABELLED = 10  # clusters of prompts that people judged too
-UNSEEN = 2  # labelled prompts on which people contradict the judge, at least, for the variance
+UNSEEN = 2  # labelled clusters on which people contradict the judge, at least, for the variance
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def corrected(f_P: Floats, y_P: Floats, cluster_P: Ints) -> tuple[Interval, floa
 
         e_p = λ·(f_p - mean_P(f))/P + [p in L]·(y_p - λ·f_p - mean_L(y - λ·f))/L,
 
-    with Student's quantile for the clusters of L minus 2. It is at least that of UNSEEN prompts with e = ±1/L: a judge
-    that people never contradicted on few prompts may still be wrong.
+    with Student's quantile for the clusters of L minus 2. It is at least that of UNSEEN contradicted clusters of L: a
+    judge that people never contradicted on few prompts may still be wrong.
     """
     is_labelled_P = ~np.isnan(y_P)
     f_L, y_L = f_P[is_labelled_P], y_P[is_labelled_P]
@@ -89,7 +89,7 @@ def corrected(f_P: Floats, y_P: Floats, cluster_P: Ints) -> tuple[Interval, floa
     e_P[is_labelled_P] += (rest_L - rest_L.mean()) / len(rest_L)
     e_C = np.bincount(cluster_P, e_P)
     num_labelled = len(np.unique(cluster_P[is_labelled_P]))
-    squares = max(float((e_C**2).sum()) * num_labelled / (num_labelled - 2), UNSEEN / len(rest_L) ** 2)
+    squares = max(float((e_C**2).sum()) * num_labelled / (num_labelled - 2), UNSEEN / num_labelled**2)
     half = float(scipy.special.stdtrit(num_labelled - 2, 1 - ALPHA / 2)) * math.sqrt(squares)
     return Interval(min(1.0, max(0.0, mean)), max(0.0, mean - half), min(1.0, mean + half)), weight
 

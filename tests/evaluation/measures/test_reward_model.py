@@ -14,17 +14,9 @@ from evaluation.measures.reward_model import (
     calibration,
     heldout_only,
     highest_accuracy,
-    measure_reward_model,
-    measures_of_scores,
     read_judged,
     scored_pairs,
 )
-from lm.config import ModelConfig
-from lm.model import ScalarModel, init_weights
-from lm.tokenizer import Tokenizer
-from lm.weights import save_model
-from reward.comparisons import encode_response
-from reward.scoring import RewardModel
 
 
 def pairs_of(leads: list[float], prompts: list[int] | None = None, categories: tuple[str, ...] = ("",)) -> ScoredPairs:
@@ -114,18 +106,13 @@ RANKINGS = [
 def test_rankings_become_pairs_by_hand(tmp_path: Path) -> None:
     judged = read_judged(write(tmp_path / "rankings.jsonl", RANKINGS))
     scores = {"t0": [3.0, 2.0, 0.5], "t1": [0.0, 1.0, 1.0], "t2": [5.0, 1.0, 3.0]}
-    pairs, num_tied = scored_pairs(judged.tasks, judged.rankings, scores)
+    pairs, num_tied = scored_pairs(judged.tasks, judged.rankings, lambda task, i, j: scores[task][i] - scores[task][j])
     assert num_tied == 2
     expected = [1, 2.5, 1.5, 1, 2.5, -1.5, 1, 0, 1, 0, -1, 2, -2, -4, -2, 2]
     assert sorted(pairs.lead_N.tolist()) == sorted(expected)
-    found = measures_of_scores(judged, scores, seed=0)
-    assert (found.num_tasks, found.num_labelers, found.num_tied_pairs) == (3, 2, 2)
+    found = calibration(pairs, seed=0).accuracy
     right = sum(lead > 0 for lead in expected) + 0.5 * sum(lead == 0 for lead in expected)
-    assert found.calibration.accuracy.mean == pytest.approx(right / 16)
-    assert found.calibration.accuracy.num_pairs == 16
-    # Ann and Bob order 2 of 3 pairs of t0 alike, 2 of 2 of t1, and none of 2 of t2.
-    assert found.agreement.mean == pytest.approx(4 / 7)
-    assert found.ceiling.mean == pytest.approx((1 + math.sqrt(1 / 7)) / 2)
+    assert (found.mean, found.num_pairs) == (pytest.approx(right / 16), 16)
 
 
 def test_nobody_foretells_more_than_the_ceiling() -> None:
@@ -140,55 +127,11 @@ def test_nobody_foretells_more_than_the_ceiling() -> None:
     assert highest_accuracy(0.45) == 0.5
 
 
-@pytest.fixture(scope="module")
-def reward_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, tiny_config: ModelConfig) -> Path:
-    model = ScalarModel(tiny_config)
-    init_weights(model, seed=5)
-    folder = tmp_path_factory.mktemp("reward")
-    save_model(folder, model, model.state_dict(), tokenizer)
-    return folder
-
-
-def test_a_model_scores_a_published_file(reward_folder: Path, tmp_path: Path) -> None:
-    rows: list[dict[str, object]] = [
-        {"prompt": f"bird {i}", "chosen": f"fox {i}", "rejected": f"the dog {i * 7}", "subset": subset, "id": i}
-        for i, subset in enumerate(["alpacaeval-easy"] * 5 + ["math-prm"] * 4 + ["hep-cpp"] * 3)
-    ]
-    rows.append({**rows[0], "id": 99, "chosen": "fox " * 100})
-    judged = read_judged(write(tmp_path / "bench.jsonl", rows))
-    found = measure_reward_model(reward_folder, judged, weights={}, seed=0)
-    assert (found.num_too_long, found.too_long) == (1, "rewardbench/alpacaeval-easy/99")
-    judge = RewardModel.load(reward_folder)
-    right = []
-    for row in rows[:-1]:
-        task = judged.tasks[f"rewardbench/{row['subset']}/{row['id']}"]
-        sides = [encode_response(judge.tokenizer, task.prompt, str(row[side])) for side in ("chosen", "rejected")]
-        chosen, rejected = judge.score_sequences(sides)
-        right.append(chosen > rejected)
-    assert found.calibration.accuracy.mean == pytest.approx(np.mean(right))
-    shares = {name: share.mean for name, share in found.by_category.items()}
-    assert shares == pytest.approx(
-        {"alpacaeval-easy": np.mean(right[:5]), "math-prm": np.mean(right[5:9]), "hep-cpp": np.mean(right[9:])}
-    )
-
-
-def test_llmbar_is_read_by_its_label(reward_folder: Path, tmp_path: Path) -> None:
-    row = {"input": "Name a bird.", "output_1": "the fox", "output_2": "the bird", "label": 2}
-    turned = {**row, "output_1": "the bird", "output_2": "the fox", "label": 1}
-    files = [read_judged(write(tmp_path / f"{n}.jsonl", [r])) for n, r in enumerate((row, turned, {**row, "label": 1}))]
-    measured = [measure_reward_model(reward_folder, judged, weights={}, seed=0) for judged in files]
-    as_told, turned_round, wrong = (found.calibration.accuracy.mean for found in measured)
-    assert as_told == turned_round == 1 - wrong
-
-
 def test_refusals(tmp_path: Path) -> None:
     judged = read_judged(write(tmp_path / "rankings.jsonl", RANKINGS))
     with pytest.raises(ValueError, match="keeps none of 6 rankings"):
         heldout_only(judged, 0.0, 0)
     assert len(heldout_only(judged, 1.0, 0).rankings) == 6
-    tied = read_judged(write(tmp_path / "tied.jsonl", [{**RANKINGS[0], "ranks": [1, 1, 1]}]))
-    with pytest.raises(ValueError, match="no pairs with a preferred response"):
-        measures_of_scores(tied, {"t0": [1.0, 2.0, 3.0]}, seed=0)
     with pytest.raises(ValueError, match="no known format"):
         read_judged(write(tmp_path / "odd.jsonl", [{"text": "a"}]))
     with pytest.raises(ValueError, match=r"lead_N\[1\] is not a finite number"):
