@@ -1,12 +1,12 @@
 """Measures how good a judge is before it is believed: how often it agrees with people on pairs that they judged, and
 what moves it besides quality: the order shown, length, and who wrote the response.
 
-A judge's ties count half; pairs that a person tied are left out of agreement, and counted. Shape letters: T pairs of
-responses.
+A judge's ties count half; pairs that a person tied are left out of agreement, and counted. Shape letters: N pairs of
+responses, once for each person who judged them.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -21,13 +21,13 @@ from evaluation.judges.people import PeopleJudge
 from evaluation.measures.reward_model import (
     Calibration,
     Judgments,
+    ScoredPairs,
     accuracy_of,
     by_category,
     calibration,
     category_of_task,
     highest_accuracy,
     read_judged,
-    scored_pairs,
 )
 from evaluation.statistics.results import Flips, PositionBias
 from evaluation.statistics.significance import GainTest
@@ -36,17 +36,15 @@ from evaluation.verdicts import Response, Verdict, comparisons_of
 from files.hashes import json_hash
 from files.records import as_json, read_record
 from preferences.formats.parts import as_turns
-from preferences.records import Task
+from preferences.records import Ranking, Task
 from preferences.statistics.agreement import pairwise_agreement
-from preferences.statistics.estimates import UNKNOWN, Interval, Share
+from preferences.statistics.estimates import UNKNOWN, Floats, Interval, Ints, Share
 from preferences.statistics.intervals import prompt_numbers
 from reward.endpoint import OnProgress
 from training.data import Prompt
 
 QUALITY = "quality.json"  # in the folder of `heed judge-quality`
 DEPENDS = ("kind", "spec", "sha256", "template_sha256", "rubric_sha256")  # on these a judge's verdicts depend
-
-Item = tuple[str, int, int]  # task, and the places of two of its responses
 
 
 @dataclass(frozen=True)
@@ -122,33 +120,26 @@ def sampled(judged: Judgments, max_tasks: int) -> Judgments:
 def measure_judge(
     judge: Judge, judged: Judgments, files: Mapping[str, str], max_failed_share: float, on_progress: OnProgress
 ) -> JudgeQuality:
-    """Asks the judge about every pair of responses that people ranked.
+    """Asks the judge about every two responses that people ranked.
 
     Raises: ValueError for people as the judge, if more than this share of its verdicts fail, and if people preferred no
     response.
     """
     if isinstance(judge, PeopleJudge):
         raise ValueError(f"judge {judge.name!r}: {judge.spec} are people; a judge to compare with people was expected")
-    task_ids = list(dict.fromkeys(ranking.task_id for ranking in judged.rankings))
-    verdicts = judge.judge([pair for task_id in task_ids for pair in _pairs(judged.tasks[task_id])], on_progress)
+    tasks = {ranking.task_id: judged.tasks[ranking.task_id] for ranking in judged.rankings}
+    verdicts = judge.judge([pair for task in tasks.values() for pair in _pairs(task)], on_progress)
     refuse_too_many_failures(verdicts, max_failed_share)
     failed = {verdict.prompt_id for verdict in verdicts if verdict.failure}
-    rankings = [ranking for ranking in judged.rankings if ranking.task_id not in failed]
     standing = [verdict for verdict in verdicts if verdict.prompt_id not in failed]
-    wins, leads = _by_item(standing)
-    pairs, num_tied = scored_pairs(judged.tasks, rankings, lambda task, i, j: _lead(leads, task, i, j))
-    if not len(pairs):
-        raise ValueError(f"{', '.join(files)}: people preferred no response to another; at least one pair was expected")
-    votes: dict[Item, list[float]] = defaultdict(list)
-    for ranking in rankings:
-        for i, j in combinations(range(len(ranking.ranks)), 2):
-            votes[ranking.task_id, i, j].append(float(np.sign(ranking.ranks[j] - ranking.ranks[i]) + 1) / 2)
-    people = pairwise_agreement(rankings)
-    clusters = _clusters([judged.tasks[task_id] for task_id in task_ids])
-    effect = _Effects(judged.tasks, wins, votes)
+    rankings = [ranking for ranking in judged.rankings if ranking.task_id not in failed]
+    votes = _Votes.of(rankings, tasks, standing)
+    pairs, people, described = votes.untied(rankings, tasks), pairwise_agreement(rankings), judge.describe()
+    first: dict[Any, str] = {}
+    clusters = {task.task_id: first.setdefault(task.prompt, task.task_id) for task in tasks.values()}
     return JudgeQuality(
-        judge=judge.describe(),
-        key=judge_key(judge.describe()),
+        judge=described,
+        key=judge_key(described),
         files=files,
         agreement=accuracy_of(pairs, np.ones(len(pairs), dtype=bool)),
         decided=accuracy_of(pairs, pairs.lead_N != 0),
@@ -157,13 +148,73 @@ def measure_judge(
         ceiling=Interval(*(highest_accuracy(value) for value in (people.mean, people.low, people.high))),
         position=position_bias(comparisons_of(standing, clusters=clusters)),
         flips=flips(standing, clusters),
-        length=effect.of(lambda task, i: len(task.responses[i])),
-        own=effect.of(lambda task, i: _is_by(judge, task.sources[i])),
-        calibration=calibration(pairs, seed=0) if judge.describe()["kind"] == "reward model" else None,
-        num_tied=num_tied,
+        length=votes.effect(lambda ranking, place: len(ranking.responses[place])),
+        own=votes.effect(lambda ranking, place: _is_by(described, tasks[ranking.task_id].sources[place])),
+        calibration=calibration(pairs, seed=0) if described["kind"] == "reward model" else None,
+        num_tied=len(votes.rows) - len(pairs),
         num_failed=len(failed),
         warnings=judged.warnings,
     )
+
+
+@dataclass(frozen=True)
+class _Votes:
+    """People's preferences for the first of two responses, one row per person and pair, with the judge's as columns.
+
+    `rows` are rankings with the places of two responses; `lead_N` is the first one's score minus the second's, or for a
+    judge without scores twice its preference minus 1.
+    """
+
+    rows: Sequence[tuple[Ranking, int, int]]
+    people_N: Floats
+    judge_N: Floats
+    lead_N: Floats
+    prompt_N: Ints
+
+    @classmethod
+    def of(cls, rankings: Sequence[Ranking], tasks: Mapping[str, Task], verdicts: Sequence[Verdict]) -> "_Votes":
+        found: dict[tuple[str, int, int], list[Verdict]] = defaultdict(list)
+        for verdict in verdicts:
+            found[verdict.prompt_id, int(verdict.policy_a) - 1, int(verdict.policy_b) - 1].append(verdict)
+        rows = [(ranking, i, j) for ranking in rankings for i, j in combinations(range(len(ranking.ranks)), 2)]
+        of_rows = [found[ranking.task_id, i, j] for ranking, i, j in rows]
+        judge_N = np.array([np.mean([one.preference_a for one in both]) for both in of_rows])
+        score_N = np.array([both[0].score_a - both[0].score_b for both in of_rows])
+        return cls(
+            rows,
+            np.array([(1 + np.sign(ranking.ranks[j] - ranking.ranks[i])) / 2 for ranking, i, j in rows]),
+            judge_N,
+            np.where(np.isnan(score_N), 2 * judge_N - 1, score_N),
+            prompt_numbers([tasks[ranking.task_id].prompt for ranking, _, _ in rows]),
+        )
+
+    def untied(self, rankings: Sequence[Ranking], tasks: Mapping[str, Task]) -> ScoredPairs:
+        """Returns the rows that people did not tie. Raises: ValueError if there are none."""
+        kept_N = self.people_N != 0.5
+        of_rows = [ranking for (ranking, _, _), kept in zip(self.rows, kept_N, strict=True) if kept]
+        if not of_rows:
+            raise ValueError("people preferred no response to another; at least one pair was expected")
+        num_labelers = Counter(ranking.task_id for ranking in rankings)
+        groups = [category_of_task(tasks[ranking.task_id]) for ranking in of_rows]
+        return ScoredPairs(
+            lead_N=(self.lead_N * (2 * self.people_N - 1))[kept_N],
+            prompt_N=self.prompt_N[kept_N],
+            task_N=prompt_numbers([ranking.task_id for ranking in of_rows]),
+            responses_N=np.array([len(ranking.responses) for ranking in of_rows]),
+            labelers_N=np.array([num_labelers[ranking.task_id] for ranking in of_rows]),
+            category_N=prompt_numbers(groups),
+            categories=tuple(dict.fromkeys(groups)),
+        )
+
+    def effect(self, value: Callable[[Ranking, int], float]) -> Effect:
+        """Returns the effect for the response with the larger value; pairs with equal values are left out."""
+        sign_N = np.array([np.sign(float(value(ranking, i)) - value(ranking, j)) for ranking, i, j in self.rows])
+        kept_N = sign_N != 0
+        if not kept_N.any():
+            return Effect(math.nan, math.nan, UNKNOWN, 0)
+        judge_N, people_N = (np.where(sign_N > 0, of_N, 1 - of_N)[kept_N] for of_N in (self.judge_N, self.people_N))
+        difference = GainTest(judge_N - people_N, self.prompt_N[kept_N], seed=0).interval()
+        return Effect(float(judge_N.mean()), float(people_N.mean()), difference, len(judge_N))
 
 
 def judge_key(described: Mapping[str, Any]) -> str:
@@ -205,56 +256,8 @@ def _pairs(task: Task) -> list[Pair]:
     return [Pair(prompt, a, b) for a, b in combinations(responses, 2)]
 
 
-def _by_item(verdicts: Sequence[Verdict]) -> tuple[dict[Item, float], dict[Item, float]]:
-    """Returns, over both orders, the mean preference for the first response of each pair, and the first one's lead: its
-    score minus the other's, or twice the preference minus 1 for a judge without scores.
-    """
-    found: dict[Item, list[Verdict]] = defaultdict(list)
-    for verdict in verdicts:
-        found[verdict.prompt_id, int(verdict.policy_a) - 1, int(verdict.policy_b) - 1].append(verdict)
-    wins = {item: float(np.mean([row.preference_a for row in rows])) for item, rows in found.items()}
-    scores = {item: rows[0].score_a - rows[0].score_b for item, rows in found.items()}
-    return wins, {item: 2 * wins[item] - 1 if math.isnan(lead) else lead for item, lead in scores.items()}
-
-
-def _lead(leads: Mapping[Item, float], task_id: str, i: int, j: int) -> float:
-    return leads[task_id, i, j] if i < j else -leads[task_id, j, i]
-
-
-def _clusters(tasks: Sequence[Task]) -> dict[str, str]:
-    """Returns the first task that has each task's prompt."""
-    first: dict[Any, str] = {}
-    return {task.task_id: first.setdefault(task.prompt, task.task_id) for task in tasks}
-
-
-def _is_by(judge: Judge, source: str) -> bool:
+def _is_by(described: Mapping[str, Any], source: str) -> bool:
     """Whether the judge wrote a response: its name, or its model's, is the source's."""
-    described = judge.describe()
     spec = str(described.get("spec", ""))
-    names = {str(described["name"]), spec.rpartition("#")[2], Path(spec).stem}
+    names = (str(described["name"]), spec.rpartition("#")[2], Path(spec).stem)
     return source.casefold() in {name.casefold() for name in names}
-
-
-@dataclass(frozen=True)
-class _Effects:
-    """Computes effects from the preferences [0, 1] of the judge and of people for the first response of each pair."""
-
-    tasks: Mapping[str, Task]
-    wins: Mapping[Item, float]
-    votes: Mapping[Item, Sequence[float]]
-
-    def of(self, value: Callable[[Task, int], float]) -> Effect:
-        """Returns the effect for the response of a pair with the larger value; pairs with equal values are left out."""
-        rows, prompts = [], []
-        for item, votes in self.votes.items():
-            task_id, i, j = item
-            one, other = value(self.tasks[task_id], i), value(self.tasks[task_id], j)
-            if one != other:
-                both = self.wins[item], float(np.mean(votes))
-                rows.append(both if one > other else (1 - both[0], 1 - both[1]))
-                prompts.append(self.tasks[task_id].prompt)
-        if not rows:
-            return Effect(math.nan, math.nan, UNKNOWN, 0)
-        judge_T, people_T = np.array(rows, dtype=np.float64).T
-        difference = GainTest(judge_T - people_T, prompt_numbers(prompts), seed=0).interval()
-        return Effect(float(judge_T.mean()), float(people_T.mean()), difference, len(rows))

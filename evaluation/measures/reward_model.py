@@ -9,10 +9,8 @@ Shape letters: N pairs, P prompts, B bins, S draws.
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +19,9 @@ import scipy
 from files.rows import read_source
 from preferences.formats.merging import ImportedLabels, collect_all, report_excluded
 from preferences.formats.registry import AUTO, read_as
-from preferences.rankings import is_heldout
 from preferences.records import Ranking, Task
 from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints, Share
-from preferences.statistics.intervals import Tally, clustered_mean, clustered_shares, prompt_numbers
+from preferences.statistics.intervals import Tally, clustered_mean, clustered_shares
 
 NUM_BINS = 10
 NUM_DRAWS = 2_000
@@ -234,17 +231,6 @@ def read_judged(source: str) -> Judgments:
     return Judgments(collected.tasks, rankings, collected.report.counts())
 
 
-def heldout_only(judged: Judgments, share: float, seed: int) -> Judgments:
-    """Keeps rankings on prompts that a reward stage with this `heldout_share` and seed did not train on.
-
-    Raises: ValueError if there are none.
-    """
-    kept = tuple(ranking for ranking in judged.rankings if is_heldout(ranking.prompt, share, seed))
-    if not kept:
-        raise ValueError(f"a held-out share of {share} with seed {seed} keeps none of {len(judged.rankings)} rankings")
-    return Judgments(judged.tasks, kept, judged.warnings)
-
-
 def highest_accuracy(agreement: float) -> float:
     """Returns the highest possible accuracy if two labelers agree with each other this often: (1 + √(2a - 1)) / 2.
 
@@ -253,42 +239,6 @@ def highest_accuracy(agreement: float) -> float:
     (1 + q)/2, and by Jensen E q ≤ √(E q²). The result is at least the agreement itself.
     """
     return (1 + math.sqrt(max(0.0, 2 * agreement - 1))) / 2 if not math.isnan(agreement) else math.nan
-
-
-def scored_pairs(
-    tasks: Mapping[str, Task], rankings: Sequence[Ranking], lead: Callable[[str, int, int], float]
-) -> tuple[ScoredPairs, int]:
-    """Returns every untied pair of every ranking as columns, and the number of tied ones. `lead` gives, for a task and
-    the places of two responses, the score of the first minus that of the second.
-    """
-    task_ids = list(dict.fromkeys(ranking.task_id for ranking in rankings))
-    place = {task_id: number for number, task_id in enumerate(task_ids)}
-    prompt_of = prompt_numbers([tasks[task_id].prompt for task_id in task_ids])
-    categories = tuple(dict.fromkeys(category_of_task(tasks[task_id]) for task_id in task_ids))
-    category_place = {name: number for number, name in enumerate(categories)}
-    num_labelers = Counter(ranking.task_id for ranking in rankings)
-    leads: list[float] = []
-    task_N: list[int] = []
-    num_tied = 0
-    for ranking in rankings:
-        for i, j in combinations(range(len(ranking.ranks)), 2):
-            if ranking.ranks[i] == ranking.ranks[j]:
-                num_tied += 1
-                continue
-            better, worse = (i, j) if ranking.ranks[i] < ranking.ranks[j] else (j, i)
-            leads.append(lead(ranking.task_id, better, worse))
-            task_N.append(place[ranking.task_id])
-    of_pair = np.array(task_N, dtype=np.int64)
-    pairs = ScoredPairs(
-        lead_N=np.array(leads, dtype=np.float64),
-        prompt_N=prompt_of[of_pair],
-        task_N=of_pair,
-        responses_N=np.array([len(tasks[task_id].responses) for task_id in task_ids], dtype=np.int64)[of_pair],
-        labelers_N=np.array([num_labelers[task_id] for task_id in task_ids], dtype=np.int64)[of_pair],
-        category_N=np.array([category_place[category_of_task(tasks[t])] for t in task_ids], dtype=np.int64)[of_pair],
-        categories=categories,
-    )
-    return pairs, num_tied
 
 
 def category_of_task(task: Task) -> str:

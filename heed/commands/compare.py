@@ -176,10 +176,6 @@ def judge_quality(
     max_tasks: Annotated[
         int, typer.Option(min=0, help="Number of tasks to judge, evenly spread (default: all).", show_default=False)
     ] = 0,
-    heldout_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Use only prompts that a run with this reward.heldout_share held out.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="With --heldout-share, the run's seed.")] = 0,
     template: Template = None,
     rubric: Rubric = None,
 ) -> None:
@@ -191,19 +187,15 @@ def judge_quality(
     from evaluation.compare.report.quality import agreement_text, figure_rows, findings, group_rows, write_quality
     from evaluation.inputs import named_specs
     from evaluation.judges.quality import measure_judge, read_labelled, sampled
-    from evaluation.measures.reward_model import heldout_only
     from files.hashes import file_hash
 
     ((name, _),) = named_specs([judge], "judge")
     folder = out or Path("runs") / f"judge-quality-{re.sub(r'[^A-Za-z0-9._-]+', '_', name)[:LONGEST_NAME]}"
     asking = asking_of(folder, None, 8, 120.0, 0.1)
     (opened,) = open_judges([judge], _judging_of(folder, asking, template, rubric, 1024, 1, 0), (), 2)
-    judged = read_labelled(files)
-    if heldout_share < 1:
-        judged = heldout_only(judged, heldout_share, seed)
-    judged = sampled(judged, max_tasks)
     hashes = {source: file_hash(Path(source)) for _, source in named_specs(files, "file") if Path(source).is_file()}
     with progress_bars() as progress:
+        judged = sampled(read_labelled(files), max_tasks)
         quality = measure_judge(opened, judged, hashes, asking.max_failed_share, progress(f"judge {name}"))
     write_quality(folder, quality)
     results_console().print(_figures(figure_rows(quality)))
@@ -310,7 +302,6 @@ def _print_people(outcome: "Outcome", judges: Sequence[str]) -> None:
 def _print_results(outcome: "Outcome", folder: Path, quality: Sequence[Path] = ()) -> None:
     from evaluation.compare.comparing import conclude, results_table
     from evaluation.compare.folder import SETTINGS
-    from evaluation.compare.report.quality import quality_texts
     from evaluation.judges.quality import add_quality
     from files.atomic import write_json
 
@@ -322,6 +313,6 @@ def _print_results(outcome: "Outcome", folder: Path, quality: Sequence[Path] = (
         write_json(folder / SETTINGS, outcome.settings)
     report = conclude(folder)
     results_console().print(results_table(report))
-    for sentence in (report["answer"]["text"], *report["answer"]["more"], *quality_texts(report)):
+    for sentence in (report["answer"]["text"], *report["answer"]["more"], *report["judge_quality"]):
         console.print(sentence, markup=False)
     console.print(str(folder / "report.html"), markup=False)

@@ -18,13 +18,13 @@ from typing import Any
 from evaluation.compare.folder import VERDICTS, ComparisonFolder, read_comparison
 from evaluation.compare.report.answer import Styles, answer_of, answer_of_run, warnings_of
 from evaluation.compare.report.measures import hacking_section, measure_tables
-from evaluation.compare.report.quality import quality_sections
+from evaluation.compare.report.quality import quality_section, quality_texts
 from evaluation.compare.report.sections import Sections, meta_of
 from evaluation.compare.results import results_of
 from evaluation.inputs import clusters_of
 from evaluation.judges.people import are_people
 from evaluation.policies import TRAINED, policy_styles
-from evaluation.statistics.corrected import CorrectedWinRate, corrected_win_rates
+from evaluation.statistics.corrected import corrected_win_rates
 from evaluation.statistics.results import JudgeSummary, Summary
 from evaluation.statistics.summary import summarise
 from evaluation.verdicts import Response, Verdict
@@ -89,7 +89,7 @@ def render(
         answer=answer_of_run(results) if results else answer_of(summary, styles),
         sections=(
             *Sections(summary, styles).all(),
-            *quality_sections(entries, corrected),
+            *quality_section(entries, corrected),
             *([hacking_section(results.hacking, results.names)] if results and results.hacking else []),
             *_measures(comparison, styles),
             Section("samples", "Samples side by side", (_about_samples(samples), samples)),
@@ -99,7 +99,8 @@ def render(
         styles=tuple(styles.values()),
         warnings=warnings_of(comparison, summary, styles),
     )
-    return render_page(page), clean_json(_report(comparison, page, samples, as_json(summary), corrected))
+    judges = {"corrected": as_json(corrected), "judge_quality": quality_texts(entries, corrected)}
+    return render_page(page), clean_json(_report(comparison, page, samples, as_json(summary)) | judges)
 
 
 def summary_of(comparison: ComparisonFolder) -> Summary:
@@ -140,19 +141,12 @@ def _origins(comparison: ComparisonFolder) -> Section:
     return Section("made", "How it was made, and where the numbers come from", (about, *tables))
 
 
-def _report(
-    comparison: ComparisonFolder,
-    page: Page,
-    samples: Samples,
-    summary: dict[str, Any],
-    corrected: Sequence[CorrectedWinRate],
-) -> dict[str, Any]:
+def _report(comparison: ComparisonFolder, page: Page, samples: Samples, summary: dict[str, Any]) -> dict[str, Any]:
     return {
         "comparison": comparison.name,
         "answer": as_json(page.answer),
         "warnings": list(page.warnings),
         "summary": summary,
-        "corrected": as_json(corrected),
         "measures": dict(comparison.measures),
         "samples": {
             "num_shown": len(samples.prompts),

@@ -112,36 +112,30 @@ def write_quality(folder: Path, quality: JudgeQuality) -> None:
     write_json(folder / QUALITY, as_json(quality))
 
 
-def quality_sections(entries: Sequence[Mapping[str, Any]], corrected: Sequence[CorrectedWinRate]) -> list[Section]:
-    """Returns what a comparison's page says of its judges: their figures, from compare.json's entries, and win rates
-    that people's verdicts correct.
+def quality_section(entries: Sequence[Mapping[str, Any]], corrected: Sequence[CorrectedWinRate]) -> list[Section]:
+    """Returns what a comparison's page says of its judges: figures from compare.json's entries, and win rates that
+    people's verdicts correct.
     """
-    parts: list[Part] = []
-    for entry in entries:
-        if "quality" in entry:
-            quality = record_of(entry["quality"], JudgeQuality, f"judge {entry['name']!r}")
-            parts += [Note(" ".join([agreement_text(quality), *findings(quality)]))]
-            parts += [_table(f"Of {entry['name']}", figure_rows(quality))]
-    if corrected:
-        parts += [Note(ABOUT_CORRECTED), *(Note(corrected_text(one)) for one in corrected)]
+    parts: list[Part] = [Note(text) for text in quality_texts(entries, corrected)]
+    parts += [_table(f"Of {quality.judge['name']}", figure_rows(quality)) for quality in _known(entries)]
+    parts += [Note(ABOUT_CORRECTED, "aside")] if corrected else []
     return [Section("judge-quality", "How good the judges are", tuple(parts))] if parts else []
 
 
 ABOUT_CORRECTED = (
     "People judged some of the prompts too, which corrects a judge's win rates (prediction-powered inference, arXiv"
-    " 2301.09633), if their prompts are a random sample of all. These intervals are 95% intervals without Holm's"
-    " correction."
+    " 2301.09633), if these are a random sample. The intervals are 95% intervals without Holm's correction."
 )
 
 
-def quality_texts(report: Mapping[str, Any]) -> list[str]:
-    """Returns what the terminal says of a comparison's judges, from its report.json."""
-    texts = []
-    for entry in report["settings"]["judges"]:
-        if "quality" in entry:
-            quality = record_of(entry["quality"], JudgeQuality, f"judge {entry['name']!r}")
-            texts.append(" ".join([agreement_text(quality), *findings(quality)]))
-    return texts + [corrected_text(record_of(one, CorrectedWinRate, "corrected")) for one in report["corrected"]]
+def quality_texts(entries: Sequence[Mapping[str, Any]], corrected: Sequence[CorrectedWinRate]) -> list[str]:
+    """Returns a text per judge with known figures, and one per corrected win rate."""
+    texts = [" ".join([agreement_text(quality), *findings(quality)]) for quality in _known(entries)]
+    return texts + [corrected_text(one) for one in corrected]
+
+
+def _known(entries: Sequence[Mapping[str, Any]]) -> list[JudgeQuality]:
+    return [record_of(one["quality"], JudgeQuality, f"judge {one['name']!r}") for one in entries if "quality" in one]
 
 
 def corrected_text(one: CorrectedWinRate) -> str:

@@ -143,6 +143,27 @@ def test_a_judge_of_its_own_responses_is_found(tmp_path: Path) -> None:
     assert (another.own.num_pairs, math.isnan(another.own.difference.mean)) == (0, True)
 
 
+def test_rankings_become_pairs_by_hand(tmp_path: Path) -> None:
+    ranks = [[[1, 2, 3], [1, 3, 2]], [[2, 1, 2], [2, 1, 3]], [[1, 1, 2], [3, 2, 1]]]
+    rows = [
+        {"task_id": f"t{t}", "prompt": [{"role": "user", "content": f"bird {t}"}], "ranks": ranks, "labeler": labeler,
+         "responses": [f"{t}a", f"{t}b", f"{t}c"]}
+        for t, of_task in enumerate(ranks) for labeler, ranks in zip(("ann", "bob"), of_task, strict=True)
+    ]  # fmt: skip
+    scores = {"0a": 3.0, "0b": 2.0, "0c": 0.5, "1a": 0.0, "1b": 1.0, "1c": 1.0, "2a": 5.0, "2b": 1.0, "2c": 3.0}
+    found = measured(scoring(scores.__getitem__), file_of(tmp_path / "rankings.jsonl", rows))
+    leads = [1, 2.5, 1.5, 1, 2.5, -1.5, 1, 0, 1, 0, -1, 2, -2, -4, -2, 2]
+    right = sum(lead > 0 for lead in leads) + 0.5 * sum(lead == 0 for lead in leads)
+    assert (found.agreement.mean, found.agreement.num_pairs) == (pytest.approx(right / 16), 16)
+    assert found.decided.mean == pytest.approx((right - 1) / 14)
+    # Ann and Bob order 2 of 3 pairs of t0 alike, 2 of 2 of t1, and none of 2 of t2.
+    assert (found.num_tied, found.people.mean) == (2, pytest.approx(4 / 7))
+    assert found.ceiling.mean == pytest.approx((1 + math.sqrt(1 / 7)) / 2)
+    tied = file_of(tmp_path / "tied.jsonl", [{**rows[0], "ranks": [1, 1, 1]}])
+    with pytest.raises(ValueError, match="people preferred no response to another"):
+        measured(scoring(len), tied)
+
+
 def test_people_among_themselves_files_and_categories(tmp_path: Path) -> None:
     ranked: Rows = [
         {"task_id": f"t{t}", "prompt": [{"role": "user", "content": f"bird {t}"}], "ranks": ranks, "labeler": labeler,

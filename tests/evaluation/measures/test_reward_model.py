@@ -12,10 +12,8 @@ from evaluation.measures.reward_model import (
     ScoredPairs,
     best_scale,
     calibration,
-    heldout_only,
     highest_accuracy,
     read_judged,
-    scored_pairs,
 )
 
 
@@ -95,26 +93,6 @@ def test_intervals_are_over_prompts() -> None:
     assert copied.scale.high == pytest.approx(once.scale.high)
 
 
-RANKINGS = [
-    {"task_id": f"t{t}", "prompt": [{"role": "user", "content": f"bird {t}"}], "ranks": ranks, "labeler": labeler,
-     "responses": ["a fox", "a dog", "a hand"]}
-    for t, of_task in enumerate([[[1, 2, 3], [1, 3, 2]], [[2, 1, 2], [2, 1, 3]], [[1, 1, 2], [3, 2, 1]]])
-    for labeler, ranks in zip(("ann", "bob"), of_task, strict=True)
-]  # fmt: skip
-
-
-def test_rankings_become_pairs_by_hand(tmp_path: Path) -> None:
-    judged = read_judged(write(tmp_path / "rankings.jsonl", RANKINGS))
-    scores = {"t0": [3.0, 2.0, 0.5], "t1": [0.0, 1.0, 1.0], "t2": [5.0, 1.0, 3.0]}
-    pairs, num_tied = scored_pairs(judged.tasks, judged.rankings, lambda task, i, j: scores[task][i] - scores[task][j])
-    assert num_tied == 2
-    expected = [1, 2.5, 1.5, 1, 2.5, -1.5, 1, 0, 1, 0, -1, 2, -2, -4, -2, 2]
-    assert sorted(pairs.lead_N.tolist()) == sorted(expected)
-    found = calibration(pairs, seed=0).accuracy
-    right = sum(lead > 0 for lead in expected) + 0.5 * sum(lead == 0 for lead in expected)
-    assert (found.mean, found.num_pairs) == (pytest.approx(right / 16), 16)
-
-
 def test_nobody_foretells_more_than_the_ceiling() -> None:
     """Labelers who prefer the first with probability p: simulated agreement and best accuracy match the formula."""
     generator = np.random.default_rng(0)
@@ -128,10 +106,6 @@ def test_nobody_foretells_more_than_the_ceiling() -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    judged = read_judged(write(tmp_path / "rankings.jsonl", RANKINGS))
-    with pytest.raises(ValueError, match="keeps none of 6 rankings"):
-        heldout_only(judged, 0.0, 0)
-    assert len(heldout_only(judged, 1.0, 0).rankings) == 6
     with pytest.raises(ValueError, match="no known format"):
         read_judged(write(tmp_path / "odd.jsonl", [{"text": "a"}]))
     with pytest.raises(ValueError, match=r"lead_N\[1\] is not a finite number"):

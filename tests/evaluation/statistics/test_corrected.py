@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.judge_worlds import WORLDS, intervals
 from evaluation.compare.report.page import write_comparison_report
-from evaluation.compare.report.quality import quality_texts
 from evaluation.statistics.corrected import MIN_LABELLED, corrected
 from evaluation.verdicts import Response, Verdict, write_rows
 
@@ -96,7 +95,7 @@ def test_a_comparison_reports_them_where_people_judged_a_part(tmp_path: Path) ->
         200,
     )
     assert found["win_rate"]["mean"] == pytest.approx(0.5)  # not the judge's 100%
-    (text,) = quality_texts(report)
+    (text,) = report["judge_quality"]
     assert "length corrected by people on 40 of 200 prompts: long over short 50.0%" in text
     assert "no difference shown" in text
     assert text in (tmp_path / "some/report.html").read_text()
