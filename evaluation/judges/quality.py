@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,25 +20,26 @@ from evaluation.judges.judge import Judge, Pair, refuse_too_many_failures
 from evaluation.judges.people import PeopleJudge
 from evaluation.measures.reward_model import (
     Calibration,
-    Judgments,
     ScoredPairs,
     accuracy_of,
     by_category,
     calibration,
     category_of_task,
     highest_accuracy,
-    read_judged,
 )
 from evaluation.statistics.results import Flips, PositionBias
 from evaluation.statistics.significance import GainTest
 from evaluation.statistics.summary import flips, position_bias
 from evaluation.verdicts import Response, Verdict, comparisons_of
-from files.hashes import json_hash
+from files.hashes import file_hash, json_hash
 from files.records import as_json, read_record
+from files.rows import read_source
+from preferences.formats.merging import collect_all, report_excluded
 from preferences.formats.parts import as_turns
+from preferences.formats.registry import AUTO, read_as
 from preferences.records import Ranking, Task
 from preferences.statistics.agreement import pairwise_agreement
-from preferences.statistics.estimates import UNKNOWN, Floats, Interval, Ints, Share
+from preferences.statistics.estimates import UNKNOWN, Interval, Share
 from preferences.statistics.intervals import prompt_numbers
 from reward.endpoint import OnProgress
 from training.data import Prompt
@@ -48,11 +49,20 @@ DEPENDS = ("kind", "spec", "sha256", "template_sha256", "rubric_sha256")  # on t
 
 
 @dataclass(frozen=True)
+class Judgments:
+    """Tasks with people's valid rankings, the files' SHA-256 by path, and their readers' warnings, counted by kind."""
+
+    tasks: Mapping[str, Task]
+    rankings: tuple[Ranking, ...]
+    files: Mapping[str, str]
+    warnings: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Effect:
     """How often the judge and how often people prefer one kind of response, on the same pairs; ties count half.
 
-    `difference` is the judge's share minus people's, with a 95% interval over prompts; above 0, the judge prefers this
-    kind more than people do.
+    `difference` is the judge's share minus people's, with a 95% interval over prompts.
     """
 
     judge: float
@@ -65,11 +75,10 @@ class Effect:
 class JudgeQuality:
     """All figures of one judge on pairs that people judged; `key` identifies the judge (`judge_key`).
 
-    `agreement` counts a judge's ties as half; `decided` leaves them out. `by_group` is the agreement by file and
-    category. `people` is how often two people order a pair alike, and `ceiling` the highest agreement that it allows.
-    `length` is for the longer response, `own` for the response that the judge itself wrote. Only a reward model has a
-    `calibration`. `num_tied` counts people's ties, and `num_failed` the tasks left out because the judge gave no
-    verdict.
+    `agreement` counts the judge's ties as half, `decided` leaves them out. `people` is how often two people order a
+    pair alike, and `ceiling` the highest agreement that this allows. `length` is for the longer response, `own` for one
+    that the judge wrote. Only a reward model has a `calibration`. `num_tied` counts people's ties, `num_failed` tasks
+    without a verdict.
     """
 
     judge: Mapping[str, Any]
@@ -90,36 +99,37 @@ class JudgeQuality:
     warnings: Mapping[str, int]
 
 
-def read_labelled(sources: Sequence[str]) -> Judgments:
-    """Reads people's rankings of all files, FILE or NAME=FILE. A task's `subset` is then its file and category.
+def read_labelled(sources: Sequence[str], max_tasks: int = 0) -> Judgments:
+    """Reads people's rankings of all files, FILE or NAME=FILE, in any format of docs/labels-formats.md. A task's
+    `subset` is then its file and category. `max_tasks` of them are kept, evenly spread over all; 0 keeps all.
 
-    Raises: ValueError as `read_judged` does.
+    Raises: ValueError naming file, line and field; for rows in an unknown format, and if a file holds no judgment.
     """
     tasks: dict[str, Task] = {}
-    rankings, warnings = [], dict[str, int]()
+    rankings: dict[str, list[Ranking]] = defaultdict(list)
+    files, warnings = dict[str, str](), Counter[str]()
     for name, source in named_specs(sources, "file"):
-        judged = read_judged(source)
-        for task in judged.tasks.values():
+        chosen, rows = read_as(AUTO, read_source(source), source)
+        collected = collect_all(chosen, rows)
+        report_excluded(collected)
+        files[source] = file_hash(Path(source)) if Path(source).is_file() else ""
+        warnings.update(collected.report.counts())
+        found, known = collected.rankings, collected.tasks
+        if not found:
+            raise ValueError(f"{source}: {collected.report.num_rows} rows, but no valid ranking")
+        for ranking in found:
+            task_id, task = f"{name}/{ranking.task_id}", known[ranking.task_id]
+            rankings[task_id].append(replace(ranking, task_id=task_id))
             category = category_of_task(task)
             group = category if len(sources) == 1 else name if category == task.objective else f"{name}: {category}"
-            task_id = f"{name}/{task.task_id}"
             tasks[task_id] = replace(task, task_id=task_id, details={**task.details, "subset": group})
-        rankings += [replace(ranking, task_id=f"{name}/{ranking.task_id}") for ranking in judged.rankings]
-        warnings |= {kind: warnings.get(kind, 0) + num for kind, num in judged.warnings.items()}
-    return Judgments(tasks, tuple(rankings), warnings)
+    num = min(max_tasks or len(tasks), len(tasks))
+    kept = [[*tasks][place * len(tasks) // num] for place in range(num)]
+    of_kept = tuple(ranking for one in kept for ranking in rankings[one])
+    return Judgments({one: tasks[one] for one in kept}, of_kept, files, warnings)
 
 
-def sampled(judged: Judgments, max_tasks: int) -> Judgments:
-    """Keeps the rankings of at most this many tasks, evenly spread over all; 0 keeps all."""
-    task_ids = list(dict.fromkeys(ranking.task_id for ranking in judged.rankings))
-    num = min(max_tasks or len(task_ids), len(task_ids))
-    kept = {task_ids[place * len(task_ids) // num] for place in range(num)}
-    return replace(judged, rankings=tuple(ranking for ranking in judged.rankings if ranking.task_id in kept))
-
-
-def measure_judge(
-    judge: Judge, judged: Judgments, files: Mapping[str, str], max_failed_share: float, on_progress: OnProgress
-) -> JudgeQuality:
+def measure_judge(judge: Judge, judged: Judgments, max_failed_share: float, on_progress: OnProgress) -> JudgeQuality:
     """Asks the judge about every two responses that people ranked.
 
     Raises: ValueError for people as the judge, if more than this share of its verdicts fail, and if people preferred no
@@ -127,20 +137,19 @@ def measure_judge(
     """
     if isinstance(judge, PeopleJudge):
         raise ValueError(f"judge {judge.name!r}: {judge.spec} are people; a judge to compare with people was expected")
-    tasks = {ranking.task_id: judged.tasks[ranking.task_id] for ranking in judged.rankings}
-    verdicts = judge.judge([pair for task in tasks.values() for pair in _pairs(task)], on_progress)
+    verdicts = judge.judge([pair for task in judged.tasks.values() for pair in _pairs(task)], on_progress)
     refuse_too_many_failures(verdicts, max_failed_share)
     failed = {verdict.prompt_id for verdict in verdicts if verdict.failure}
     standing = [verdict for verdict in verdicts if verdict.prompt_id not in failed]
     rankings = [ranking for ranking in judged.rankings if ranking.task_id not in failed]
-    votes = _Votes.of(rankings, tasks, standing)
-    pairs, people, described = votes.untied(rankings, tasks), pairwise_agreement(rankings), judge.describe()
+    votes, tasks, described = _votes(rankings, standing), judged.tasks, judge.describe()
+    pairs, people = _scored_pairs([vote for vote in votes if vote.people != 0.5], tasks), pairwise_agreement(rankings)
     first: dict[Any, str] = {}
     clusters = {task.task_id: first.setdefault(task.prompt, task.task_id) for task in tasks.values()}
     return JudgeQuality(
         judge=described,
         key=judge_key(described),
-        files=files,
+        files=judged.files,
         agreement=accuracy_of(pairs, np.ones(len(pairs), dtype=bool)),
         decided=accuracy_of(pairs, pairs.lead_N != 0),
         by_group=by_category(pairs),
@@ -148,73 +157,72 @@ def measure_judge(
         ceiling=Interval(*(highest_accuracy(value) for value in (people.mean, people.low, people.high))),
         position=position_bias(comparisons_of(standing, clusters=clusters)),
         flips=flips(standing, clusters),
-        length=votes.effect(lambda ranking, place: len(ranking.responses[place])),
-        own=votes.effect(lambda ranking, place: _is_by(described, tasks[ranking.task_id].sources[place])),
+        length=_effect(votes, lambda ranking, place: len(ranking.responses[place])),
+        own=_effect(votes, lambda ranking, place: _is_by(described, tasks[ranking.task_id].sources[place])),
         calibration=calibration(pairs, seed=0) if described["kind"] == "reward model" else None,
-        num_tied=len(votes.rows) - len(pairs),
+        num_tied=len(votes) - len(pairs),
         num_failed=len(failed),
         warnings=judged.warnings,
     )
 
 
-@dataclass(frozen=True)
-class _Votes:
-    """People's preferences for the first of two responses, one row per person and pair, with the judge's as columns.
-
-    `rows` are rankings with the places of two responses; `lead_N` is the first one's score minus the second's, or for a
-    judge without scores twice its preference minus 1.
+class _Vote(NamedTuple):
+    """A person's and the judge's preference, from 0 to 1, for the response at `i` over that at `j`, and how far the
+    judge's score of the first leads; for a judge without scores, twice its preference minus 1.
     """
 
-    rows: Sequence[tuple[Ranking, int, int]]
-    people_N: Floats
-    judge_N: Floats
-    lead_N: Floats
-    prompt_N: Ints
+    ranking: Ranking
+    i: int
+    j: int
+    people: float
+    judge: float
+    lead: float
 
-    @classmethod
-    def of(cls, rankings: Sequence[Ranking], tasks: Mapping[str, Task], verdicts: Sequence[Verdict]) -> "_Votes":
-        found: dict[tuple[str, int, int], list[Verdict]] = defaultdict(list)
-        for verdict in verdicts:
-            found[verdict.prompt_id, int(verdict.policy_a) - 1, int(verdict.policy_b) - 1].append(verdict)
-        rows = [(ranking, i, j) for ranking in rankings for i, j in combinations(range(len(ranking.ranks)), 2)]
-        of_rows = [found[ranking.task_id, i, j] for ranking, i, j in rows]
-        judge_N = np.array([np.mean([one.preference_a for one in both]) for both in of_rows])
-        score_N = np.array([both[0].score_a - both[0].score_b for both in of_rows])
-        return cls(
-            rows,
-            np.array([(1 + np.sign(ranking.ranks[j] - ranking.ranks[i])) / 2 for ranking, i, j in rows]),
-            judge_N,
-            np.where(np.isnan(score_N), 2 * judge_N - 1, score_N),
-            prompt_numbers([tasks[ranking.task_id].prompt for ranking, _, _ in rows]),
-        )
 
-    def untied(self, rankings: Sequence[Ranking], tasks: Mapping[str, Task]) -> ScoredPairs:
-        """Returns the rows that people did not tie. Raises: ValueError if there are none."""
-        kept_N = self.people_N != 0.5
-        of_rows = [ranking for (ranking, _, _), kept in zip(self.rows, kept_N, strict=True) if kept]
-        if not of_rows:
-            raise ValueError("people preferred no response to another; at least one pair was expected")
-        num_labelers = Counter(ranking.task_id for ranking in rankings)
-        groups = [category_of_task(tasks[ranking.task_id]) for ranking in of_rows]
-        return ScoredPairs(
-            lead_N=(self.lead_N * (2 * self.people_N - 1))[kept_N],
-            prompt_N=self.prompt_N[kept_N],
-            task_N=prompt_numbers([ranking.task_id for ranking in of_rows]),
-            responses_N=np.array([len(ranking.responses) for ranking in of_rows]),
-            labelers_N=np.array([num_labelers[ranking.task_id] for ranking in of_rows]),
-            category_N=prompt_numbers(groups),
-            categories=tuple(dict.fromkeys(groups)),
-        )
+def _votes(rankings: Sequence[Ranking], verdicts: Sequence[Verdict]) -> list[_Vote]:
+    """Returns a row per person and pair. The judge's preference is its mean over both orders."""
+    found: dict[tuple[str, str, str], list[Verdict]] = defaultdict(list)
+    for verdict in verdicts:
+        found[verdict.prompt_id, verdict.policy_a, verdict.policy_b].append(verdict)
+    votes = []
+    for ranking in rankings:
+        for i, j in combinations(range(len(ranking.ranks)), 2):
+            both = found[ranking.task_id, str(i), str(j)]
+            judge, lead = float(np.mean([one.preference_a for one in both])), both[0].score_a - both[0].score_b
+            people = (1 + float(np.sign(ranking.ranks[j] - ranking.ranks[i]))) / 2
+            votes.append(_Vote(ranking, i, j, people, judge, 2 * judge - 1 if math.isnan(lead) else lead))
+    return votes
 
-    def effect(self, value: Callable[[Ranking, int], float]) -> Effect:
-        """Returns the effect for the response with the larger value; pairs with equal values are left out."""
-        sign_N = np.array([np.sign(float(value(ranking, i)) - value(ranking, j)) for ranking, i, j in self.rows])
-        kept_N = sign_N != 0
-        if not kept_N.any():
-            return Effect(math.nan, math.nan, UNKNOWN, 0)
-        judge_N, people_N = (np.where(sign_N > 0, of_N, 1 - of_N)[kept_N] for of_N in (self.judge_N, self.people_N))
-        difference = GainTest(judge_N - people_N, self.prompt_N[kept_N], seed=0).interval()
-        return Effect(float(judge_N.mean()), float(people_N.mean()), difference, len(judge_N))
+
+def _scored_pairs(votes: Sequence[_Vote], tasks: Mapping[str, Task]) -> ScoredPairs:
+    """Returns votes without ties as columns. Raises: ValueError if there are none."""
+    if not votes:
+        raise ValueError("people preferred no response to another; at least one pair was expected")
+    task_ids = [vote.ranking.task_id for vote in votes]
+    judged_by = Counter((vote.ranking.task_id, vote.i, vote.j) for vote in votes)
+    groups = [category_of_task(tasks[task_id]) for task_id in task_ids]
+    return ScoredPairs(
+        lead_N=np.array([vote.lead * (2 * vote.people - 1) for vote in votes]),
+        prompt_N=prompt_numbers([vote.ranking.prompt for vote in votes]),
+        task_N=prompt_numbers(task_ids),
+        responses_N=np.array([len(vote.ranking.responses) for vote in votes]),
+        labelers_N=np.array([judged_by[vote.ranking.task_id, vote.i, vote.j] for vote in votes]),
+        category_N=prompt_numbers(groups),
+        categories=tuple(dict.fromkeys(groups)),
+    )
+
+
+def _effect(votes: Sequence[_Vote], value: Callable[[Ranking, int], float]) -> Effect:
+    """Returns the effect for the response with the larger value; pairs with equal values are left out."""
+    ahead = [float(value(vote.ranking, vote.i)) - value(vote.ranking, vote.j) for vote in votes]
+    rows = [(vote.judge, vote.people) if lead > 0 else (1 - vote.judge, 1 - vote.people)
+            for vote, lead in zip(votes, ahead, strict=True) if lead]  # fmt: skip
+    if not rows:
+        return Effect(math.nan, math.nan, UNKNOWN, 0)
+    judge_N, people_N = np.array(rows).T
+    prompts = [vote.ranking.prompt for vote, lead in zip(votes, ahead, strict=True) if lead]
+    difference = GainTest(judge_N - people_N, prompt_numbers(prompts), seed=0).interval()
+    return Effect(float(judge_N.mean()), float(people_N.mean()), difference, len(rows))
 
 
 def judge_key(described: Mapping[str, Any]) -> str:
@@ -228,36 +236,34 @@ def judge_key(described: Mapping[str, Any]) -> str:
 
 
 def add_quality(entries: Sequence[dict[str, Any]], folders: Sequence[Path]) -> None:
-    """Adds the figures of `heed judge-quality` in each folder to the entries of compare.json of the judges that they
-    are about.
+    """Adds the figures in folders of `heed judge-quality` to the entries of compare.json of the same judges.
 
     Raises: ValueError for a folder without figures, and for figures of a judge that has no entry.
     """
-    for folder in folders:
-        path = folder / QUALITY
+    for path in (folder / QUALITY for folder in folders):
         if not path.is_file():
             raise ValueError(f"{path}: no such file; the folder of `heed judge-quality` was expected")
         quality = read_record(path, JudgeQuality)
         own = [entry for entry in entries if judge_key(entry) == quality.key]
         if not own:
+            names = ", ".join(entry["name"] for entry in entries)
             raise ValueError(
-                f"{path}: it holds figures of the judge {quality.judge['spec']}, which is none of"
-                f" {', '.join(entry['name'] for entry in entries)} (by kind, spec and the hashes of files); figures of"
-                " one of these were expected"
+                f"{path}: it holds figures of the judge {quality.judge['spec']}; those of one of {names} were expected,"
+                " of the same kind and spec, and with the same hashes"
             )
         for entry in own:
             entry["quality"] = as_json(quality)
 
 
 def _pairs(task: Task) -> list[Pair]:
-    """Returns every two responses of a task; a response's policy is its place, from 1."""
+    """Returns every two responses of a task; a response's policy is its place."""
     prompt = Prompt(prompt_id=task.task_id, messages=tuple(as_turns(task.prompt)), kind=category_of_task(task))
-    responses = [Response(str(place), task.task_id, 0, text) for place, text in enumerate(task.responses, 1)]
+    responses = [Response(str(place), task.task_id, 0, text) for place, text in enumerate(task.responses)]
     return [Pair(prompt, a, b) for a, b in combinations(responses, 2)]
 
 
 def _is_by(described: Mapping[str, Any], source: str) -> bool:
     """Whether the judge wrote a response: its name, or its model's, is the source's."""
-    spec = str(described.get("spec", ""))
+    spec = str(described["spec"])
     names = (str(described["name"]), spec.rpartition("#")[2], Path(spec).stem)
     return source.casefold() in {name.casefold() for name in names}

@@ -9,17 +9,13 @@ Shape letters: N pairs, P prompts, B bins, S draws.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import scipy
 
-from files.rows import read_source
-from preferences.formats.merging import ImportedLabels, collect_all, report_excluded
-from preferences.formats.registry import AUTO, read_as
-from preferences.records import Ranking, Task
+from preferences.records import Task
 from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints, Share
 from preferences.statistics.intervals import Tally, clustered_mean, clustered_shares
 
@@ -206,29 +202,6 @@ def best_scale(pairs: ScoredPairs) -> Interval:
 
 
 CATEGORY_FIELDS = ("subset", "category", "domain", "kind")  # of a task's details; the first present one counts
-
-
-@dataclass(frozen=True)
-class Judgments:
-    """Tasks with their valid rankings."""
-
-    tasks: Mapping[str, Task]
-    rankings: tuple[Ranking, ...]
-    warnings: Mapping[str, int]
-
-
-def read_judged(source: str) -> Judgments:
-    """Reads a file's valid rankings, in any format of docs/labels-formats.md.
-
-    Raises: ValueError naming file, line and field; for rows in an unknown format, and if none holds a judgment.
-    """
-    chosen, rows = read_as(AUTO, read_source(source), source)
-    collected: ImportedLabels = collect_all(chosen, rows)
-    report_excluded(collected)
-    rankings = tuple(collected.rankings)
-    if not rankings:
-        raise ValueError(f"{source}: {collected.report.num_rows} rows, but no valid ranking")
-    return Judgments(collected.tasks, rankings, collected.report.counts())
 
 
 def highest_accuracy(agreement: float) -> float:

@@ -6,6 +6,7 @@ Shape letters: P prompts of the judge, L those that people judged too, C cluster
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import scipy
@@ -41,26 +42,20 @@ class CorrectedWinRate:
 def corrected_win_rates(
     summary: Summary, verdicts: Sequence[Verdict], people: Sequence[str], clusters: Clusters
 ) -> list[CorrectedWinRate]:
-    """Returns the corrected win rate of each pair of each judge, for each of the judges that are `people`, in the order
-    of the summary; none where people judged fewer than MIN_LABELLED clusters, or all of its prompts.
+    """Returns the corrected win rate of each pair of each judge, for each of the judges that are `people`; none where
+    people judged fewer than MIN_LABELLED clusters, or all of its prompts.
     """
     found = []
-    for judge in summary.judges:
-        for person in people if judge.judge not in people else ():
-            for pair in judge.pairs:
-                policies = pair.policy_a, pair.policy_b
-                by_judge, by_people = (_preferences(verdicts, name, *policies) for name in (judge.judge, person))
-                labelled = by_judge.keys() & by_people.keys()
-                num_clusters = len({clusters.get(prompt, prompt) for prompt in labelled})
-                if num_clusters >= MIN_LABELLED and len(labelled) < len(by_judge):
-                    names = list(by_judge)
-                    f_P, y_P = (np.array([of.get(name, math.nan) for name in names]) for of in (by_judge, by_people))
-                    rate, weight = corrected(f_P, y_P, places_of(names, clusters))
-                    found.append(
-                        CorrectedWinRate(
-                            judge.judge, person, *policies, rate, weight, len(labelled), num_prompts=len(names)
-                        )
-                    )
+    judges = [(one.judge, pair) for one in summary.judges if one.judge not in people for pair in one.pairs]
+    for (judge, pair), person in product(judges, people):
+        policies = pair.policy_a, pair.policy_b
+        f, y = (_preferences(verdicts, name, *policies) for name in (judge, person))
+        cluster_P = places_of(list(f), clusters)
+        y_P = np.array([y.get(prompt, math.nan) for prompt in f])
+        num_labelled = int((~np.isnan(y_P)).sum())
+        if num_labelled < len(f) and len(np.unique(cluster_P[~np.isnan(y_P)])) >= MIN_LABELLED:
+            rate, weight = corrected(np.array(list(f.values())), y_P, cluster_P)
+            found.append(CorrectedWinRate(judge, person, *policies, rate, weight, num_labelled, len(f)))
     return found
 
 

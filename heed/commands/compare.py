@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from evaluation.compare.comparing import Outcome, Progress
     from evaluation.compare.folder import Settings
     from evaluation.compare.judges import Asking, Judging
-    from evaluation.compare.report.quality import Rows
     from reward.endpoint import OnProgress
 
 LONGEST_NAME = 80
@@ -184,33 +183,25 @@ def judge_quality(
     See docs/comparing.md.
     """
     from evaluation.compare.judges import open_judges
-    from evaluation.compare.report.quality import agreement_text, figure_rows, findings, group_rows, write_quality
+    from evaluation.compare.report.quality import figure_rows, findings, write_quality
     from evaluation.inputs import named_specs
-    from evaluation.judges.quality import measure_judge, read_labelled, sampled
-    from files.hashes import file_hash
+    from evaluation.judges.quality import measure_judge, read_labelled
 
     ((name, _),) = named_specs([judge], "judge")
     folder = out or Path("runs") / f"judge-quality-{re.sub(r'[^A-Za-z0-9._-]+', '_', name)[:LONGEST_NAME]}"
     asking = asking_of(folder, None, 8, 120.0, 0.1)
     (opened,) = open_judges([judge], _judging_of(folder, asking, template, rubric, 1024, 1, 0), (), 2)
-    hashes = {source: file_hash(Path(source)) for _, source in named_specs(files, "file") if Path(source).is_file()}
+    labelled = read_labelled(files, max_tasks)
     with progress_bars() as progress:
-        judged = sampled(read_labelled(files), max_tasks)
-        quality = measure_judge(opened, judged, hashes, asking.max_failed_share, progress(f"judge {name}"))
+        quality = measure_judge(opened, labelled, asking.max_failed_share, progress(f"judge {name}"))
     write_quality(folder, quality)
-    results_console().print(_figures(figure_rows(quality)))
-    if groups := group_rows(quality):
-        results_console().print(_figures(groups))
-    for sentence in (agreement_text(quality), *findings(quality)):
+    figures = Table("", "95%", "", box=None, pad_edge=False)
+    for row in figure_rows(quality):
+        figures.add_row(*map(escape, row))
+    results_console().print(figures)
+    for sentence in findings(quality):
         results_console().print(sentence, markup=False)
     console.print(str(folder / "report.html"), markup=False)
-
-
-def _figures(rows: "Rows") -> Table:
-    table = Table("", "95%", "", box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    return table
 
 
 def asking_of(

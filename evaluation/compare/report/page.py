@@ -18,7 +18,7 @@ from typing import Any
 from evaluation.compare.folder import VERDICTS, ComparisonFolder, read_comparison
 from evaluation.compare.report.answer import Styles, answer_of, answer_of_run, warnings_of
 from evaluation.compare.report.measures import hacking_section, measure_tables
-from evaluation.compare.report.quality import quality_section, quality_texts
+from evaluation.compare.report.quality import quality_section
 from evaluation.compare.report.sections import Sections, meta_of
 from evaluation.compare.results import results_of
 from evaluation.inputs import clusters_of
@@ -82,6 +82,7 @@ def render(
     entries = comparison.settings.get("judges", [])
     people = [entry["name"] for entry in entries if are_people(entry)]
     corrected = corrected_win_rates(summary, comparison.verdicts, people, clusters_of(comparison.prompts))
+    quality, texts = quality_section(entries, corrected)
     page = Page(
         kicker="Heed comparison",
         title=comparison.name,
@@ -89,7 +90,7 @@ def render(
         answer=answer_of_run(results) if results else answer_of(summary, styles),
         sections=(
             *Sections(summary, styles).all(),
-            *quality_section(entries, corrected),
+            *quality,
             *([hacking_section(results.hacking, results.names)] if results and results.hacking else []),
             *_measures(comparison, styles),
             Section("samples", "Samples side by side", (_about_samples(samples), samples)),
@@ -99,7 +100,7 @@ def render(
         styles=tuple(styles.values()),
         warnings=warnings_of(comparison, summary, styles),
     )
-    judges = {"corrected": as_json(corrected), "judge_quality": quality_texts(entries, corrected)}
+    judges = {"corrected": as_json(corrected), "judge_quality": texts}
     return render_page(page), clean_json(_report(comparison, page, samples, as_json(summary)) | judges)
 
 

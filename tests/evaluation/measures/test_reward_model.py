@@ -1,8 +1,6 @@
 """Reward models with a known truth: calibrated, overconfident, and a real one on files in published formats."""
 
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ from evaluation.measures.reward_model import (
     best_scale,
     calibration,
     highest_accuracy,
-    read_judged,
 )
 
 
@@ -23,11 +20,6 @@ def pairs_of(leads: list[float], prompts: list[int] | None = None, categories: t
     prompt = place if prompts is None else np.array(prompts)
     category = place % len(categories)
     return ScoredPairs(np.array(leads), prompt, place, 2 * ones, ones, category, categories)
-
-
-def write(path: Path, rows: list[dict[str, object]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def test_by_hand() -> None:
@@ -105,8 +97,6 @@ def test_nobody_foretells_more_than_the_ceiling() -> None:
     assert highest_accuracy(0.45) == 0.5
 
 
-def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no known format"):
-        read_judged(write(tmp_path / "odd.jsonl", [{"text": "a"}]))
+def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"lead_N\[1\] is not a finite number"):
         calibration(pairs_of([1.0, math.nan]), seed=0)
