@@ -60,10 +60,7 @@ class Judgments:
 
 @dataclass(frozen=True)
 class Effect:
-    """How often the judge and how often people prefer one kind of response, on the same pairs; ties count half.
-
-    `difference` is the judge's share minus people's, with a 95% interval over prompts.
-    """
+    """How often the judge and people prefer one kind of response (ties: half), and the difference, judge - people."""
 
     judge: float
     people: float
@@ -73,12 +70,11 @@ class Effect:
 
 @dataclass(frozen=True)
 class JudgeQuality:
-    """All figures of one judge on pairs that people judged; `key` identifies the judge (`judge_key`).
+    """All figures of one judge (`judge_key`) on pairs that people judged.
 
     `agreement` counts the judge's ties as half, `decided` leaves them out. `people` is how often two people order a
     pair alike, and `ceiling` the highest agreement that this allows. `length` is for the longer response, `own` for one
-    that the judge wrote. Only a reward model has a `calibration`. `num_tied` counts people's ties, `num_failed` tasks
-    without a verdict.
+    that the judge wrote. Only a reward model has a `calibration`. `num_tied` counts people's ties.
     """
 
     judge: Mapping[str, Any]
@@ -167,8 +163,8 @@ def measure_judge(judge: Judge, judged: Judgments, max_failed_share: float, on_p
 
 
 class _Vote(NamedTuple):
-    """A person's and the judge's preference, from 0 to 1, for the response at `i` over that at `j`, and how far the
-    judge's score of the first leads; for a judge without scores, twice its preference minus 1.
+    """Preferences, from 0 to 1, for the response at `i` over that at `j`, and by how much its score leads (without
+    scores, twice the judge's preference minus 1).
     """
 
     ranking: Ranking
@@ -226,9 +222,7 @@ def _effect(votes: Sequence[_Vote], value: Callable[[Ranking, int], float]) -> E
 
 
 def judge_key(described: Mapping[str, Any]) -> str:
-    """Returns a hash of what a judge is, from `Judge.describe` or its entry in compare.json; its name and the folder
-    that it is in do not matter.
-    """
+    """Returns a hash of what a judge is, from its entry in compare.json; its name and folder do not matter."""
     about = {name: described[name] for name in DEPENDS if name in described}
     if "sha256" in about:
         about["spec"] = Path(about["spec"]).name
@@ -247,10 +241,8 @@ def add_quality(entries: Sequence[dict[str, Any]], folders: Sequence[Path]) -> N
         own = [entry for entry in entries if judge_key(entry) == quality.key]
         if not own:
             names = ", ".join(entry["name"] for entry in entries)
-            raise ValueError(
-                f"{path}: it holds figures of the judge {quality.judge['spec']}; those of one of {names} were expected,"
-                " of the same kind and spec, and with the same hashes"
-            )
+            expected = f"those of one of {names}, with the same kind, spec and hashes, were expected"
+            raise ValueError(f"{path}: it holds figures of the judge {quality.judge['spec']}; {expected}")
         for entry in own:
             entry["quality"] = as_json(quality)
 

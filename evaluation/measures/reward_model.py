@@ -54,16 +54,6 @@ class ScoredPairs:
 
 
 @dataclass(frozen=True)
-class MarginBin:
-    """Pairs with |Δ| from `low` to `high`: their mean confidence, and how often the model is right."""
-
-    low: float
-    high: float
-    confidence: float
-    accuracy: Share
-
-
-@dataclass(frozen=True)
 class CalibrationError:
     """ECE = Σ over bins of (share of the pairs) |accuracy - confidence|, over bins with equal numbers of pairs.
 
@@ -85,12 +75,10 @@ class Calibration:
     finite scale is best, because every pair is right or every pair is wrong.
     """
 
-    accuracy: Share
     overconfidence: Interval
     log_loss: Interval
     scale: Interval
     error: CalibrationError
-    bins: tuple[MarginBin, ...]
 
 
 def calibration(pairs: ScoredPairs, *, seed: int, num_bins: int = NUM_BINS) -> Calibration:
@@ -101,12 +89,10 @@ def calibration(pairs: ScoredPairs, *, seed: int, num_bins: int = NUM_BINS) -> C
         raise ValueError(f"lead_N[{int(np.argmin(np.isfinite(pairs.lead_N)))}] is not a finite number")
     bin_N = _bins(np.abs(pairs.lead_N), num_bins)
     return Calibration(
-        accuracy=accuracy_of(pairs, np.ones(len(pairs), dtype=bool)),
         overconfidence=clustered_mean(pairs.confidence_N - pairs.right_N, pairs.prompt_N),
         log_loss=clustered_mean(np.logaddexp(0.0, -pairs.lead_N), pairs.prompt_N),
         scale=best_scale(pairs),
         error=calibration_error(pairs, bin_N, seed=seed),
-        bins=tuple(_margin_bin(pairs, bin_N == number) for number in range(int(bin_N.max()) + 1)),
     )
 
 
@@ -140,12 +126,6 @@ def _bins(margin_N: Floats, num_bins: int) -> Ints:
     first = np.full(int(value_N.max()) + 1, num_bins)
     np.minimum.at(first, value_N, bin_N)
     return np.asarray(np.unique(first[value_N], return_inverse=True)[1], dtype=np.int64)
-
-
-def _margin_bin(pairs: ScoredPairs, chosen_N: npt.NDArray[np.bool_]) -> MarginBin:
-    margin = np.abs(pairs.lead_N[chosen_N])
-    confidence = float(pairs.confidence_N[chosen_N].mean())
-    return MarginBin(float(margin.min()), float(margin.max()), confidence, accuracy_of(pairs, chosen_N))
 
 
 def calibration_error(pairs: ScoredPairs, bin_N: Ints, *, seed: int) -> CalibrationError:

@@ -23,10 +23,8 @@ UNSEEN = 2  # labelled clusters on which people contradict the judge, at least, 
 
 @dataclass(frozen=True)
 class CorrectedWinRate:
-    """How often people would prefer a to b on all prompts of a judge, from its verdicts and people's on some of them.
-
-    `weight` is how much of the judge's verdicts is used: 1 as they are, 0 not at all (`corrected`). The interval is a
-    95% interval over prompts, without Holm's correction.
+    """How often people would prefer a to b on all prompts of a judge, with a 95% interval without Holm's correction.
+    `weight` is the judge's: 1 for its verdicts as they are, 0 for people's alone.
     """
 
     judge: str
@@ -64,14 +62,12 @@ def corrected(f_P: Floats, y_P: Floats, cluster_P: Ints) -> tuple[Interval, floa
 
         θ = λ·mean_P(f) + mean_L(y - λ·f),   λ = cov_L(y, f) / var_P(f), from 0 to 1
 
-    f is the judge's preference on each prompt, y people's, NaN where they did not judge. L must be a random sample of
-    P. λ = 1 is prediction-powered inference (Angelopoulos et al. 2023, arXiv 2301.09633), other weights are PPI++'s
-    (arXiv 2311.01453): a judge that predicts nothing gets 0. The variance sums each cluster's part of the error,
+    f is the judge's preference, y people's, NaN where they did not judge; L must be a random sample of P. λ = 1 is
+    arXiv 2301.09633, other weights are PPI++'s (arXiv 2311.01453). The variance sums each cluster's part of the error,
 
-        e_p = λ·(f_p - mean_P(f))/P + [p in L]·(y_p - λ·f_p - mean_L(y - λ·f))/L,
+        e_p = λ·(f_p - mean_P(f))/P + [p in L]·(y_p - λ·f_p - mean_L(y - λ·f))/L
 
-    with Student's quantile for the clusters of L minus 2. It is at least that of UNSEEN contradicted clusters of L: a
-    judge that people never contradicted on few prompts may still be wrong.
+    and is at least that of UNSEEN contradicted clusters of L. Student's quantile is for the clusters of L minus 2.
     """
     is_labelled_P = ~np.isnan(y_P)
     f_L, y_L = f_P[is_labelled_P], y_P[is_labelled_P]

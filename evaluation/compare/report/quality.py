@@ -21,10 +21,6 @@ from stages.reports.text import count_of, ends_of, number
 Rows = list[tuple[str, str, str]]  # what, the figure with its interval, and what it is about
 
 ALONE = "it scores each response alone: the order cannot move it"
-ABOUT_CORRECTED = (
-    "People judged some of the prompts too, which corrects a judge's win rates (prediction-powered inference, arXiv"
-    " 2301.09633), if these are a random sample. The intervals are 95% intervals without Holm's correction."
-)
 
 
 def findings(quality: JudgeQuality) -> list[str]:
@@ -73,32 +69,22 @@ def _calibration_rows(quality: JudgeQuality) -> Rows:
     if (found := quality.calibration) is None:
         return []
     error = found.error
-    rows = [
-        ("overconfidence", _interval(found.overconfidence), "mean confidence minus accuracy"),
-        ("ECE", number(error.found, 3), f"{number(error.if_calibrated, 3)} if calibrated; p = {error.p_value:.3f}"),
-        ("log-loss", _interval(found.log_loss), "nats per pair"),
-        ("best scale", _interval(found.scale), "factor on the scores; below 1 the model is overconfident"),
-    ]
-    for margin in found.bins:
-        ends = f"scores differ by {number(margin.low)} to {number(margin.high)}"
-        about = f"{margin.accuracy.num_pairs:,} judgments; confidence {margin.confidence:.1%}"
-        rows.append((ends, _share(margin.accuracy), about))
-    return rows
+    about = ("mean confidence minus accuracy", "nats per pair", "factor on scores; below 1 the model is overconfident")
+    values = {"overconfidence": found.overconfidence, "log-loss": found.log_loss, "best scale": found.scale}
+    named = zip(values.items(), about, strict=True)
+    rows = [(name, f"{number(value.mean, 3)} ({ends_of(value, 3)})", text) for (name, value), text in named]
+    return [*rows, ("ECE", number(error.found, 3), f"{number(error.if_calibrated, 3)} if calibrated")]
 
 
 def write_quality(folder: Path, quality: JudgeQuality) -> None:
     """Write quality.json and report.html."""
     share, (text, *more) = quality.agreement, findings(quality)
-    made = [(name, str(value), "") for name, value in {**quality.judge, **quality.files}.items()]
     page = Page(
         kicker="Heed judge quality",
         title=str(quality.judge["name"]),
         meta=(count_of(share.num_pairs, "judgment"), count_of(len(quality.files), "file")),
         answer=Answer("better" if share.low > 0.5 else "worse" if share.high < 0.5 else "unclear", text, tuple(more)),
-        sections=(
-            Section("figures", "How far it agrees with people, and what moves it", (_table(figure_rows(quality)),)),
-            Section("made", "The judge, and the files by SHA-256", (_table(made),)),
-        ),
+        sections=(Section("figures", "Agreement, and what moves it", (_table(figure_rows(quality)),)),),
         skip_to=("figures", "the figures"),
     )
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +101,6 @@ def quality_section(
     known = [record_of(one["quality"], JudgeQuality, f"judge {one['name']!r}") for one in entries if "quality" in one]
     texts = [" ".join(findings(quality)) for quality in known] + [corrected_text(one) for one in corrected]
     parts: list[Part] = [*map(Note, texts), *(_table(figure_rows(quality)) for quality in known)]
-    parts += [Note(ABOUT_CORRECTED, "aside")] if corrected else []
     return [Section("judge-quality", "How good the judges are", tuple(parts))] if parts else [], texts
 
 
@@ -125,7 +110,7 @@ def corrected_text(one: CorrectedWinRate) -> str:
     shown = "no difference shown" if low <= 0.5 <= high else f"{one.policy_a if low > 0.5 else one.policy_b} is better"
     return (
         f"{one.judge} corrected by {one.people} on {one.num_labelled:,} of {one.num_prompts:,} prompts:"
-        f" {one.policy_a} over {one.policy_b} {_share(one.win_rate)}, {shown} (weight of the judge {one.weight:.2f})."
+        f" {one.policy_a} over {one.policy_b} {_share(one.win_rate)}, {shown} (if these are a random sample)."
     )
 
 
@@ -140,10 +125,6 @@ def _share(share: Interval | Share | PositionBias) -> str:
         return "-"
     ends = "no interval" if math.isnan(share.low) else f"{100 * share.low:.1f} to {100 * share.high:.1f}"
     return f"{share.mean:.1%} ({ends})"
-
-
-def _interval(value: Interval) -> str:
-    return f"{number(value.mean, 3)} ({ends_of(value, 3)})"
 
 
 def _effect(effect: Effect) -> str:
