@@ -15,7 +15,7 @@ from scipy.special import expit
 
 from benchmarks.label_coverage import Covered
 from evaluation.measures.kl import ResponseKLs, summarise_kl
-from evaluation.measures.reward_model import ScoredPairs, calibration
+from evaluation.measures.reward_model import ScoredPairs, accuracy_of, calibration
 from preferences.statistics.estimates import Floats, Interval
 from research.over_optimisation.curves import Curve, Kind
 from research.over_optimisation.fits import fit_curve, gain_at
@@ -132,7 +132,7 @@ def calibration_coverage(
             generator = np.random.default_rng([seed, world])
             pairs = planted_pairs(sharpness, num_prompts=num_prompts, generator=generator)
             found = calibration(pairs, seed=world)
-            share = found.accuracy
+            share = accuracy_of(pairs, np.ones(len(pairs), dtype=bool))
             yield "accuracy", Interval(share.mean, share.low, share.high), accuracy
             yield "overconfidence", found.overconfidence, float(weight @ said) - accuracy
             yield "log-loss", found.log_loss, log_loss

@@ -20,7 +20,7 @@ from files.importing import imports_uncollected, missing_extra
 from heed.commands.arena import arena
 from heed.commands.chat import chat
 from heed.commands.classify import classify
-from heed.commands.compare import compare, judge_again, verdicts
+from heed.commands.compare import compare, judge_again, judge_quality, verdicts
 from heed.commands.complete import complete
 from heed.commands.evaluate import evaluate
 from heed.commands.export import export_app, merge_adapter
@@ -223,6 +223,7 @@ app.command(rich_help_panel=LOOK)(arena)
 app.command(rich_help_panel=LOOK)(compare)
 app.command(rich_help_panel=LOOK)(verdicts)
 app.command("judge", rich_help_panel=LOOK)(judge_again)
+app.command("judge-quality", rich_help_panel=LOOK)(judge_quality)
 app.command(rich_help_panel=LOOK)(evaluate)
 app.add_typer(export_app, name="export", rich_help_panel=TRAIN)
 app.add_typer(jobs_app, name="jobs", rich_help_panel=TRAIN)

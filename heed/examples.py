@@ -47,6 +47,11 @@ heed verdicts gpt-4=battles.jsonl --format arena --out runs/arena
 heed judge runs/mine/compare people:labels.sqlite
 heed judge runs/mine/compare strict=judge.py:score
 """,
+    "heed judge-quality": """
+heed judge-quality judge.py:score LLMBar/Natural/dataset.json --out runs/judge-quality
+heed judge-quality gpt-4=https://api.example.org/v1#gpt-4 mt_bench_human.jsonl --max-tasks 200
+heed judge-quality runs/mine/reward/model rankings.jsonl
+""",
     "heed evaluate": """
 heed evaluate runs/mine/sft/model runs/mine/ppo/model --suite gsm8k --data grade-school-math
 heed evaluate old=old.jsonl new=runs/mine/ppo/model --suite gsm8k --max-items 200
@@ -149,10 +154,6 @@ heed label backup --store labels.sqlite --out backups/2026-11-26.sqlite
     "heed label restore": """
 heed label restore backups/2026-11-26.sqlite --store restored.sqlite --current labels.sqlite
 heed label restore backups/2026-11-26.sqlite --store postgresql://heed@db/labels   # the store itself is lost
-""",
-    "heed measure reward": """
-heed measure reward runs/mine/reward/model rankings.jsonl
-heed measure reward runs/mine/reward/model rankings.jsonl --heldout-share 0.1 --seed 0 --json reward.json
 """,
     "heed measure kl": """
 heed measure kl runs/mine/ppo/model runs/mine/sft/model --prompts heldout_prompts.jsonl

@@ -1,6 +1,6 @@
 """Uses people as judges: comparisons become tasks in a label store, and the judgments so far become verdicts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,11 @@ class Coverage:
     num_tasks: int
     num_open: int
     num_judgments: int
+
+
+def are_people(entry: Mapping[str, Any]) -> bool:
+    """Whether a judge's entry in compare.json is of people: by its kind, or by the name of external judgments."""
+    return entry.get("kind") == "people" or (entry.get("kind") == "external" and entry["name"] == "people")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Measures a reward model against labelers' judgments, in any preference format including RewardBench and LLMBar: how
-often it is right, and whether its confidence matches its accuracy.
+"""Measures scores against labelers' judgments, in any preference format including RewardBench and LLMBar: how often a
+judge is right, and whether a reward model's confidence matches its accuracy.
 
 A pair is two responses, and a labeler prefers one of them. With score difference Δ, the model predicts that the
 higher-scored response is preferred with probability σ(|Δ|), between ½ and 1: its confidence. It is right if the
@@ -9,26 +9,15 @@ Shape letters: N pairs, P prompts, B bins, S draws.
 """
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import scipy
 
-from files.rows import read_source
-from preferences.formats.merging import ImportedLabels, collect_all, report_excluded
-from preferences.formats.registry import AUTO, read_as
-from preferences.rankings import is_heldout
-from preferences.records import Ranking, Task
-from preferences.statistics.agreement import pairwise_agreement
+from preferences.records import Task
 from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints, Share
-from preferences.statistics.intervals import Tally, clustered_mean, clustered_shares, prompt_numbers
-from reward.comparisons import encode_response
-from reward.scoring import RewardModel
+from preferences.statistics.intervals import Tally, clustered_mean, clustered_shares
 
 NUM_BINS = 10
 NUM_DRAWS = 2_000
@@ -65,16 +54,6 @@ class ScoredPairs:
 
 
 @dataclass(frozen=True)
-class MarginBin:
-    """Pairs with |Δ| from `low` to `high`: their mean confidence, and how often the model is right."""
-
-    low: float
-    high: float
-    confidence: float
-    accuracy: Share
-
-
-@dataclass(frozen=True)
 class CalibrationError:
     """ECE = Σ over bins of (share of the pairs) |accuracy - confidence|, over bins with equal numbers of pairs.
 
@@ -96,12 +75,10 @@ class Calibration:
     finite scale is best, because every pair is right or every pair is wrong.
     """
 
-    accuracy: Share
     overconfidence: Interval
     log_loss: Interval
     scale: Interval
     error: CalibrationError
-    bins: tuple[MarginBin, ...]
 
 
 def calibration(pairs: ScoredPairs, *, seed: int, num_bins: int = NUM_BINS) -> Calibration:
@@ -112,12 +89,10 @@ def calibration(pairs: ScoredPairs, *, seed: int, num_bins: int = NUM_BINS) -> C
         raise ValueError(f"lead_N[{int(np.argmin(np.isfinite(pairs.lead_N)))}] is not a finite number")
     bin_N = _bins(np.abs(pairs.lead_N), num_bins)
     return Calibration(
-        accuracy=accuracy_of(pairs, np.ones(len(pairs), dtype=bool)),
         overconfidence=clustered_mean(pairs.confidence_N - pairs.right_N, pairs.prompt_N),
         log_loss=clustered_mean(np.logaddexp(0.0, -pairs.lead_N), pairs.prompt_N),
         scale=best_scale(pairs),
         error=calibration_error(pairs, bin_N, seed=seed),
-        bins=tuple(_margin_bin(pairs, bin_N == number) for number in range(int(bin_N.max()) + 1)),
     )
 
 
@@ -151,12 +126,6 @@ def _bins(margin_N: Floats, num_bins: int) -> Ints:
     first = np.full(int(value_N.max()) + 1, num_bins)
     np.minimum.at(first, value_N, bin_N)
     return np.asarray(np.unique(first[value_N], return_inverse=True)[1], dtype=np.int64)
-
-
-def _margin_bin(pairs: ScoredPairs, chosen_N: npt.NDArray[np.bool_]) -> MarginBin:
-    margin = np.abs(pairs.lead_N[chosen_N])
-    confidence = float(pairs.confidence_N[chosen_N].mean())
-    return MarginBin(float(margin.min()), float(margin.max()), confidence, accuracy_of(pairs, chosen_N))
 
 
 def calibration_error(pairs: ScoredPairs, bin_N: Ints, *, seed: int) -> CalibrationError:
@@ -215,107 +184,6 @@ def best_scale(pairs: ScoredPairs) -> Interval:
 CATEGORY_FIELDS = ("subset", "category", "domain", "kind")  # of a task's details; the first present one counts
 
 
-@dataclass(frozen=True)
-class Judgments:
-    """Tasks with their valid rankings."""
-
-    tasks: Mapping[str, Task]
-    rankings: tuple[Ranking, ...]
-    warnings: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class RewardMeasures:
-    """`agreement` is how often two labelers order a pair alike (unknown if no task has two), and `ceiling` the highest
-    accuracy that it allows.
-
-    Pairs that a labeler tied and tasks that are too long for the model are left out and counted; `too_long` names the
-    first such task.
-    """
-
-    num_tasks: int
-    num_labelers: int
-    num_tied_pairs: int
-    num_too_long: int
-    too_long: str
-    warnings: Mapping[str, int]
-    calibration: Calibration
-    agreement: Share
-    ceiling: Interval
-    by_category: Mapping[str, Share]
-
-
-def read_judged(source: str, form: str = AUTO) -> Judgments:
-    """Reads a file's valid rankings; `form` is a format named in docs/labels-formats.md, or "auto".
-
-    Raises: ValueError naming file, line and field; for rows in an unknown format, and if none holds a judgment.
-    """
-    chosen, rows = read_as(form, read_source(source), source)
-    collected: ImportedLabels = collect_all(chosen, rows)
-    report_excluded(collected)
-    rankings = tuple(collected.rankings)
-    if not rankings:
-        raise ValueError(f"{source}: {collected.report.num_rows} rows, but no valid ranking")
-    return Judgments(collected.tasks, rankings, collected.report.counts())
-
-
-def heldout_only(judged: Judgments, share: float, seed: int) -> Judgments:
-    """Keeps rankings on prompts that a reward stage with this `heldout_share` and seed did not train on.
-
-    Raises: ValueError if there are none.
-    """
-    kept = tuple(ranking for ranking in judged.rankings if is_heldout(ranking.prompt, share, seed))
-    if not kept:
-        raise ValueError(f"a held-out share of {share} with seed {seed} keeps none of {len(judged.rankings)} rankings")
-    return Judgments(judged.tasks, kept, judged.warnings)
-
-
-def measure_reward_model(
-    folder: Path, judged: Judgments, *, seed: int, weights: Mapping[str, float] | None = None
-) -> RewardMeasures:
-    """Scores every response once and compares the scores with the rankings. `weights` apply to a model with several
-    objectives.
-
-    Raises: ValueError for a folder without a reward model, for weights that do not fit it, and if nothing is left to
-    measure.
-    """
-    judge = RewardModel.load(folder, weights)
-    ranked = {ranking.task_id: ranking for ranking in judged.rankings}
-    encoded = {
-        task_id: [encode_response(judge.tokenizer, ranking.prompt, response) for response in ranking.responses]
-        for task_id, ranking in ranked.items()
-    }
-    too_long = [task_id for task_id, sequences in encoded.items() if not all(map(judge.fits, sequences))]
-    for task_id in too_long:
-        del encoded[task_id]
-    flat = judge.score_sequences([sequence for sequences in encoded.values() for sequence in sequences])
-    scores: dict[str, list[float]] = {}
-    for task_id, sequences in encoded.items():
-        scores[task_id], flat = flat[: len(sequences)], flat[len(sequences) :]
-    return measures_of_scores(judged, scores, too_long, seed=seed)
-
-
-def measures_of_scores(
-    judged: Judgments, scores: Mapping[str, Sequence[float]], too_long: Sequence[str] = (), *, seed: int
-) -> RewardMeasures:
-    """Computes the measures from scores by task, one per response in canonical order; `too_long` tasks have none."""
-    rankings = [ranking for ranking in judged.rankings if ranking.task_id in scores]
-    pairs, num_tied = scored_pairs(judged.tasks, rankings, scores)
-    agreement = pairwise_agreement(rankings)
-    return RewardMeasures(
-        num_tasks=len(scores),
-        num_labelers=len({ranking.labeler for ranking in rankings}),
-        num_tied_pairs=num_tied,
-        num_too_long=len(too_long),
-        too_long=next(iter(too_long), ""),
-        warnings=judged.warnings,
-        calibration=calibration(pairs, seed=seed),
-        agreement=agreement,
-        ceiling=Interval(*(highest_accuracy(value) for value in (agreement.mean, agreement.low, agreement.high))),
-        by_category=by_category(pairs),
-    )
-
-
 def highest_accuracy(agreement: float) -> float:
     """Returns the highest possible accuracy if two labelers agree with each other this often: (1 + √(2a - 1)) / 2.
 
@@ -326,41 +194,7 @@ def highest_accuracy(agreement: float) -> float:
     return (1 + math.sqrt(max(0.0, 2 * agreement - 1))) / 2 if not math.isnan(agreement) else math.nan
 
 
-def scored_pairs(
-    tasks: Mapping[str, Task], rankings: Sequence[Ranking], scores: Mapping[str, Sequence[float]]
-) -> tuple[ScoredPairs, int]:
-    """Returns every untied pair of every ranking as columns, and the number of tied ones."""
-    task_ids = list(dict.fromkeys(ranking.task_id for ranking in rankings))
-    place = {task_id: number for number, task_id in enumerate(task_ids)}
-    prompt_of = prompt_numbers([tasks[task_id].prompt for task_id in task_ids])
-    categories = tuple(dict.fromkeys(_category(tasks[task_id]) for task_id in task_ids))
-    category_place = {name: number for number, name in enumerate(categories)}
-    num_labelers = Counter(ranking.task_id for ranking in rankings)
-    leads: list[float] = []
-    task_N: list[int] = []
-    num_tied = 0
-    for ranking in rankings:
-        of_task = scores[ranking.task_id]
-        for i, j in combinations(range(len(ranking.ranks)), 2):
-            if ranking.ranks[i] == ranking.ranks[j]:
-                num_tied += 1
-                continue
-            better, worse = (i, j) if ranking.ranks[i] < ranking.ranks[j] else (j, i)
-            leads.append(of_task[better] - of_task[worse])
-            task_N.append(place[ranking.task_id])
-    of_pair = np.array(task_N, dtype=np.int64)
-    pairs = ScoredPairs(
-        lead_N=np.array(leads, dtype=np.float64),
-        prompt_N=prompt_of[of_pair],
-        task_N=of_pair,
-        responses_N=np.array([len(tasks[task_id].responses) for task_id in task_ids], dtype=np.int64)[of_pair],
-        labelers_N=np.array([num_labelers[task_id] for task_id in task_ids], dtype=np.int64)[of_pair],
-        category_N=np.array([category_place[_category(tasks[t])] for t in task_ids], dtype=np.int64)[of_pair],
-        categories=categories,
-    )
-    return pairs, num_tied
-
-
-def _category(task: Task) -> str:
+def category_of_task(task: Task) -> str:
+    """Returns the first of CATEGORY_FIELDS that the task's details have; its objective if they have none."""
     named = (task.details[field] for field in CATEGORY_FIELDS if isinstance(task.details.get(field), str))
     return next(named, task.objective)

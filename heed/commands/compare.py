@@ -1,5 +1,5 @@
 """Commands for comparisons: `heed compare` policies, `heed verdicts` of others in a file, `heed judge` an existing
-comparison again.
+comparison again, `heed judge-quality` of a judge.
 """
 
 import re
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 
 from heed.commands.label import print_warnings
 from stages.progress import StageProgress, console, results_console
@@ -45,6 +46,12 @@ Cache = Annotated[
 
 Out = Annotated[Path | None, typer.Option(help="Folder for the comparison (default: runs/compare-...).")]
 Category = Annotated[str, typer.Option(help="Field that holds the category (default: category, kind or dataset).")]
+
+
+Quality = Annotated[
+    list[Path] | None,
+    typer.Option(help="Folder of `heed judge-quality` of one of the judges, for the report; may repeat."),
+]
 
 
 ClusterBy = Annotated[
@@ -95,6 +102,7 @@ def compare(
     timeout: Timeout = 120.0,
     max_failed_share: MaxFailedShare = 0.1,
     cache: Cache = None,
+    judge_quality: Quality = None,
 ) -> None:
     """Compare policies: which is better, by how much, and is the difference real? See docs/comparing.md.
 
@@ -119,7 +127,7 @@ def compare(
         outcome = compare_policies(compared, folder, progress, partial(console.print, markup=False))
     _print_policies(outcome.settings)
     _print_people(outcome, judge or [])
-    _print_results(outcome, folder)
+    _print_results(outcome, folder, judge_quality or [])
 
 
 def verdicts(
@@ -151,6 +159,7 @@ def judge_again(
     timeout: Timeout = 120.0,
     max_failed_share: MaxFailedShare = 0.1,
     cache: Cache = None,
+    judge_quality: Quality = None,
 ) -> None:
     """Add judges to a finished comparison, without sampling again. Existing verdicts stay."""
     from evaluation.compare.comparing import judge_again as judge_folder
@@ -165,7 +174,43 @@ def judge_again(
     with holding(folder), progress_bars() as progress:
         outcome = judge_folder(folder, opened, max_failed_share, progress)
     _print_people(outcome, judges)
-    _print_results(outcome, folder)
+    _print_results(outcome, folder, judge_quality or [])
+
+
+def judge_quality(
+    judge: Annotated[str, typer.Argument(help=f"{JUDGES}; prefix with NAME= to name one.")],
+    files: Annotated[list[str], typer.Argument(help="Pairs or rankings by people, in any format; or NAME=FILE.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for the figures (default: runs/judge-quality-...).")] = None,
+    max_tasks: Annotated[
+        int, typer.Option(min=0, help="Number of tasks to judge, evenly spread (default: all).", show_default=False)
+    ] = 0,
+    template: Template = None,
+    rubric: Rubric = None,
+) -> None:
+    """Measure a judge before it is believed: agreement with people, and effects of order, length and its own responses.
+
+    See docs/comparing.md.
+    """
+    from evaluation.compare.judges import open_judges
+    from evaluation.compare.report.quality import figure_rows, findings, write_quality
+    from evaluation.inputs import named_specs
+    from evaluation.judges.quality import measure_judge, read_labelled
+
+    ((name, _),) = named_specs([judge], "judge")
+    folder = out or Path("runs") / f"judge-quality-{re.sub(r'[^A-Za-z0-9._-]+', '_', name)[:LONGEST_NAME]}"
+    asking = asking_of(folder, None, 8, 120.0, 0.1)
+    (opened,) = open_judges([judge], _judging_of(folder, asking, template, rubric, 1024, 1, 0), (), 2)
+    labelled = read_labelled(files, max_tasks)
+    with progress_bars() as progress:
+        quality = measure_judge(opened, labelled, asking.max_failed_share, progress(f"judge {name}"))
+    write_quality(folder, quality)
+    figures = Table("", "95%", "", box=None, pad_edge=False)
+    for row in figure_rows(quality):
+        figures.add_row(*map(escape, row))
+    results_console().print(figures)
+    for sentence in findings(quality):
+        results_console().print(sentence, markup=False)
+    console.print(str(folder / "report.html"), markup=False)
 
 
 def asking_of(
@@ -254,14 +299,20 @@ def _print_people(outcome: "Outcome", judges: Sequence[str]) -> None:
                 console.print("  then run the same command again to collect the judgments", markup=False)
 
 
-def _print_results(outcome: "Outcome", folder: Path) -> None:
+def _print_results(outcome: "Outcome", folder: Path, quality: Sequence[Path] = ()) -> None:
     from evaluation.compare.comparing import conclude, results_table
+    from evaluation.compare.folder import SETTINGS
+    from evaluation.judges.quality import add_quality
+    from files.atomic import write_json
 
     if not outcome.has_verdicts:
         console.print("no verdicts yet, nothing to report")
         return
+    if quality:
+        add_quality(outcome.settings["judges"], quality)
+        write_json(folder / SETTINGS, outcome.settings)
     report = conclude(folder)
     results_console().print(results_table(report))
-    for sentence in (report["answer"]["text"], *report["answer"]["more"]):
+    for sentence in (report["answer"]["text"], *report["answer"]["more"], *report["judge_quality"]):
         console.print(sentence, markup=False)
     console.print(str(folder / "report.html"), markup=False)

@@ -1,4 +1,4 @@
-"""`heed measure`: measures of policies and reward models (docs/measures.md), as tables and text for a terminal."""
+"""`heed measure`: measures of policies (docs/measures.md), as tables and text for a terminal."""
 
 import json
 import math
@@ -10,17 +10,16 @@ import typer
 from rich.console import RenderableType
 from rich.table import Table
 
-from heed.commands.options import Weights, length_that_fits, model_folder, read_weights
+from heed.commands.options import length_that_fits, model_folder
 from stages.progress import console, results_console
 
 if TYPE_CHECKING:
     from evaluation.harness import TaskResult
     from evaluation.measures.kl import KL
     from evaluation.measures.language_modelling import Change, Tax
-    from evaluation.measures.reward_model import RewardMeasures
     from preferences.statistics.estimates import Interval, Share
 
-measure_app = typer.Typer(no_args_is_help=True, help="Measure policies and reward models.")
+measure_app = typer.Typer(no_args_is_help=True, help="Measure policies.")
 
 Seed = Annotated[int, typer.Option(min=0, help="Seed for sampling and resampling.")]
 JsonFile = Annotated[
@@ -30,31 +29,6 @@ Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature;
 MaxNewTokens = Annotated[
     int, typer.Option(min=1, help="Maximum length of a response, in tokens; less if the longest prompt leaves less.")
 ]
-
-
-@measure_app.command("reward")
-def measure_reward(
-    model: Annotated[Path, typer.Argument(help="A reward model's directory, such as runs/demo/reward/model.")],
-    file: Annotated[str, typer.Argument(help="Rankings or pairs in any format of docs/labels-formats.md.")],
-    form: Annotated[str, typer.Option("--format", help="Format of the rows (docs/labels-formats.md).")] = "auto",
-    heldout_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Use only prompts that a run with this reward.heldout_share held out.")
-    ] = 1.0,
-    weight: Weights = None,
-    seed: Annotated[
-        int, typer.Option(min=0, help="With --heldout-share, the run's seed; otherwise only for resampling.")
-    ] = 0,
-    json_file: JsonFile = None,
-) -> None:
-    """Measure a reward model: accuracy, calibration, accuracy by margin and category, and the labelers' ceiling."""
-    from evaluation.measures.reward_model import heldout_only, measure_reward_model, read_judged
-
-    judged = read_judged(file, form)
-    if heldout_share < 1:
-        judged = heldout_only(judged, heldout_share, seed)
-    with console.status(f"scoring {len(judged.rankings):,} rankings"):
-        measures = measure_reward_model(model_folder(model), judged, seed=seed, weights=read_weights(weight))
-    print_measures(reward_tables(measures), measures, json_file)
 
 
 @measure_app.command("kl")
@@ -192,46 +166,6 @@ def kl_table(kl: "KL") -> Table:
     ]
     title = f"KL to the reference, {kl.num_responses:,} responses to {kl.num_prompts:,} prompts"
     return table("estimator", "nats per response (95%)", "", rows=rows, title=title)
-
-
-def reward_tables(measures: "RewardMeasures") -> list[RenderableType]:
-    calibration = measures.calibration
-    error, num_pairs = calibration.error, calibration.accuracy.num_pairs
-    rows = [
-        ["accuracy", spread(calibration.accuracy), f"{num_pairs:,} pairs, {measures.num_tasks:,} tasks"],
-        ["two labelers agree", spread(measures.agreement), _who_agrees(measures)],
-        ["accuracy ceiling", spread(measures.ceiling), "best possible, knowing how many labelers prefer each response"],
-        ["overconfidence", spread(calibration.overconfidence), "mean confidence minus accuracy"],
-        ["ECE", number(error.found), f"{number(error.if_calibrated)} if calibrated; p = {number(error.p_value)}"],
-        ["log-loss", spread(calibration.log_loss), "nats per pair"],
-        ["best scale", spread(calibration.scale), "factor on the scores; below 1 the model is overconfident"],
-    ]
-    tables: list[RenderableType] = [table("", "95%", "", rows=rows)]
-    bins = [
-        [
-            f"{number(margin.low, 2)} to {number(margin.high, 2)}",
-            number(margin.confidence),
-            spread(margin.accuracy),
-            f"{margin.accuracy.num_pairs:,}",
-        ]
-        for margin in calibration.bins
-    ]
-    tables.append(table("score difference", "confidence", "accuracy (95%)", "pairs", rows=bins, title="by margin"))
-    if len(measures.by_category) > 1:
-        shares = [[name or "-", spread(share), f"{share.num_pairs:,}"] for name, share in measures.by_category.items()]
-        tables.append(table("category", "accuracy (95%)", "pairs", rows=shares, title="by category"))
-    left_out = [f"{measures.num_tied_pairs:,} pairs that a labeler tied"] if measures.num_tied_pairs else []
-    if measures.num_too_long:
-        left_out.append(f"{measures.num_too_long:,} tasks too long for the model, first {measures.too_long!r}")
-    left_out += [f"{count:,} x {kind}" for kind, count in measures.warnings.items()]
-    return [*tables, f"left out or unusual: {'; '.join(left_out)}"] if left_out else tables
-
-
-def _who_agrees(measures: "RewardMeasures") -> str:
-    from stages.reports.text import count_of
-
-    who = count_of(measures.num_labelers, "labeler")
-    return f"{who}; no pair was ordered by two of them" if math.isnan(measures.agreement.mean) else who
 
 
 def tax_tables(tax: "Tax") -> list[RenderableType]:

@@ -5,19 +5,16 @@ import math
 import shutil
 from dataclasses import asdict
 from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
-from evaluation.measures.reward_model import measures_of_scores, read_judged
 from files.atomic import write_json
 from heed.cli import app
-from heed.commands.measure import reward_tables, spread
+from heed.commands.measure import spread
 from lm.config import ModelConfig
-from lm.model import LanguageModel, ScalarModel, init_weights
+from lm.model import LanguageModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from ppo.report import PPOResults
@@ -36,16 +33,12 @@ def run_folder(
     shutil.copy(DEBUG_JOB, folder / "job.toml")
     shutil.copytree(model_folder, folder / "sft" / "model")
     (folder / "ppo" / "policies").mkdir(parents=True)
-    (folder / "reward").mkdir()
     for number in range(1, 4):
         policy = LanguageModel(tiny_config)
         init_weights(policy, seed=number)
         save_model(folder / "ppo" / "policies" / f"{2 * number:06d}", policy, policy.state_dict(), tokenizer)
     shutil.copytree(folder / "ppo" / "policies" / "000004", folder / "ppo" / "model")
     write_json(folder / "ppo" / "results.json", asdict(PPOResults(7, 0.05, 0.0, 1.0)))
-    reward = ScalarModel(tiny_config)
-    init_weights(reward, seed=5)
-    save_model(folder / "reward" / "model", reward, reward.state_dict(), tokenizer)
     return folder
 
 
@@ -60,43 +53,6 @@ def heed(*arguments: object) -> str:
     result = CliRunner().invoke(app, ["measure", *map(str, arguments)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
-
-
-def test_why_agreement_is_unknown_is_said(tmp_path: Path) -> None:
-    path = tmp_path / "pairs.jsonl"
-    rows = [{"prompt": f"Name a {word}", "chosen": word, "rejected": "no"} for word in WORDS]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    judged = read_judged(str(path))
-    found = measures_of_scores(judged, {task_id: [1.0, 1.0] for task_id in judged.tasks}, seed=0)
-    console = Console(file=StringIO(), width=150)
-    for part in reward_tables(found):
-        console.print(part)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    (agreement,) = [line.split("  ") for line in text.splitlines() if "two labelers agree" in line]
-    assert [cell.strip() for cell in agreement if cell.strip()] == [
-        "two labelers agree", "-", "1 labeler; no pair was ordered by two of them",
-    ]  # fmt: skip
-    assert "(- to -)" not in text
-    assert "-0.000" not in text
-
-
-def test_reward_of_a_file(run_folder: Path, tmp_path: Path) -> None:
-    rows = [
-        {"task_id": w, "prompt": [{"role": "user", "content": w}], "responses": ["a fox", "a dog", "the hand"],
-         "ranks": ranks, "labeler": labeler}
-        for w in WORDS for labeler, ranks in (("ann", [1, 2, 3]), ("bob", [1, 3, 2]), ("cy", [1, 1, 2]))
-    ]  # fmt: skip
-    (tmp_path / "rankings.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shown = heed(
-        "reward", run_folder / "reward" / "model", tmp_path / "rankings.jsonl", "--json", tmp_path / "found.json"
-    )
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["num_tasks"] == 6
-    assert found["num_tied_pairs"] == 6
-    # Of ann, bob and cy's pairs untied: ann-bob agree on 2 of 3, ann-cy on 2 of 2, bob-cy on 1 of 2.
-    assert found["agreement"]["mean"] == pytest.approx(5 / 7)
-    assert "6 pairs that a labeler tied" in shown
-    assert "accuracy ceiling" in shown
 
 
 def test_kl_and_tax(run_folder: Path, prompts: str, tmp_path: Path) -> None:

@@ -585,7 +585,10 @@ def _low_agreement(summary: Summary) -> list[str]:
                 f" {number(LEAST_AGREEMENT)} is the minimum for tentative conclusions about single prompts."
             )
     for entry in summary.agreement:
-        if entry.share.low <= 0.5:
+        if entry.share.high < 0.5:
+            share = f"{percent(entry.share.mean)} ({share_ends(entry.share.low, entry.share.high)})"
+            warnings.append(f"The judges {entry.judge_a} and {entry.judge_b} agree in {share}: opposite to each other.")
+        elif entry.share.low <= 0.5:
             warnings.append(
                 f"The judges {entry.judge_a} and {entry.judge_b} are not shown to agree more often than by chance."
             )

@@ -19,11 +19,14 @@ from typing import Any
 from evaluation.compare.folder import VERDICTS, ComparisonFolder, read_comparison
 from evaluation.compare.report.answer import Styles, answer_of, answer_of_run, warnings_of
 from evaluation.compare.report.measures import hacking_section, measure_tables
+from evaluation.compare.report.quality import quality_section
 from evaluation.compare.report.sections import Sections, meta_of
 from evaluation.compare.results import results_of
 from evaluation.contamination import too_few_clean
 from evaluation.inputs import clusters_of
+from evaluation.judges.people import are_people
 from evaluation.policies import TRAINED, policy_styles
+from evaluation.statistics.corrected import corrected_win_rates
 from evaluation.statistics.results import Conclusion, JudgeSummary, Summary, Withheld
 from evaluation.statistics.summary import summarise
 from evaluation.verdicts import Response, Verdict
@@ -78,6 +81,10 @@ def render(
     styles = policy_styles(comparison.about)
     results = results_of(comparison, summary) if any(one.kind == TRAINED for one in comparison.about) else None
     samples = samples_of(comparison, styles, max_prompts=max_prompts, max_characters=max_characters)
+    entries = comparison.settings.get("judges", [])
+    people = [entry["name"] for entry in entries if are_people(entry)]
+    corrected = corrected_win_rates(summary, comparison.verdicts, people, clusters_of(comparison.prompts))
+    quality, texts = quality_section(entries, corrected)
     page = Page(
         kicker="Heed comparison",
         title=comparison.name,
@@ -85,6 +92,7 @@ def render(
         answer=answer_of_run(results) if results else answer_of(summary, styles),
         sections=(
             *Sections(summary, styles).all(),
+            *quality,
             *([hacking_section(results.hacking, results.names)] if results and results.hacking else []),
             *_measures(comparison, styles),
             Section("samples", "Samples side by side", (_about_samples(samples), samples)),
@@ -94,7 +102,8 @@ def render(
         styles=tuple(styles.values()),
         warnings=warnings_of(comparison, summary, styles),
     )
-    return render_page(page), clean_json(_report(comparison, page, samples, as_json(summary)))
+    judges = {"corrected": as_json(corrected), "judge_quality": texts}
+    return render_page(page), clean_json(_report(comparison, page, samples, as_json(summary)) | judges)
 
 
 def summary_of(comparison: ComparisonFolder) -> Summary:

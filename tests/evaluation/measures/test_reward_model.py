@@ -1,8 +1,6 @@
 """Reward models with a known truth: calibrated, overconfident, and a real one on files in published formats."""
 
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,21 +8,11 @@ import pytest
 from benchmarks.measures_coverage import calibration_coverage, planted_pairs
 from evaluation.measures.reward_model import (
     ScoredPairs,
+    accuracy_of,
     best_scale,
     calibration,
-    heldout_only,
     highest_accuracy,
-    measure_reward_model,
-    measures_of_scores,
-    read_judged,
-    scored_pairs,
 )
-from lm.config import ModelConfig
-from lm.model import ScalarModel, init_weights
-from lm.tokenizer import Tokenizer
-from lm.weights import save_model
-from reward.comparisons import encode_response
-from reward.scoring import RewardModel
 
 
 def pairs_of(leads: list[float], prompts: list[int] | None = None, categories: tuple[str, ...] = ("",)) -> ScoredPairs:
@@ -35,21 +23,10 @@ def pairs_of(leads: list[float], prompts: list[int] | None = None, categories: t
     return ScoredPairs(np.array(leads), prompt, place, 2 * ones, ones, category, categories)
 
 
-def write(path: Path, rows: list[dict[str, object]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def test_by_hand() -> None:
     """Four pairs, two bins: leads -1, 1, 3, 3; confidences σ(1) twice, σ(3) twice; half of the first bin is right."""
     found = calibration(pairs_of([-1.0, 3.0, 1.0, 3.0]), seed=0, num_bins=2)
     one, three = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-3))
-    assert found.accuracy.mean == 0.75
-    assert [(b.low, b.high, b.accuracy.mean, b.accuracy.num_pairs) for b in found.bins] == [
-        (1, 1, 0.5, 2),
-        (3, 3, 1, 2),
-    ]
-    assert [b.confidence for b in found.bins] == pytest.approx([one, three])
     assert found.error.found == pytest.approx(0.5 * (one - 0.5) + 0.5 * (1 - three))
     assert found.overconfidence.mean == pytest.approx((one + three) / 2 - 0.75)
     losses = [math.log(1 + math.e), *[math.log(1 + math.exp(-lead)) for lead in (1, 3, 3)]]
@@ -58,8 +35,8 @@ def test_by_hand() -> None:
 
 def test_equal_scores_are_half_right_and_equal_margins_share_a_bin() -> None:
     found = calibration(pairs_of([0.0] * 30), seed=0)
-    assert found.accuracy.mean == 0.5
-    assert len(found.bins) == 1
+    assert accuracy_of(pairs_of([0.0] * 30), np.ones(30, dtype=bool)).mean == 0.5
+    assert found.error.num_bins == 1
     assert found.error.found == 0.0
     assert math.isnan(found.scale.mean)
 
@@ -103,31 +80,6 @@ def test_intervals_are_over_prompts() -> None:
     assert copied.scale.high == pytest.approx(once.scale.high)
 
 
-RANKINGS = [
-    {"task_id": f"t{t}", "prompt": [{"role": "user", "content": f"bird {t}"}], "ranks": ranks, "labeler": labeler,
-     "responses": ["a fox", "a dog", "a hand"]}
-    for t, of_task in enumerate([[[1, 2, 3], [1, 3, 2]], [[2, 1, 2], [2, 1, 3]], [[1, 1, 2], [3, 2, 1]]])
-    for labeler, ranks in zip(("ann", "bob"), of_task, strict=True)
-]  # fmt: skip
-
-
-def test_rankings_become_pairs_by_hand(tmp_path: Path) -> None:
-    judged = read_judged(write(tmp_path / "rankings.jsonl", RANKINGS))
-    scores = {"t0": [3.0, 2.0, 0.5], "t1": [0.0, 1.0, 1.0], "t2": [5.0, 1.0, 3.0]}
-    pairs, num_tied = scored_pairs(judged.tasks, judged.rankings, scores)
-    assert num_tied == 2
-    expected = [1, 2.5, 1.5, 1, 2.5, -1.5, 1, 0, 1, 0, -1, 2, -2, -4, -2, 2]
-    assert sorted(pairs.lead_N.tolist()) == sorted(expected)
-    found = measures_of_scores(judged, scores, seed=0)
-    assert (found.num_tasks, found.num_labelers, found.num_tied_pairs) == (3, 2, 2)
-    right = sum(lead > 0 for lead in expected) + 0.5 * sum(lead == 0 for lead in expected)
-    assert found.calibration.accuracy.mean == pytest.approx(right / 16)
-    assert found.calibration.accuracy.num_pairs == 16
-    # Ann and Bob order 2 of 3 pairs of t0 alike, 2 of 2 of t1, and none of 2 of t2.
-    assert found.agreement.mean == pytest.approx(4 / 7)
-    assert found.ceiling.mean == pytest.approx((1 + math.sqrt(1 / 7)) / 2)
-
-
 def test_nobody_foretells_more_than_the_ceiling() -> None:
     """Labelers who prefer the first with probability p: simulated agreement and best accuracy match the formula."""
     generator = np.random.default_rng(0)
@@ -140,56 +92,6 @@ def test_nobody_foretells_more_than_the_ceiling() -> None:
     assert highest_accuracy(0.45) == 0.5
 
 
-@pytest.fixture(scope="module")
-def reward_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, tiny_config: ModelConfig) -> Path:
-    model = ScalarModel(tiny_config)
-    init_weights(model, seed=5)
-    folder = tmp_path_factory.mktemp("reward")
-    save_model(folder, model, model.state_dict(), tokenizer)
-    return folder
-
-
-def test_a_model_scores_a_published_file(reward_folder: Path, tmp_path: Path) -> None:
-    rows: list[dict[str, object]] = [
-        {"prompt": f"bird {i}", "chosen": f"fox {i}", "rejected": f"the dog {i * 7}", "subset": subset, "id": i}
-        for i, subset in enumerate(["alpacaeval-easy"] * 5 + ["math-prm"] * 4 + ["hep-cpp"] * 3)
-    ]
-    rows.append({**rows[0], "id": 99, "chosen": "fox " * 100})
-    judged = read_judged(write(tmp_path / "bench.jsonl", rows))
-    found = measure_reward_model(reward_folder, judged, weights={}, seed=0)
-    assert (found.num_too_long, found.too_long) == (1, "rewardbench/alpacaeval-easy/99")
-    judge = RewardModel.load(reward_folder)
-    right = []
-    for row in rows[:-1]:
-        task = judged.tasks[f"rewardbench/{row['subset']}/{row['id']}"]
-        sides = [encode_response(judge.tokenizer, task.prompt, str(row[side])) for side in ("chosen", "rejected")]
-        chosen, rejected = judge.score_sequences(sides)
-        right.append(chosen > rejected)
-    assert found.calibration.accuracy.mean == pytest.approx(np.mean(right))
-    shares = {name: share.mean for name, share in found.by_category.items()}
-    assert shares == pytest.approx(
-        {"alpacaeval-easy": np.mean(right[:5]), "math-prm": np.mean(right[5:9]), "hep-cpp": np.mean(right[9:])}
-    )
-
-
-def test_llmbar_is_read_by_its_label(reward_folder: Path, tmp_path: Path) -> None:
-    row = {"input": "Name a bird.", "output_1": "the fox", "output_2": "the bird", "label": 2}
-    turned = {**row, "output_1": "the bird", "output_2": "the fox", "label": 1}
-    files = [read_judged(write(tmp_path / f"{n}.jsonl", [r])) for n, r in enumerate((row, turned, {**row, "label": 1}))]
-    measured = [measure_reward_model(reward_folder, judged, weights={}, seed=0) for judged in files]
-    as_told, turned_round, wrong = (found.calibration.accuracy.mean for found in measured)
-    assert as_told == turned_round == 1 - wrong
-
-
-def test_refusals(tmp_path: Path) -> None:
-    judged = read_judged(write(tmp_path / "rankings.jsonl", RANKINGS))
-    with pytest.raises(ValueError, match="keeps none of 6 rankings"):
-        heldout_only(judged, 0.0, 0)
-    assert len(heldout_only(judged, 1.0, 0).rankings) == 6
-    tied = read_judged(write(tmp_path / "tied.jsonl", [{**RANKINGS[0], "ranks": [1, 1, 1]}]))
-    with pytest.raises(ValueError, match="no pairs with a preferred response"):
-        measures_of_scores(tied, {"t0": [1.0, 2.0, 3.0]}, seed=0)
-    with pytest.raises(ValueError, match="no known format"):
-        read_judged(write(tmp_path / "odd.jsonl", [{"text": "a"}]))
+def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"lead_N\[1\] is not a finite number"):
         calibration(pairs_of([1.0, math.nan]), seed=0)
