@@ -16,7 +16,7 @@ from scipy import stats
 from benchmarks import compare_worlds as worlds
 from benchmarks import dependent_worlds
 from benchmarks.compare_worlds import Held
-from evaluation.statistics.significance import ALPHA, EqualityTest, power_of
+from evaluation.statistics.significance import ALPHA, EqualityTest
 from preferences.statistics.estimates import Floats
 
 Draw = Callable[[np.random.Generator, int], Iterator[Held]]
@@ -79,9 +79,9 @@ def p_values(num_prompts: int, verdicts: int, num_worlds: int, seed: int) -> Flo
 
 
 def power_at_detectable(num_prompts: int, tie: float, num_worlds: int, seed: int) -> float:
-    """Returns how often the test detects a difference that `power_of` calls detectable, with one verdict per prompt."""
+    """Returns how often the test detects what `EqualityTest.power` calls detectable, with one verdict per prompt."""
     decided = round(num_prompts * (1 - tie))
-    detectable = power_of(np.repeat([1.0, 0.5], [decided, num_prompts - decided])).detectable
+    detectable = EqualityTest(np.repeat([1.0, 0.5], [decided, num_prompts - decided]), seed=0).power().detectable
     generator = np.random.default_rng([seed, num_prompts])
     found = 0
     for world in range(num_worlds):

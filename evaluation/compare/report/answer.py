@@ -142,9 +142,19 @@ def _of_algorithms(judge: JudgeSummary) -> list[str]:
         else:
             sentences.append(
                 f"No difference between the algorithms {a} and {b} is shown by the judge {judge.judge}: over {runs},"
-                f" {a} is preferred {percent(rate.mean)} of the time ({interval_text})."
+                f" {a} is preferred {percent(rate.mean)} of the time ({interval_text}). {_detectable_by_runs(pair)}"
             )
     return sentences
+
+
+def _detectable_by_runs(pair: AlgorithmPair) -> str:
+    """Describes the smallest difference that this many runs and prompts could have shown."""
+    if not pair.detectable < 0.5:
+        return "With so few runs, which differ so much, hardly any difference could have been shown."
+    return (
+        f"4 of 5 such studies would only detect a win rate {points_up(pair.detectable)} points or more from"
+        f" 50%{for_holm(pair.num_pairs)}."
+    )
 
 
 def is_taken_back(pair: PairSummary | AlgorithmPair) -> bool:
@@ -168,8 +178,14 @@ def _of_two(pair: PairSummary, judge: str, styles: Styles, prompts: str = "") ->
     )
 
 
+def points_up(distance: float) -> str:
+    """Formats a distance that could have been shown, in points, rounded up: a smaller one may have been seen."""
+    steps = 1_000 if distance < 0.099 else 100
+    return points(math.ceil(distance * steps) / steps)
+
+
 def detectable(pair: PairSummary) -> str:
-    """Describes the smallest difference that this many prompts could have shown."""
+    """Describes the smallest difference that this many prompts could have shown, after Holm's correction."""
     prompts = prompts_in_words(pair.win_rate.num_prompts, pair.win_rate.num_clusters)
     if math.isnan(pair.power.detectable):
         decided = pair.prompts.wins + pair.prompts.losses
@@ -178,9 +194,14 @@ def detectable(pair: PairSummary) -> str:
         ties = f"only {number(decided)} of them without a tie" if decided else "all of them ties"
         return f"With {prompts}, {ties}, no difference could have been shown."
     return (
-        f"With {prompts}, 4 of 5 such studies would only detect a win rate {points(pair.power.detectable)} points or"
-        " more from 50%."
+        f"With {prompts}, 4 of 5 such studies would only detect a win rate {points_up(pair.power.detectable)} points or"
+        f" more from 50%{for_holm(pair.significance.num_pairs)}."
     )
+
+
+def for_holm(num_pairs: int) -> str:
+    """Returns what to add to a statement that takes Holm's correction into account."""
+    return f" after the correction for {count_of(num_pairs, 'comparison')} (Holm)" if num_pairs > 1 else ""
 
 
 def _other_judge(judge: JudgeSummary, first: PairSummary, styles: Styles) -> str:
@@ -220,7 +241,7 @@ def _pairs_shown(judge: JudgeSummary) -> str:
         return f"{text}; other pairs have too few prompts to show any difference."
     return (
         f"{text}; for the {'other' if len(least) == 1 else 'others'}, 4 of 5 such studies would detect a win rate"
-        f" {points(max(least))} points or more from 50%."
+        f" {points_up(max(least))} points or more from 50%."
     )
 
 
