@@ -33,6 +33,8 @@ STATISTICS: dict[str, tuple[Draw, tuple[int, ...]]] = {
     "templates": (dependent_worlds.templates, (10, 20, 50)),  # of 5 prompts each
     "people": (dependent_worlds.people, (5, 8, 20, 50)),  # in an arena
     "playground": (dependent_worlds.playground, (100,)),
+    "skewed": (worlds.skewed, (8, 25, 50, 200)),
+    "wide_seeds": (dependent_worlds.wide_seeds, (2, 3, 5)),
     "seeds": (dependent_worlds.seeds, (2, 3, 5, 10)),  # runs of each algorithm, on 100 prompts
 }
 
@@ -115,7 +117,9 @@ def main() -> None:
             print_tests(arguments.worlds, arguments.seed)
             continue
         draw, sizes = STATISTICS[name]
-        sized = {"templates": "templates", "people": "people", "seeds": "runs"}.get(name, "prompts")
+        sized = {"templates": "templates", "people": "people", "seeds": "runs", "wide_seeds": "runs"}.get(
+            name, "prompts"
+        )
         print(f"\n| {name} | {sized} | intervals | cover the truth | mean width |\n|---|---|---|---|---|")
         for num_prompts in sizes:
             for what, covered in coverage(draw, num_prompts, arguments.worlds, arguments.seed).items():

@@ -18,6 +18,7 @@ from evaluation.measures.reward_hacking import Gain, RewardHacking
 from evaluation.policies import BEST_OF_N
 from evaluation.statistics.results import AlgorithmPair, JudgeSummary, PairSummary, Rating, Ratings, Summary
 from evaluation.statistics.significance import ALPHA
+from evaluation.statistics.win_rates import TOO_FEW
 from evaluation.verdicts import Verdict
 from preferences.statistics.estimates import Interval
 from stages.reports.parts import Answer
@@ -572,10 +573,13 @@ def _uneven_order(verdicts: Sequence[Verdict], judge: JudgeSummary, pair: PairSu
 
 
 def _length_effects(judge: JudgeSummary, styles: Styles) -> list[str]:
-    """Warns of pairs whose difference is explained by length."""
+    """Warns of pairs whose difference is explained by length, or may be, because one side is nearly always longer."""
     warnings = []
     for pair in judge.pairs:
         fitted = pair.length_controlled
+        if fitted.reason.endswith(TOO_FEW):
+            a, b = styles[pair.policy_a].title, styles[pair.policy_b].title
+            warnings.append(f"No win rate of {a} over {b} at equal length by the judge {judge.judge}: {fitted.reason}.")
         if pair.different and not math.isnan(fitted.mean) and fitted.low <= 0.5:
             a, b = styles[pair.policy_a].title, styles[pair.policy_b].title
             warnings.append(

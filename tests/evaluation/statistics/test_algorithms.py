@@ -7,7 +7,7 @@ import pytest
 import scipy
 
 from benchmarks.compare_coverage import coverage
-from benchmarks.dependent_worlds import preferences
+from benchmarks.dependent_worlds import preferences, wide_seeds
 from evaluation.statistics.algorithms import AlgorithmTest
 from evaluation.statistics.significance import ALPHA, EqualityTest, GainTest
 from evaluation.statistics.summary import summarise
@@ -144,3 +144,28 @@ def test_seeds_are_covered_over_runs_and_not_by_one_run_of_each() -> None:
     ours, one_run = found.values()
     assert ours.share >= 0.9
     assert one_run.share < 0.75
+
+
+@pytest.mark.parametrize("num_runs", [2, 3])
+def test_equal_algorithms_whose_seeds_differ_much_seldom_show_a_difference(num_runs: int, monkeypatch) -> None:
+    """Runs that differ as much as verdicts do; with Welch's degrees of freedom, 9% to 15% of these verdicts are false."""
+    monkeypatch.setattr("evaluation.statistics.significance.NUM_PERMUTATIONS", 400)
+    monkeypatch.setattr("evaluation.statistics.significance._DRAWS_PER_CHUNK", 400)
+    found = coverage(wide_seeds, num_runs, 80, seed=0)
+    assert min(covered.share for covered in found.values()) >= 0.925
+
+
+def test_what_runs_could_have_shown_is_beyond_an_effect_that_they_did_not_show() -> None:
+    hidden = 0
+    for seed in range(12):
+        generator = np.random.default_rng(seed)
+        lead = generator.normal(0.5 + 0.02 * seed, 0.1, size=(3, 3))[:, :, None]
+        test = AlgorithmTest.of_preferences(
+            (generator.random((3, 3, 30)) < np.clip(lead, 0, 1)).astype(float), np.arange(30), seed=0
+        )
+        for alpha in (ALPHA, ALPHA / 10):
+            if test.p >= alpha:
+                assert test.detectable(alpha) > abs(test.effect - 0.5)
+                hidden += 1
+        assert test.detectable(ALPHA / 10) > test.detectable(ALPHA)
+    assert hidden > 5
