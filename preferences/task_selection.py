@@ -352,8 +352,8 @@ def uniform_mean(tasks: Sequence[Task], values: Sequence[float], *, seed: int) -
             raise ValueError(f"task {task.task_id!r}: details has no propensity or num_sets; choose_tasks writes both")
     weights = np.array([1 / (task.details["propensity"] * task.details["num_sets"]) for task in tasks])
     cluster = prompt_numbers([task.prompt for task in tasks])
-    sum_P = np.bincount(cluster, weights * np.asarray(values, dtype=np.float64))
-    weight_P = np.bincount(cluster, weights)
+    sum_P = np.bincount(cluster, weights * np.asarray(values, dtype=np.float64)).astype(np.float64)
+    weight_P = np.bincount(cluster, weights).astype(np.float64)
     mean, error, t_N = studentised_ratios(sum_P, weight_P, seed=seed, num_resamples=NUM_RESAMPLES)
     if len(sum_P) == 1:
         return Interval(mean, math.nan, math.nan)

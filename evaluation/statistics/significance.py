@@ -147,7 +147,7 @@ class GainTest:
         self.x_P, self._cluster_P = x_P, np.arange(len(x_P)) if cluster_P is None else cluster_P
         student = mean_is_zero(x_P, self._cluster_P)
         place_P = np.unique(self._cluster_P, return_inverse=True)[1]
-        sum_C, size_C = np.bincount(place_P, x_P), np.bincount(place_P).astype(np.float64)
+        sum_C, size_C = (np.bincount(place_P, of_P).astype(np.float64) for of_P in (x_P, np.ones_like(x_P)))
         largest = float(np.abs(sum_C).max())
         self._error, self._t_N = 0.0, np.zeros(0)
         # Sums are compared up to an absolute rounding error, so the largest becomes 1.

@@ -128,7 +128,7 @@ def length_controlled(pair: Comparisons) -> LengthControlled:
 
     If a is longer, or shorter, on fewer than LEAST_OVERLAP of prompts, there is no such win rate: equal lengths are
     then outside of what was seen. Of 56 models with published AlpacaEval verdicts, the fit is off the published value
-    by at most 1.8 points where both are longer that often, and by up to 28 points elsewhere (docs/statistics.md).
+    by at most 1.8 points where both are longer that often, and by up to 21 points elsewhere (docs/statistics.md).
 
     If length separates preferred from rejected responses perfectly (or all verdicts are alike), the fit has no finite
     maximum. Then two prompts with preference ½ are added, one with a much longer and one with a much shorter response

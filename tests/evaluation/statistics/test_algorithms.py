@@ -148,7 +148,7 @@ def test_seeds_are_covered_over_runs_and_not_by_one_run_of_each() -> None:
 
 @pytest.mark.parametrize("num_runs", [2, 3])
 def test_equal_algorithms_whose_seeds_differ_much_seldom_show_a_difference(num_runs: int, monkeypatch) -> None:
-    """Runs that differ as much as verdicts do; with Welch's degrees of freedom, 9% to 15% of these verdicts are false."""
+    """Runs that differ as much as verdicts do; by Welch's degrees of freedom, 4% to 15% of verdicts were false."""
     monkeypatch.setattr("evaluation.statistics.significance.NUM_PERMUTATIONS", 400)
     monkeypatch.setattr("evaluation.statistics.significance._DRAWS_PER_CHUNK", 400)
     found = coverage(wide_seeds, num_runs, 80, seed=0)
