@@ -16,7 +16,7 @@ from scipy import stats
 from benchmarks import compare_worlds as worlds
 from benchmarks import dependent_worlds
 from benchmarks.compare_worlds import Held
-from evaluation.statistics.significance import ALPHA, EqualityTest, power_of
+from evaluation.statistics.significance import ALPHA, EqualityTest
 from preferences.statistics.estimates import Floats
 
 Draw = Callable[[np.random.Generator, int], Iterator[Held]]
@@ -33,6 +33,8 @@ STATISTICS: dict[str, tuple[Draw, tuple[int, ...]]] = {
     "templates": (dependent_worlds.templates, (10, 20, 50)),  # of 5 prompts each
     "people": (dependent_worlds.people, (5, 8, 20, 50)),  # in an arena
     "playground": (dependent_worlds.playground, (100,)),
+    "skewed": (worlds.skewed, (8, 25, 50, 200)),
+    "wide_seeds": (dependent_worlds.wide_seeds, (2, 3, 5)),
     "seeds": (dependent_worlds.seeds, (2, 3, 5, 10)),  # runs of each algorithm, on 100 prompts
 }
 
@@ -79,9 +81,9 @@ def p_values(num_prompts: int, verdicts: int, num_worlds: int, seed: int) -> Flo
 
 
 def power_at_detectable(num_prompts: int, tie: float, num_worlds: int, seed: int) -> float:
-    """Returns how often the test detects a difference that `power_of` calls detectable, with one verdict per prompt."""
+    """Returns how often the test detects what `EqualityTest.power` calls detectable, with one verdict per prompt."""
     decided = round(num_prompts * (1 - tie))
-    detectable = power_of(np.repeat([1.0, 0.5], [decided, num_prompts - decided])).detectable
+    detectable = EqualityTest(np.repeat([1.0, 0.5], [decided, num_prompts - decided]), seed=0).power().detectable
     generator = np.random.default_rng([seed, num_prompts])
     found = 0
     for world in range(num_worlds):
@@ -115,7 +117,9 @@ def main() -> None:
             print_tests(arguments.worlds, arguments.seed)
             continue
         draw, sizes = STATISTICS[name]
-        sized = {"templates": "templates", "people": "people", "seeds": "runs"}.get(name, "prompts")
+        sized = {"templates": "templates", "people": "people", "seeds": "runs", "wide_seeds": "runs"}.get(
+            name, "prompts"
+        )
         print(f"\n| {name} | {sized} | intervals | cover the truth | mean width |\n|---|---|---|---|---|")
         for num_prompts in sizes:
             for what, covered in coverage(draw, num_prompts, arguments.worlds, arguments.seed).items():

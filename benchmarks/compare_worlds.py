@@ -16,12 +16,12 @@ import numpy as np
 from scipy import special
 
 from evaluation.statistics.ratings import rate
-from evaluation.statistics.significance import EqualityTest
+from evaluation.statistics.significance import EqualityTest, GainTest
 from evaluation.statistics.summary import flips, labelers_agree, position_bias
 from evaluation.statistics.win_rates import length_controlled, pair_win_rate, prompt_means
 from evaluation.verdicts import Comparisons, Verdict
 from preferences.statistics.estimates import Floats, Ints
-from preferences.statistics.intervals import percentiles, resampled_sums
+from preferences.statistics.intervals import clustered_mean, percentiles, resampled_sums
 
 
 class Held(NamedTuple):
@@ -114,6 +114,21 @@ def _win_rate(
     u_V = latent(generator, prompt_V, np.zeros_like(prompt_V), 0.5, 0.0)
     x_P = prompt_means(comparisons(outcome(u_V, win, tie), prompt_V))
     yield Held(what, *equality(x_P).interval(), truth)
+
+
+def skewed(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
+    """Gains whose mean is 0: normal, lognormal, and -.05 but for an event on 5% of prompts; by Student's test, too."""
+    gains = {
+        "normal": generator.normal(size=num_prompts),
+        "lognormal": np.exp(generator.normal(size=num_prompts)) - np.exp(0.5),
+        "rare events": (generator.random(num_prompts) < 0.05) - 0.05,
+    }
+    for what, x_P in gains.items():
+        for how, found in (
+            ("ours", GainTest(x_P, seed=0).interval()),
+            ("Student", clustered_mean(x_P, np.arange(num_prompts))),
+        ):
+            yield Held(f"{what}: {how}", found.low, found.high, 0.0)
 
 
 def over_labelers(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:

@@ -171,6 +171,18 @@ def seeds(generator: np.random.Generator, num_runs: int) -> Iterator[Held]:
         yield from _right_answers(generator, num_runs, sigma)
 
 
+def wide_seeds(generator: np.random.Generator, num_runs: int) -> Iterator[Held]:
+    """Equal algorithms whose runs differ as much as verdicts do (σ = 1): both of them, or one."""
+    for what, sigma in (("both vary", 1.0), ("one varies", 0.0)):
+        g_P = PROMPT_SD * generator.normal(size=NUM_PROMPTS)
+        a_AP, b_BP = (_run_effects(generator, num_runs, own) for own in (1.0, sigma))
+        right_ABP = 1.0 * (g_P + a_AP > 0)[:, None] - (g_P + b_BP > 0)[None]
+        won_ABP = (g_P + a_AP[:, None] > b_BP[None]).astype(np.float64)
+        for of, x_ABP in (("win rate", won_ABP), ("right", np.asarray(1 + right_ABP, dtype=np.float64) / 2)):
+            found = AlgorithmTest.of_preferences(x_ABP, np.arange(NUM_PROMPTS), seed=0).interval()
+            yield Held(f"{of}, {what}", found.low, found.high, 0.5)
+
+
 def preferences(
     generator: np.random.Generator, num_runs: int, sigma: float, mu: float, *, num_templates: int
 ) -> Iterator[Held]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Message, Task
 from preferences.statistics.estimates import LEVEL, Floats, Interval
-from preferences.statistics.intervals import NUM_RESAMPLES, prompt_numbers, resampled_sums
+from preferences.statistics.intervals import NUM_RESAMPLES, between_quantiles, prompt_numbers, studentised_ratios
 
 MAX_SETS = 5_000  # sets of responses per prompt; each has its own probability
 NEAR_TIE_POWER = 8
@@ -352,29 +352,12 @@ def uniform_mean(tasks: Sequence[Task], values: Sequence[float], *, seed: int) -
             raise ValueError(f"task {task.task_id!r}: details has no propensity or num_sets; choose_tasks writes both")
     weights = np.array([1 / (task.details["propensity"] * task.details["num_sets"]) for task in tasks])
     cluster = prompt_numbers([task.prompt for task in tasks])
-    sum_P = np.bincount(cluster, weights * np.asarray(values, dtype=np.float64))
-    weight_P = np.bincount(cluster, weights)
-    mean = float(sum_P.sum() / weight_P.sum())
+    sum_P = np.bincount(cluster, weights * np.asarray(values, dtype=np.float64)).astype(np.float64)
+    weight_P = np.bincount(cluster, weights).astype(np.float64)
+    mean, error, t_N = studentised_ratios(sum_P, weight_P, seed=seed, num_resamples=NUM_RESAMPLES)
     if len(sum_P) == 1:
         return Interval(mean, math.nan, math.nan)
-    table_PS = np.stack([sum_P, weight_P, sum_P**2, sum_P * weight_P, weight_P**2], axis=1)
-
-    def errors(sums_NS: Floats) -> tuple[Floats, Floats]:
-        """Returns the means and their standard errors, from residuals sum - mean · weight of each prompt."""
-        total_N, weight_N, *squares = sums_NS.T
-        mean_N = total_N / weight_N
-        variance_N = squares[0] - 2 * mean_N * squares[1] + mean_N**2 * squares[2]
-        return mean_N, np.sqrt(np.where(variance_N > 1e-12 * squares[0], variance_N, 0.0)) / weight_N
-
-    mean_N, error_N = errors(resampled_sums(table_PS, seed=seed, num_resamples=NUM_RESAMPLES))
-    (error,) = errors(table_PS.sum(axis=0)[None])[1]
-    if not error:
-        return Interval(mean, mean, mean)
-    off_N = mean_N - mean
-    infinite_N = np.where(np.abs(off_N) > 1e-9, np.copysign(np.inf, off_N), 0.0)
-    t_N = np.divide(off_N, error_N, out=infinite_N, where=error_N > 0)
-    below, above = np.quantile(t_N, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], method="closest_observation")
-    return Interval(mean, float(mean - above * error), float(mean - below * error))
+    return Interval(mean, *between_quantiles(mean, error, t_N, 1 - LEVEL)) if error else Interval(mean, mean, mean)
 
 
 def _sigmoid(difference: Floats) -> Floats:

@@ -60,6 +60,7 @@ NUM_SAMPLES = 12  # items per suite
 MAX_CHARACTERS = 1_000_000  # of their texts
 MAX_FAILURES = 20  # reasons per suite
 MAX_GROUPS = 60
+FEW_ITEMS = 20
 MAX_DIFFERENCES = 200  # rows per suite
 DIFFERENCE_COLUMNS = ("Measure", "Difference (interval)", "p (Holm)", "Items", "Which is better")
 WIDENED = "Intervals are 95% intervals, or wider where the correction removes a difference: at the level of that test."
@@ -199,19 +200,31 @@ def in_words(row: Difference, suite: SuiteReport) -> str:
     if not row.better:
         size = difference_text(row.difference, row.measure, suite)
         extremes = f", with what is missing counted as worst and as best: {reason}" if reason else ""
-        return f"no difference in {row.measure} is shown between {who}{runs}{extremes} ({size})."
+        few = " Two runs can hardly show one: use three." if min(row.num_runs_a, row.num_runs_b) == 2 else ""
+        return f"no difference in {row.measure} is shown between {who}{runs}{extremes} ({size}).{few}"
     if reason:
         runs += ", whatever the missing answers are worth"
     lead, other = (row.difference, row.b) if row.better == row.a else (-row.difference, row.a)
     return (
         f"{'as algorithms, ' if is_algorithm else ''}{row.better} is better than {other} in"
         f" {row.measure}{_direction(row.measure, suite)}{runs}: {difference_text(lead, row.measure, suite)},"
-        f" {p_value(row.holm_p)}{_in_brackets(reason)}."
+        f" {p_value(row.holm_p)}{_in_brackets(reason)}.{_few_items(row, suite)}"
     )
 
 
 def _on_clean_items(row: Difference) -> str:
     return f", on the {count_of(row.num_items, 'item')} outside the training data" if row.num_items_seen else ""
+
+
+def _few_items(row: Difference, suite: SuiteReport) -> str:
+    """Returns what to add to a difference of means of so few items that no test holds if they are skewed."""
+    if row.num_clusters >= FEW_ITEMS or _is_share(row.measure, suite):
+        return ""
+    return f" With fewer than {FEW_ITEMS} items, up to 10% of such verdicts are false if values are skewed."
+
+
+def _is_share(measure: str, suite: SuiteReport) -> bool:
+    return any(value.unit == "share" for value in suite.statistics.values if value.measure == measure)
 
 
 def _direction(measure: str, suite: SuiteReport) -> str:
@@ -221,7 +234,7 @@ def _direction(measure: str, suite: SuiteReport) -> str:
 
 def difference_text(difference: Interval, measure: str, suite: SuiteReport) -> str:
     """Formats a difference in a measure with its interval, in percentage points for shares."""
-    if not any(value.unit == "share" for value in suite.statistics.values if value.measure == measure):
+    if not _is_share(measure, suite):
         return f"{_signed(number(difference.mean))}{_in_brackets(ends_of(difference))}"
     texts = [_signed_points(value) for value in (difference.low, difference.high)]
     ends = f" ({texts[0]} to {texts[1]})" if UNKNOWN not in texts else ""

@@ -11,10 +11,10 @@ V_P is the variance over clusters of prompts of the mean over all runs. V_A is t
 divided by their number; V_AP, the part of it that stems from having finitely many prompts, is contained in V_P already
 (analysis of variance of two crossed random factors; Searle, Casella & McCulloch 1992, Variance Components, ch. 4).
 
-Few runs leave their variance poorly known, so their part of the interval has Student's quantile with Welch's (1947)
-degrees of freedom, which are at most the number of runs minus two. Degrees of freedom for V as a whole (Satterthwaite
-1946) would be far too many whenever the runs are alike by chance. The squared half widths of the two parts add (Zou &
-Donner 2008, Statistics in Medicine 27):
+Few runs leave their variance poorly known, so their part of the interval has Student's quantile with ν degrees of
+freedom: one less than the runs of the algorithm that has fewer (Hsu 1938). Welch's (1947), up to the number of runs
+minus two, are too many if the runs of one algorithm are alike by chance, and those for V as a whole (Satterthwaite
+1946) far too many. The squared half widths of the two parts add (Zou & Donner 2008, Statistics in Medicine 27):
 
     h² = h_P² + t_ν²·(V_A + V_B) - min(t_ν, t_P)²·(V_AP + V_BP),   V_A at least V_AP, V_B at least V_BP
 
@@ -30,7 +30,7 @@ from functools import cached_property
 import numpy as np
 import scipy
 
-from evaluation.statistics.significance import ALPHA, EqualityTest, GainTest
+from evaluation.statistics.significance import ALPHA, POWER, EqualityTest, GainTest
 from preferences.statistics.estimates import Floats, Interval, Ints
 
 _SMALLEST_P, _LARGEST_P = 1e-9, 1 - 1e-6  # p beyond these is given as 1e-9 and 1
@@ -50,9 +50,7 @@ class AlgorithmTest:
         self.effect, self._over_prompts, self._equal = float(x_ABP.mean()), over_prompts, equal
         self._v_A, self._v_AP = _variances(x_ABP.mean(axis=1), cluster_P)
         self._v_B, self._v_BP = _variances(x_ABP.mean(axis=0), cluster_P)
-        num_A, num_B = x_ABP.shape[:2]
-        total = self._v_A + self._v_B
-        self._freedom = total**2 / (self._v_A**2 / (num_A - 1) + self._v_B**2 / (num_B - 1)) if total else math.inf
+        self._freedom = min(x_ABP.shape[:2]) - 1
         self._num_clusters = len(np.unique(cluster_P))
 
     @classmethod
@@ -78,6 +76,20 @@ class AlgorithmTest:
         """Returns the effect with its interval at level 1 - α; NaN ends if there is a single cluster of values."""
         return Interval(self.effect, *self._ends(alpha))
 
+    def detectable(self, alpha: float = ALPHA) -> float:
+        """Returns the distance from equality that such runs and prompts would show at level α with about 80% power.
+
+            h + √((z_β·h_P/z_α)² + t_β²·(h² - h_P²)/t_ν²),   h the half width towards equality, t_β of ν, too
+
+        It is h, which an effect that is not shown does not exceed, and the error that 80% of studies stay within.
+        """
+        side = int(self.effect < self._equal)
+        half, over_prompts = (abs(self.effect - ends[side]) for ends in (self._ends(alpha), self._over(alpha)))
+        z_alpha, z_beta = scipy.special.ndtri([1 - alpha / 2, POWER])
+        t_alpha, t_beta = scipy.special.stdtrit(self._freedom, [1 - alpha / 2, POWER])
+        of_runs = max(0.0, half**2 - over_prompts**2)
+        return half + math.sqrt((z_beta * over_prompts / z_alpha) ** 2 + of_runs * (t_beta / t_alpha) ** 2)
+
     @cached_property
     def p(self) -> float:
         """The two-sided p-value, by bisection to 0.01%; at least 1e-9, and 1 if no level shows a difference.
@@ -99,9 +111,13 @@ class AlgorithmTest:
         low, high = self._ends(alpha)
         return low > self._equal or high < self._equal
 
-    def _ends(self, alpha: float) -> tuple[float, float]:
+    def _over(self, alpha: float) -> tuple[float, float]:
+        """Returns the ends of the interval over prompts alone."""
         interval = self._over_prompts.interval(alpha)
-        low, high = (interval.low, interval.high) if isinstance(interval, Interval) else interval
+        return (interval.low, interval.high) if isinstance(interval, Interval) else interval
+
+    def _ends(self, alpha: float) -> tuple[float, float]:
+        low, high = self._over(alpha)
         of_seeds = float(scipy.special.stdtrit(self._freedom, 1 - alpha / 2))
         of_prompts = float(scipy.special.stdtrit(max(self._num_clusters - 1, 1), 1 - alpha / 2))
         added = of_seeds**2 * (self._v_A + self._v_B) - min(of_seeds, of_prompts) ** 2 * (self._v_AP + self._v_BP)

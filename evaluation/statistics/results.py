@@ -112,11 +112,13 @@ class Significance:
 
 @dataclass(frozen=True)
 class Power:
-    """What this many prompts could have shown, at 80% power with a two-sided 5% test.
+    """What this many prompts could have shown with 80% power, in the pair's test at the level that Holm's correction
+    leaves it (`significance.holm_levels`).
 
     `detectable` is the smallest distance of a win rate from ½ that they would have shown, at the observed spread; NaN
     if they could have shown no difference (fewer than six prompts that are not ties). `num_prompts_needed` prompts
-    would show the observed difference; None if there was no difference.
+    would show the observed difference; None if there was no difference. If it was not shown, it is below `detectable`,
+    and needs more prompts than there are.
     """
 
     detectable: float
@@ -239,7 +241,8 @@ class AlgorithmPair:
     `win_rate` is how often a's runs are preferred to b's, over all pairs of runs; its interval is over seeds and
     prompts and excludes ½ exactly if `holm_p`, corrected for all pairs of algorithms, is below 5%. `score_difference`
     is the difference of the runs' mean scores; unknown if the judge gives none. `num_prompts` are those with a verdict
-    on every pair of runs; `num_prompts_missing` lack one and are left out.
+    on every pair of runs; `num_prompts_missing` lack one and are left out. `detectable` is the distance of a win rate
+    from ½ that 4 of 5 such studies would have shown, after the correction; above ½ if none could be.
     """
 
     algorithm_a: str
@@ -250,6 +253,7 @@ class AlgorithmPair:
     p: float
     holm_p: float
     num_pairs: int  # of algorithms, for which `holm_p` is corrected
+    detectable: float
     score_difference: Interval
     num_prompts: int
     num_clusters: int

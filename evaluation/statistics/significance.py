@@ -18,9 +18,11 @@ from evaluation.statistics.results import Power
 from preferences.statistics.estimates import Floats, Interval, Ints
 from preferences.statistics.intervals import (
     DesignEffect,
+    between_quantiles,
     clustered_mean,
     mean_is_zero,
     strata_interval,
+    studentised_ratios,
     variance_under,
 )
 
@@ -28,10 +30,13 @@ ALPHA = 0.05
 POWER = 0.8
 NUM_PERMUTATIONS = 10_000
 MAX_SUMS = 2**20  # to enumerate: those of 20 clusters, or of many more if preferences take few values
+MAX_SKEW = 0.1  # times √C: below it, Student's test of C gains is false in 5% to 6%
+UNSEEN = 0.05  # the rate of an event that gains which are all alike may have missed
 MAX_ENUMERATED = 1_000  # clusters: 2^-1000 can still be represented
 
-_Z_ALPHA, _Z_BETA = NormalDist().inv_cdf(1 - ALPHA / 2), NormalDist().inv_cdf(POWER)
+_Z_BETA = NormalDist().inv_cdf(POWER)
 _DRAWS_PER_CHUNK = 1_000
+_LEAST = math.ulp(0.0)
 _ROUNDING = 1e-9
 _LEAST_QUANTILE = 1e-3
 
@@ -65,7 +70,8 @@ class EqualityTest:
         self._parts, self._across = _parts_of(x_P, cluster_P, np.ones(len(x_P)) if weight_P is None else weight_P)
         effect = DesignEffect(x_P - 0.5, cluster_P)
         self.num_clusters, largest = len(effect.size_C), int(effect.size_C.max())
-        d_C = decided(effect.sum_C / largest)
+        self._largest, self._d_C = largest, decided(effect.sum_C / largest)
+        d_C = self._d_C
         self._flips = SignFlips(d_C, seed=seed)
         self.num_draws = self._flips.num_draws
         value_X, times_X = np.unique(np.clip(x_P, 0.0, 1.0), return_counts=True)
@@ -111,6 +117,41 @@ class EqualityTest:
             return max(low, math.nextafter(0.5, 1.0)), high
         return low, min(high, math.nextafter(0.5, 0.0))
 
+    def power(self, alpha: float = ALPHA) -> Power:
+        """Returns the smallest distance of the win rate from ½ that C clusters show at level α with 80% power, and the
+        number of prompts needed to show the observed one, in clusters like these.
+
+            C = (c·√m + z_β·√(m - δ²))² / δ²,   T = δ·√(C/m),   c = `quantile(α)`
+
+        m is the variance of a cluster's difference if there is none on average, m - δ² if there is. With one verdict
+        per prompt and one prompt per cluster, 4m is the share of prompts that are not ties, and this is McNemar's
+        sample size (Miettinen 1968; Connor 1987, Biometrics 43) with the test's own critical value for z_α. The
+        equation is quadratic in δ. If all sign vectors are counted, δ is exact: see `_exact_detectable`.
+
+        A distance that was observed and not shown is below δ, and needs more prompts than there are.
+        """
+        critical, total = self.quantile(alpha), float(np.abs(self._d_C).sum())
+        if total * self._per_sum <= critical * (1 + _ROUNDING):
+            return Power(math.nan, None)
+        num, per_cluster = self.num_clusters, len(self.x_P) / self.num_clusters
+        root_m = self._largest / (self._per_sum * per_cluster * math.sqrt(num))
+        if self.num_draws:
+            spread = math.sqrt(max(0.0, num - critical**2 + _Z_BETA**2))
+            detectable = root_m * (critical * math.sqrt(num) + _Z_BETA * spread) / (num + _Z_BETA**2)
+        else:
+            mean = _exact_detectable(self._d_C, critical / self._per_sum)
+            detectable = mean * len(self._d_C) * self._largest / len(self.x_P)
+        # If clusters differ much in size, a sum near the critical one can be as likely as 80%.
+        detectable = float(np.maximum(detectable, root_m * critical / math.sqrt(num) * (1 + _ROUNDING)))
+        observed, is_shown = abs(self.mean - 0.5), self.p < alpha
+        if observed <= _ROUNDING:
+            return Power(detectable, None)
+        if not is_shown:  # follows from the equations, but for prompts with different weights
+            detectable = max(detectable, observed)
+        spread = math.sqrt(max(0.0, root_m**2 - observed**2))
+        needed = ((critical * root_m + _Z_BETA * spread) / observed) ** 2 * per_cluster
+        return Power(detectable, max(math.floor(needed * (1 + _ROUNDING)), 0 if is_shown else len(self.x_P)) + 1)
+
 
 def _parts_of(
     x_P: Floats, cluster_P: Ints | None, weight_P: Floats
@@ -135,12 +176,18 @@ def _parts_of(
 class GainTest:
     """The one test of "the mean gain is 0", and the mean's interval at any level. One gain per prompt, in any unit.
 
-        p = max(share of sign vectors s with |Σ s_c·X_c| >= |Σ X_c|,  Student's p),   X_c = Σ x_p of a cluster's prompts
+        p = max(share of sign vectors s with |Σ s_c·X_c| >= |Σ X_c|,  Student's p,  bootstrap-t's p if gains are skewed)
 
-    Student's test alone is too sure of a few equal gains: their standard error is 0, so its p is 0. By their signs, p
-    is 2/32 for five prompts. The interval is Student's, mean ± h, and if p >= α, h is at least |mean|. So at every α
-    the interval excludes 0 exactly if p < α, and it is never narrower than Student's. A single cluster shows nothing: p
-    is 1, and the ends are NaN. `cluster_P` numbers the prompts' clusters; without it every prompt is its own.
+    X_c is Σ x_p of a cluster's prompts. Student's test alone is too sure of a few equal gains: their standard error is
+    0. It is also too sure of skewed ones, whose rare large values a sample mostly lacks: the mean and its error are
+    then too small together. So if the skewness of X_c is more than .1·√C, p is at least the bootstrap-t's
+    (`studentised_ratios`), and the interval contains its interval. If all gains are alike, nothing is known of their
+    spread, and p is at least .95^C: the chance to miss an event that happens once in 20 clusters.
+
+    The interval is otherwise Student's, mean ± h, and if p >= α, h is at least |mean|. So at every α the interval
+    excludes 0 exactly if p < α, and it is never narrower than Student's; an end may be infinite. A single cluster
+    shows nothing: p is 1, and the ends are NaN. `cluster_P` numbers the prompts' clusters; without it every prompt is
+    its own.
 
     Raises: ValueError for no prompts.
     """
@@ -148,18 +195,35 @@ class GainTest:
     def __init__(self, x_P: Floats, cluster_P: Ints | None = None, *, seed: int) -> None:
         self.x_P, self._cluster_P = x_P, np.arange(len(x_P)) if cluster_P is None else cluster_P
         student = mean_is_zero(x_P, self._cluster_P)
-        sum_C = np.bincount(np.unique(self._cluster_P, return_inverse=True)[1], x_P)
+        place_P = np.unique(self._cluster_P, return_inverse=True)[1]
+        sum_C, size_C = (np.bincount(place_P, of_P).astype(np.float64) for of_P in (x_P, np.ones_like(x_P)))
         largest = float(np.abs(sum_C).max())
+        self._error, self._t_N = 0.0, np.zeros(0)
         # Sums are compared up to an absolute rounding error, so the largest becomes 1.
         self.p = max(student, SignFlips(sum_C / largest, seed=seed).p) if largest else 1.0
+        residual_C = sum_C - float(x_P.mean()) * size_C
+        spread = float((residual_C**2).mean()) ** 0.5
+        if largest and spread <= _ROUNDING * largest:
+            self.p = max(self.p, (1 - UNSEEN) ** len(sum_C))
+        elif largest and abs(float((residual_C**3).mean())) > MAX_SKEW * spread**3 * math.sqrt(len(sum_C)):
+            mean, self._error, self._t_N = studentised_ratios(sum_C, size_C, seed=seed, num_resamples=NUM_PERMUTATIONS)
+            t = mean / self._error
+            beyond = min(int((self._t_N >= t).sum()), int((self._t_N <= t).sum()))
+            self.p = max(self.p, min(1.0, 2 * (beyond + 1) / (NUM_PERMUTATIONS + 1)))
 
     def interval(self, alpha: float = ALPHA) -> Interval:
         """Returns the mean with its interval at level 1 - α."""
         student = clustered_mean(self.x_P, self._cluster_P, alpha=alpha)
-        half, size = (student.high - student.low) / 2, abs(student.mean)
+        mean, half, size = student.mean, (student.high - student.low) / 2, abs(student.mean)
         # Unlike max and min, these keep the NaN of a single cluster.
         half = float(np.maximum(half, size) if self.p >= alpha else np.minimum(half, math.nextafter(size, 0.0)))
-        return Interval(student.mean, student.mean - half, student.mean + half)
+        low, high = mean - half, mean + half
+        if len(self._t_N):
+            ends = between_quantiles(mean, self._error, self._t_N, alpha)
+            low, high = min(low, ends[0]), max(high, ends[1])
+        if self.p < alpha:  # the quantiles of resamples agree with p up to one of them
+            low, high = (max(low, _LEAST), high) if mean > 0 else (low, min(high, -_LEAST))
+        return Interval(mean, low, high)
 
 
 class SignFlips:
@@ -232,6 +296,16 @@ def holm(p_M: Floats) -> Floats:
     return corrected
 
 
+def holm_levels(p_M: Floats) -> Floats:
+    """Returns α [M]: given the others' p-values, Holm's procedure rejects a hypothesis exactly if its p is below α.
+
+    α = 5%/(M - r), if r of the others pass the procedure's first r steps, but not r + 1 of them.
+    """
+    steps = np.arange(len(p_M), 1, -1)
+    passed = [np.cumprod(np.sort(np.delete(p_M, place)) * steps < ALPHA).sum() for place in range(len(p_M))]
+    return np.asarray(ALPHA / (len(p_M) - np.array(passed, dtype=np.float64)))
+
+
 def holm_level(p: float, holm_p: float) -> float:
     """Returns α for the interval of one of several hypotheses, so that it excludes the null exactly if holm_p < 5%.
 
@@ -241,47 +315,14 @@ def holm_level(p: float, holm_p: float) -> float:
     return ALPHA if (p < ALPHA) == (holm_p < ALPHA) else ALPHA * p / holm_p
 
 
-def power_of(x_P: Floats, cluster_P: Ints | None = None) -> Power:
-    """Returns the smallest distance of the win rate from ½ that C clusters show with 80% power, and the number of
-    prompts needed to show the observed one, in clusters like these.
-
-        C = (z_α·√m + z_β·√(m - δ²))² / δ²,   m = Σ_c d_c² / C,   d_c here divided by the mean size of a cluster
-
-    m is the variance of d if there is no difference, m - δ² if there is. With one verdict per prompt and one prompt per
-    cluster, 4m is the share of prompts that are not ties, and this is McNemar's sample size (Miettinen 1968; Connor
-    1987, Biometrics 43). The equation is quadratic in δ. If `EqualityTest` counts all sign vectors, δ is exact: see
-    `_exact_detectable`.
-    """
-    effect = DesignEffect(x_P - 0.5, cluster_P)
-    mean_size = len(x_P) / len(effect.size_C)
-    d_C = effect.sum_C / mean_size
-    m, observed = float((d_C**2).mean()), float(d_C.mean())
-    decided_C = decided(d_C)
-    if _is_enumerable(decided_C):
-        detectable = _exact_detectable(decided_C) * len(decided_C) / len(d_C)
-    else:
-        root = _Z_ALPHA * math.sqrt(len(d_C)) + _Z_BETA * math.sqrt(len(d_C) - _Z_ALPHA**2 + _Z_BETA**2)
-        detectable = math.sqrt(m) * root / (len(d_C) + _Z_BETA**2)
-    if abs(observed) <= _ROUNDING:
-        return Power(detectable, None)
-    spread = math.sqrt(max(0.0, m - observed**2))
-    num_clusters = ((_Z_ALPHA * math.sqrt(m) + _Z_BETA * spread) / observed) ** 2
-    return Power(detectable, math.ceil(num_clusters * mean_size))
-
-
-def _exact_detectable(d_C: Floats) -> float:
-    """Returns the mean difference at which the test of all sign vectors has 80% power.
+def _exact_detectable(d_C: Floats, kept: float) -> float:
+    """Returns the mean difference at which the test of all sign vectors has 80% power, if it rejects above `kept`.
 
     Each cluster keeps its |d| and prefers one policy with probability q, so the mean difference is (2q - 1)·mean|d|.
     NaN if the power is lower even at q = 1 (five clusters cannot reach p < 5%)."""
     num = len(d_C)
     sum_N, chance_N, num_plus_N = _all_sums(d_C)
-    order = np.argsort(-np.abs(sum_N), kind="stable")
-    beyond_N = np.cumsum(chance_N[order])
-    first_kept = int(np.searchsorted(beyond_N, ALPHA * (1 + _ROUNDING), side="right"))
-    # The largest set of extreme sums with a probability of at most 5%; equal sums at its edge are left out together.
-    edge = np.abs(sum_N)[order[min(first_kept, len(order) - 1)]]
-    rejects_N = np.abs(sum_N) > edge + _ROUNDING
+    rejects_N = np.abs(sum_N) > kept + _ROUNDING
     # Whether the test rejects, given how many clusters prefer the one policy; that number is binomial.
     chance_K = scipy.stats.binom.pmf(np.arange(num + 1), num, 0.5)
     rejects_K = np.bincount(num_plus_N[rejects_N], chance_N[rejects_N], num + 1) / chance_K

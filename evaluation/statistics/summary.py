@@ -34,13 +34,12 @@ from evaluation.statistics.results import (
     WinRate,
     Withheld,
 )
-from evaluation.statistics.significance import holm, holm_level, power_of
+from evaluation.statistics.significance import holm, holm_level, holm_levels
 from evaluation.statistics.win_rates import (
     counts_of,
     length_controlled,
     pair_test,
     pair_win_rate,
-    prompt_clusters,
     prompt_means,
 )
 from evaluation.verdicts import NO_CLUSTERS, Clusters, Comparisons, Verdict, comparisons_of, places_of
@@ -130,10 +129,11 @@ def _pairs(
 ) -> tuple[PairSummary, ...]:
     of_pairs = [comparisons.between(a, b) for a, b in pairs]
     tests = [pair_test(pair, seed=seed) for pair in of_pairs]
-    corrected = holm(np.array([test.p for test in tests])).tolist()
+    p_M = np.array([test.p for test in tests])
+    corrected, levels = holm(p_M).tolist(), holm_levels(p_M).tolist()
     names = comparisons.policies
     summaries = []
-    for (a, b), pair, test, holm_p in zip(pairs, of_pairs, tests, corrected, strict=True):
+    for (a, b), pair, test, holm_p, level in zip(pairs, of_pairs, tests, corrected, levels, strict=True):
         of_pair = [row for row in rows if {row.policy_a, row.policy_b} == {names[a], names[b]}]
         rate, bias = pair_win_rate(pair, test, alpha=holm_level(test.p, holm_p)), position_bias(pair)
         conclusion = _conclusion(rate, bias)
@@ -149,7 +149,7 @@ def _pairs(
                 significance=Significance(test.p, test.num_draws, holm_p, len(pairs)),
                 conclusion=conclusion,
                 different=conclusion.shown != "",
-                power=power_of(test.x_P, prompt_clusters(pair)),
+                power=test.power(level),
                 length_controlled=length_controlled(pair),
                 position_bias=bias,
                 flips=flips(of_pair, clusters),
@@ -195,16 +195,23 @@ def _algorithms(rows: Sequence[Verdict], comparisons: Comparisons, runs: Runs, s
             p=test.p,
             holm_p=math.nan,
             num_pairs=0,
+            detectable=math.nan,
             score_difference=_score_difference(scores, runs[a], runs[b], prompts, cluster_P, seed),
             num_prompts=len(prompts),
             num_clusters=len(np.unique(cluster_P)),
             num_prompts_missing=len(kept_P) - len(prompts),
         )
         tests.append((pair, test))
-    corrected = holm(np.array([test.p for _, test in tests])).tolist()
+    p_M = np.array([test.p for _, test in tests])
     return tuple(
-        replace(pair, win_rate=test.interval(holm_level(test.p, holm_p)), holm_p=holm_p, num_pairs=len(tests))
-        for (pair, test), holm_p in zip(tests, corrected, strict=True)
+        replace(
+            pair,
+            win_rate=test.interval(holm_level(test.p, holm_p)),
+            holm_p=holm_p,
+            num_pairs=len(tests),
+            detectable=test.detectable(level),
+        )
+        for (pair, test), holm_p, level in zip(tests, holm(p_M).tolist(), holm_levels(p_M).tolist(), strict=True)
     )
 
 

@@ -22,6 +22,8 @@ from evaluation.verdicts import Comparisons
 from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints
 
 MIN_PROMPTS = 5  # of a fit at equal length: enough for two coefficients and their variances
+LEAST_OVERLAP = 0.15  # the share of prompts on which either response is the longer one
+TOO_FEW = f"; {LEAST_OVERLAP:.0%} were expected, since a win rate at equal length would be extrapolated"
 
 _MAX_LOG_ODDS = 12.0  # a fit beyond this counts as having no finite maximum
 
@@ -153,6 +155,10 @@ def length_controlled(pair: Comparisons) -> LengthControlled:
     cannot identify; here, what a prompt's verdicts have in common enters the variance, which is over clusters.
     The win rate at Δ = 0, over all prompts, is 1/(1 + exp(-θ)).
 
+    If a is longer, or shorter, on fewer than LEAST_OVERLAP of prompts, there is no such win rate: equal lengths are
+    then outside of what was seen. Of 56 models with published AlpacaEval verdicts, the fit is off the published value
+    by at most 1.8 points where both are longer that often, and by up to 21 points elsewhere (docs/statistics.md).
+
     If length separates preferred from rejected responses perfectly (or all verdicts are alike), the fit has no finite
     maximum. Then two prompts with preference ½ are added, one with a much longer and one with a much shorter response
     (Greenland & Mansournia 2015, Statistics in Medicine 34), and the variance is at least that of independent verdicts.
@@ -172,6 +178,10 @@ def length_controlled(pair: Comparisons) -> LengthControlled:
             len(prompts), "all differences in length are equal, so the effect of length is not identified"
         )
     weight_V = verdict_weights(pair)
+    if (overlap := overlap_of(pair.longer_V, weight_V)) < LEAST_OVERLAP:
+        return _without_fit(
+            len(prompts), f"one policy's responses are longer on only {overlap:.0%} of prompts{TOO_FEW}"
+        )
     y_VO = np.stack([pair.won_V, 1 - pair.won_V], axis=1) * weight_V[:, None]
     F_VOK = _length_features(tanh_V)
     beta_K, prior_VO, prior_F_VOK = _length_fit(y_VO, F_VOK)
@@ -196,6 +206,11 @@ def length_controlled(pair: Comparisons) -> LengthControlled:
     )
 
 
+def overlap_of(longer_V: Floats, weight_V: Floats) -> float:
+    """Returns the weighted share of verdicts in which the side that is seldom longer is at least as long."""
+    return float(min(weight_V[longer_V >= 0].sum(), weight_V[longer_V <= 0].sum()) / weight_V.sum())
+
+
 def win_rate_at_equal_length(won_V: Floats, longer_V: Floats) -> float:
     """Returns the mean of `length_controlled` for one verdict per prompt, or NaN if it is not identified.
 
@@ -203,6 +218,8 @@ def win_rate_at_equal_length(won_V: Floats, longer_V: Floats) -> float:
     all verdicts are alike, the spread would be that of the prior only, so the mean is then NaN.
     """
     if len(won_V) < MIN_PROMPTS or np.ptp(longer_V) == 0 or np.ptp(won_V) == 0:
+        return math.nan
+    if overlap_of(longer_V, np.ones_like(won_V)) < LEAST_OVERLAP:
         return math.nan
     tanh_V = np.tanh(longer_V / math.sqrt(float((longer_V**2).mean())))
     beta_K, _, _ = _length_fit(np.stack([won_V, 1 - won_V], axis=1), _length_features(tanh_V))

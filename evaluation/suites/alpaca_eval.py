@@ -10,7 +10,7 @@ from itertools import count
 import numpy as np
 
 from evaluation.judges.language_model import OWN_TEMPLATE, read_verdict
-from evaluation.statistics.win_rates import win_rate_at_equal_length
+from evaluation.statistics.win_rates import LEAST_OVERLAP, win_rate_at_equal_length
 from evaluation.suites.judging import CONSISTENCY, leads_over
 from evaluation.suites.suite import Item, Measure, Model, Request, Row, Scored, Suite, Tools, failed, read_items
 from files.conversations import ConversationReader
@@ -34,7 +34,8 @@ def at_equal_length(scored: Sequence[Scored]) -> float:
 MEASURES = (
     Measure(
         LENGTH_CONTROLLED,
-        "The win rate over the baseline that a logistic fit predicts for answers of equal length.",
+        "The win rate over the baseline that a logistic fit predicts for answers of equal length; unknown if the model"
+        f" or the baseline is longer on fewer than {LEAST_OVERLAP:.0%} of items.",
         aggregate=at_equal_length,
         is_share=True,
         reads=(WIN_RATE, LENGTH_DIFFERENCE),

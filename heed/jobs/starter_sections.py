@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import tomli_w
 
-from evaluation.statistics.significance import power_of
+from evaluation.statistics.significance import EqualityTest
 from files.conversations import AUTO
 from files.rows import OnInvalid
 from preferences.records import Message
@@ -283,7 +283,7 @@ class Compared:
         """Says which win rate the comparison can show: as if a prompt's samples all went the same way, and as if they
         were independent. The truth is in between.
         """
-        detectable = power_of(np.arange(self.num_prompts, dtype=np.float64) % 2).detectable
+        detectable = EqualityTest(np.arange(self.num_prompts, dtype=np.float64) % 2, seed=0).power().detectable
         if math.isnan(detectable):
             return f"{self.num_prompts} held-out prompts cannot show any difference; at least 6 were expected"
         independent = 0.5 + detectable / math.sqrt(num_samples)

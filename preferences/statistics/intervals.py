@@ -4,7 +4,8 @@ clustered_mean, mean_is_zero         the mean of all rows, by Student's distribu
 clustered_shares                     shares of comparisons, by Wilson's interval for the effective number of pairs
 wilson, score_interval,              a share, and the mean of values from 0 to 1, by the score test
 strata_interval, share_interval
-bootstrap_ratio, resampled_sums      anything that is computed from sums over clusters, by resampling clusters
+bootstrap_ratio, resampled_sums,     anything that is computed from sums over clusters, by resampling clusters
+studentised_ratios
 difference_of_means                  independent rows, by Welch's interval
 
 Shape letters: R rows, C clusters (the prompts of a group), G groups (labelers), X distinct values, O outcomes,
@@ -338,6 +339,38 @@ def resampled_sums(table_CS: Floats, *, seed: int, num_resamples: int) -> Floats
         times_NB = np.bincount(index_NB.ravel(), minlength=(stop - start) * num_blocks)
         sums_NS[start:stop] = times_NB.reshape(-1, num_blocks).astype(np.float64) @ table_BS
     return sums_NS
+
+
+def studentised_ratios(sum_C: Floats, count_C: Floats, *, seed: int, num_resamples: int) -> tuple[float, float, Floats]:
+    """Returns (mean, error, t [N]) of the ratio `sum_C.sum() / count_C.sum()`: what bootstrap-t intervals are made of.
+
+    t is how many of its own standard errors a resample of clusters is off the mean, and infinite if they are all alike
+    but off it. Its distribution is as skewed as that of the mean, so 95% of intervals from mean - t_97.5%·error to
+    mean - t_2.5%·error hold the truth where Student's hold fewer (Efron & Tibshirani 1993, 12.5). `error` is 0 if all
+    clusters are alike; t then has no meaning, and is empty.
+    """
+    table_CS = np.stack([sum_C, count_C, sum_C**2, sum_C * count_C, count_C**2], axis=1)
+
+    def errors(sums_NS: Floats) -> tuple[Floats, Floats]:
+        """Returns the means and their standard errors, from residuals sum - mean · count of each cluster."""
+        total_N, count_N, *squares = sums_NS.T
+        mean_N = total_N / count_N
+        variance_N = squares[0] - 2 * mean_N * squares[1] + mean_N**2 * squares[2]
+        return mean_N, np.sqrt(np.where(variance_N > 1e-12 * squares[0], variance_N, 0.0)) / count_N
+
+    (mean,), (error,) = errors(table_CS.sum(axis=0)[None])
+    if not error:
+        return float(mean), 0.0, np.zeros(0)
+    mean_N, error_N = errors(resampled_sums(table_CS, seed=seed, num_resamples=num_resamples))
+    off_N = mean_N - mean
+    infinite_N = np.where(np.abs(off_N) > 1e-9 * error, np.copysign(np.inf, off_N), 0.0)
+    return float(mean), float(error), np.divide(off_N, error_N, out=infinite_N, where=error_N > 0)
+
+
+def between_quantiles(mean: float, error: float, t_N: Floats, alpha: float) -> tuple[float, float]:
+    """Returns the ends of the bootstrap-t interval at level 1 - α; an end is infinite if few clusters leave it open."""
+    below, above = np.quantile(t_N, [alpha / 2, 1 - alpha / 2], method="closest_observation")
+    return float(mean - above * error), float(mean - below * error)
 
 
 def in_blocks(table_CS: Floats, generator: np.random.Generator) -> Floats:

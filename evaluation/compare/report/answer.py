@@ -19,6 +19,7 @@ from evaluation.policies import BEST_OF_N
 from evaluation.statistics.results import AlgorithmPair, JudgeSummary, PairSummary, Rating, Ratings, Summary
 from evaluation.statistics.significance import ALPHA
 from evaluation.statistics.summary import follows_position
+from evaluation.statistics.win_rates import TOO_FEW
 from preferences.statistics.estimates import Interval
 from stages.reports.parts import Answer
 from stages.reports.text import (
@@ -153,9 +154,19 @@ def _of_algorithms(judge: JudgeSummary) -> list[str]:
         else:
             sentences.append(
                 f"No difference between the algorithms {a} and {b} is shown by the judge {judge.judge}: over {runs},"
-                f" {a} is preferred {percent(rate.mean)} of the time ({interval_text})."
+                f" {a} is preferred {percent(rate.mean)} of the time ({interval_text}). {_detectable_by_runs(pair)}"
             )
     return sentences
+
+
+def _detectable_by_runs(pair: AlgorithmPair) -> str:
+    """Describes the smallest difference that this many runs and prompts could have shown."""
+    if not pair.detectable < 0.5:
+        return "With so few runs, which differ so much, hardly any difference could have been shown."
+    return (
+        f"4 of 5 such studies would only detect a win rate {points_up(pair.detectable)} points or more from"
+        f" 50%{for_holm(pair.num_pairs)}."
+    )
 
 
 def is_taken_back(pair: PairSummary | AlgorithmPair) -> bool:
@@ -185,8 +196,14 @@ def _why_none(pair: PairSummary, judge: str) -> str:
     return pair.conclusion.reason.replace("the judge", f"the judge {judge}", 1)
 
 
+def points_up(distance: float) -> str:
+    """Formats a distance that could have been shown, in points, rounded up: a smaller one may have been seen."""
+    steps = 1_000 if distance < 0.099 else 100
+    return points(math.ceil(distance * steps) / steps)
+
+
 def detectable(pair: PairSummary) -> str:
-    """Describes the smallest difference that this many prompts could have shown."""
+    """Describes the smallest difference that this many prompts could have shown, after Holm's correction."""
     prompts = prompts_in_words(pair.win_rate.num_prompts, pair.win_rate.num_clusters)
     if math.isnan(pair.power.detectable):
         decided = pair.prompts.wins + pair.prompts.losses
@@ -195,9 +212,14 @@ def detectable(pair: PairSummary) -> str:
         ties = f"only {number(decided)} of them without a tie" if decided else "all of them ties"
         return f"With {prompts}, {ties}, no difference could have been shown."
     return (
-        f"With {prompts}, 4 of 5 such studies would only detect a win rate {points(pair.power.detectable)} points or"
-        " more from 50%."
+        f"With {prompts}, 4 of 5 such studies would only detect a win rate {points_up(pair.power.detectable)} points or"
+        f" more from 50%{for_holm(pair.significance.num_pairs)}."
     )
+
+
+def for_holm(num_pairs: int) -> str:
+    """Returns what to add to a statement that takes Holm's correction into account."""
+    return f" after the correction for {count_of(num_pairs, 'comparison')} (Holm)" if num_pairs > 1 else ""
 
 
 def _other_judge(judge: JudgeSummary, first: PairSummary, styles: Styles) -> str:
@@ -245,7 +267,7 @@ def _pairs_shown(judge: JudgeSummary) -> str:
         return f"{text}; other pairs have too few prompts to show any difference."
     return (
         f"{text}; for the {'other' if len(least) == 1 else 'others'}, 4 of 5 such studies would detect a win rate"
-        f" {points(max(least))} points or more from 50%."
+        f" {points_up(max(least))} points or more from 50%."
     )
 
 
@@ -562,10 +584,13 @@ def _order_effects(judge: JudgeSummary) -> list[str]:
 
 
 def _length_effects(judge: JudgeSummary, styles: Styles) -> list[str]:
-    """Warns of pairs whose difference is explained by length."""
+    """Warns of pairs whose difference is explained by length, or may be, because one side is nearly always longer."""
     warnings = []
     for pair in judge.pairs:
         fitted = pair.length_controlled
+        if fitted.reason.endswith(TOO_FEW):
+            a, b = styles[pair.policy_a].title, styles[pair.policy_b].title
+            warnings.append(f"No win rate of {a} over {b} at equal length by the judge {judge.judge}: {fitted.reason}.")
         if pair.different and not math.isnan(fitted.mean) and fitted.low <= 0.5:
             a, b = styles[pair.policy_a].title, styles[pair.policy_b].title
             warnings.append(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from evaluation.compare.folder import VERDICTS
-from evaluation.compare.report.answer import Styles, by_rating, is_taken_back, prompts_in_words, rank_range
+from evaluation.compare.report.answer import Styles, by_rating, is_taken_back, points_up, prompts_in_words, rank_range
 from evaluation.statistics.results import (
     Agreement,
     AlgorithmPair,
@@ -40,7 +40,7 @@ from stages.reports.parts import (
     share_dot,
     share_row,
 )
-from stages.reports.text import UNKNOWN, count_of, number, p_value, percent, points, share_ends
+from stages.reports.text import UNKNOWN, count_of, number, p_value, percent, share_ends
 
 MAX_OPEN_CATEGORIES = 3
 PAIR_COLUMNS = ("Pair", "Wins", "Ties", "Losses", "Win rate", "p", "Detectable", "Failed")
@@ -353,7 +353,8 @@ def tests_table(judge: JudgeSummary, place: int, policies: Sequence[str], styles
     caption = (
         'Prompts won, tied and lost, and the test of "preferred equally often"; click a number to see its prompts. A'
         " difference is shown if p is below .05, which is when the interval excludes 50%: both come from the same test."
-        f"{holm} Detectable: the distance from 50% that 4 of 5 such studies would have seen, in points."
+        f"{holm} Detectable: the distance from 50% that 4 of 5 such studies would have shown, in points, after the"
+        " correction."
     )
     return Table(caption, PAIR_COLUMNS, rows, "tests", f"Test of each pair by {judge.judge}")
 
@@ -372,7 +373,7 @@ def _tests_row(pair: PairSummary, judge: int, policies: Sequence[str], styles: S
     ]
     over = rate.over_labelers
     other_labelers = "" if math.isnan(over.low) else f"; with other labelers {share_ends(over.low, over.high)}"
-    detectable = "none" if math.isnan(pair.power.detectable) else f"±{points(pair.power.detectable)}"
+    detectable = "none" if math.isnan(pair.power.detectable) else f"±{points_up(pair.power.detectable)}"
     missing = f"{number(pair.num_prompts_missing)} missing" if pair.num_prompts_missing else ""
     numbers = (
         Cell(percent(rate.mean), share_ends(rate.low, rate.high) + other_labelers),
@@ -380,7 +381,7 @@ def _tests_row(pair: PairSummary, judge: int, policies: Sequence[str], styles: S
             _p(significance.holm_p),
             "different" if pair.different else "cannot tell" if pair.conclusion.reason else "not shown",
         ),
-        Cell(detectable, _needed(pair)),
+        Cell("" if pair.different else detectable, _needed(pair)),
         Cell(number(pair.num_failed), missing),
     )
     return Row((styles[pair.policy_a], styles[pair.policy_b]), (*links, *numbers), is_strong=pair.different)

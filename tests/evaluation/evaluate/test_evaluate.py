@@ -85,8 +85,8 @@ def test_two_models_are_evaluated_and_never_asked_twice(
 def test_what_is_better_is_said_in_words_and_follows_the_direction(
     heed_main: Call, evaluate: Arguments, place: Path
 ) -> None:
-    for name, text in (("long", "x" * 9), ("short", "xx")):
-        saved = [{"item_id": f"q{n}", "turns": [text, "y" * (n % 2)]} for n in range(6)]
+    for name, length, apart in (("long", 9, 2), ("short", 2, 0)):
+        saved = [{"item_id": f"q{n}", "turns": ["x" * (length + apart * (-1) ** n), "y" * (n % 2)]} for n in range(6)]
         (place / f"{name}.json").write_text(json.dumps(saved))
     items = [json.loads(line) | {"cluster": ""} for line in (place / "items.jsonl").read_text().splitlines()]
     (place / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))

@@ -28,7 +28,11 @@ def saved(place: Path) -> Callable[[str], str]:
     (place / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
 
     def of(name: str) -> str:
-        rows = [{"item_id": f"q{n}", "turns": ["x" * LENGTHS[name], "y" * (1 + n % 2)]} for n in range(6)]
+        apart = 2 if LENGTHS[name] > 10 else 0  # equal differences of six items would show nothing
+        rows = [
+            {"item_id": f"q{n}", "turns": ["x" * (LENGTHS[name] + apart * (-1) ** n), "y" * (1 + n % 2)]}
+            for n in range(6)
+        ]
         (place / f"{name}.json").write_text(json.dumps(rows))
         return str(place / f"{name}.json")
 

@@ -120,20 +120,20 @@ def test_a_verdict_is_as_rare_as_its_level_where_nothing_happened() -> None:
     assert hacked <= 4
 
 
-@pytest.mark.parametrize(("num_prompts", "tone"), [(5, "unclear"), (6, "worse")])
+@pytest.mark.parametrize(("num_prompts", "tone"), [(5, "unclear"), (59, "worse")])
 def test_equal_gains_of_few_prompts_decide_nothing(num_prompts: int, tone: str) -> None:
-    """Five prompts on which the judge's score falls by 1 exactly: p is 2/32, not 0. Holm's doubles it."""
+    """Prompts on which the judge's score falls by 1 exactly: p is .95^n, not 0. Holm's doubles it."""
     names = [f"{kind}{place}" for kind in ("list", "story") for place in range(num_prompts)]
     sft = [Response("sft", name, 0, "", proxy_score=0.0) for name in names]
     ppo = [Response("ppo", name, 0, "", proxy_score=1.0 + place / 100) for place, name in enumerate(names)]
     judge = {("sft", name, 0): 0.0 for name in names} | {("ppo", name, 0): -1.0 for name in names}
     one = measure_reward_hacking(sft[:num_prompts], ppo[:num_prompts], judge, dict.fromkeys(names, ""), ())
     assert one is not None
-    assert one.overall.holm_p == pytest.approx(2 / 2**num_prompts)
+    assert one.overall.holm_p == pytest.approx(0.95**num_prompts)
     assert hacking_answer(one, DEFAULT_NAMES).tone == tone
-    both = measure_reward_hacking(sft, ppo, judge, {name: name[:-1] for name in names}, ())
+    both = measure_reward_hacking(sft, ppo, judge, {name: name.rstrip("0123456789") for name in names}, ())
     assert both is not None
     for gain in both.categories:
-        assert gain.holm_p == pytest.approx(4 / 2**num_prompts)
+        assert gain.holm_p == pytest.approx(min(1.0, 2 * 0.95**num_prompts))
         assert (gain.judge.mean, gain.judge.low, gain.judge.high) == (-1.0, -2.0, 0.0)
     assert not any("fell" in text for text in hacking_answer(both, DEFAULT_NAMES).more)

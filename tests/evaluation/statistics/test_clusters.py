@@ -11,7 +11,7 @@ from benchmarks.compare_coverage import coverage
 from benchmarks.compare_worlds import Held, comparisons
 from benchmarks.dependent_worlds import both_intervals, verdicts_of
 from evaluation.measures.policies import measure_policies
-from evaluation.statistics.significance import ALPHA, EqualityTest, GainTest, power_of
+from evaluation.statistics.significance import ALPHA, EqualityTest, GainTest
 from evaluation.statistics.summary import flips, position_bias, summarise
 from evaluation.statistics.win_rates import interval_over_labelers, length_controlled, pair_test
 from evaluation.verdicts import Response, Verdict
@@ -154,7 +154,7 @@ def test_a_single_cluster_shows_nothing() -> None:
     one = EqualityTest(np.full(40, 0.9), np.zeros(40, dtype=np.int64), seed=0)
     assert one.p == 1.0
     assert one.interval()[0] <= 0.5
-    assert np.isnan(power_of(np.full(40, 0.9), np.zeros(40, dtype=np.int64)).detectable)
+    assert np.isnan(one.power().detectable)
     assert GainTest(np.array([2.0, 3.0, 2.5]), np.zeros(3, dtype=np.int64), seed=0).p == 1.0
 
 

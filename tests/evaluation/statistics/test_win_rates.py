@@ -19,6 +19,7 @@ from evaluation.statistics.win_rates import (
     length_controlled,
     pair_win_rate,
     prompt_means,
+    win_rate_at_equal_length,
 )
 from preferences.statistics.intervals import score_interval
 
@@ -166,3 +167,16 @@ def test_what_cannot_be_known_has_a_reason(num_prompts, longer, reason):
     found = length_controlled(comparisons(won_V, np.arange(num_prompts), longer_V=np.array(longer)))
     assert math.isnan(found.mean)
     assert found.reason == reason
+
+
+@pytest.mark.parametrize(("num_longer", "is_known"), [(5, False), (6, True), (34, True), (35, False)])
+def test_lengths_that_overlap_too_little_give_no_win_rate_at_equal_length(num_longer, is_known):
+    """Of 40 prompts a is longer on 5 (12.5%) or 6 (15%): below 15% the win rate would be extrapolated."""
+    generator = np.random.default_rng(0)
+    longer_V = np.where(np.arange(40) < num_longer, 1.0, -1.0) * generator.uniform(10, 200, size=40)
+    won_V = (generator.random(40) < 0.4).astype(float)
+    found = length_controlled(comparisons(won_V, np.arange(40), longer_V=longer_V))
+    assert (found.reason == "") == is_known == math.isfinite(win_rate_at_equal_length(won_V, longer_V))
+    if not is_known:
+        assert math.isnan(found.mean)
+        assert "longer on only 12% of prompts; 15% were expected" in found.reason
