@@ -31,7 +31,7 @@ from evaluation.compare.folder import (
 )
 from evaluation.compare.judges import Judging, open_judges
 from evaluation.compare.report.page import write_comparison_report
-from evaluation.inputs import clusters_of, named_runs, named_specs, read_compared_prompts
+from evaluation.inputs import can_show, clusters_of, named_runs, named_specs, read_compared_prompts
 from evaluation.judges.external import read_verdict_file
 from evaluation.judges.judge import MAX_PAIRS, Judge, ScoreJudge, pairs_of, refuse_too_many_failures
 from evaluation.judges.people import PeopleJudge
@@ -104,6 +104,10 @@ def compare(compared: Compared, folder: Path, progress: Progress, tell: Callable
         if folder.exists():
             refuse_other_settings(folder, read_settings(folder), settings)
             return judge_again(folder, judges, max_failed_share, progress)
+        if not all(isinstance(policy, SavedPolicy) for policy in policies):
+            num_clusters = len(set(clusters_of(prompts).values()))
+            shows = can_show(len(prompts), compared.sampling.num_samples, num_clusters)
+            tell(f"{compared.prompts.source}: {shows}")
         responses = _sample(policies, prompts, aside, progress)
         settings["responses"] = {name: counts_of(rows) for name, rows in responses.items()}
         verdicts: list[Verdict] = []

@@ -22,7 +22,7 @@ from evaluation.compare.judges import (
 )
 from evaluation.compare.report.stage import REPORTER
 from evaluation.compare.sampled import Drawn, Sampled, compare_sampled
-from evaluation.inputs import named_specs, with_clusters
+from evaluation.inputs import can_show, clusters_of, named_specs, with_clusters
 from evaluation.judges.judge import ScoreJudge
 from evaluation.judges.people import PeopleJudge
 from evaluation.policies import INITIAL, PRETRAINED, TRAINED, Policy
@@ -96,6 +96,7 @@ def run_compare(run: StageRun, config: CompareConfig) -> None:
         run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong, keeps=_row_fields(run.job, config)
     )
     prompts = with_clusters(fitting.prompts, config.prompts, config.cluster_by)
+    config = config.sized(len(prompts))
 
     def samples_of(policy: Policy) -> list[Sample]:
         # The pretrained model has seen no chat template, so it is prompted with the initial policy's.
@@ -375,7 +376,10 @@ def preflight(run: StageRun, config: CompareConfig) -> None:
     _require_one_template(run, tokenizer)
     limits = config.max_new_tokens, config.on_overlong
     fitting = fitting_prompts(run, tokenizer, config.prompts, *limits, run.tell, _row_fields(run.job, config))
-    with_clusters(fitting.prompts, config.prompts, config.cluster_by)
+    prompts = with_clusters(fitting.prompts, config.prompts, config.cluster_by)
+    num_clusters = len(set(clusters_of(prompts).values()))
+    shows = can_show(len(prompts), config.sized(len(prompts)).num_samples, num_clusters)
+    run.tell(f"{config.prompts.source}: for [compare], {shows}")
     scorer = scorer_in(run.job)
     if scorer is not None and scorer[1].external is not None:  # it scores these samples too
         scorer[1].external.check(OnAccess(len(fitting.prompts), lambda row: fitting.prompts[row].row))
@@ -401,6 +405,7 @@ def _require_one_template(run: StageRun, tokenizer: Tokenizer) -> None:
 
 
 def plan(planner: Planner, config: CompareConfig) -> Sampling:
+    config = config.sized(planner.sizes.num_rows(config.prompts))
     pool = max(config.best_of, config.num_samples)
     others = len(policies_of(planner.job)) + (PRETRAIN in planner.job.stage_names)
     per_prompt = pool + config.num_samples * others
