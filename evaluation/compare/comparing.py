@@ -30,6 +30,7 @@ from evaluation.compare.folder import (
     write_verdicts,
 )
 from evaluation.compare.judges import Judging, open_judges
+from evaluation.compare.report.answer import level
 from evaluation.compare.report.page import write_comparison_report
 from evaluation.inputs import can_show, clusters_of, named_runs, named_specs, read_compared_prompts
 from evaluation.judges.external import read_verdict_file
@@ -351,19 +352,22 @@ def results_table(report: Mapping[str, Any]) -> Table:
             runs = f"{pair['num_runs_a']} and {pair['num_runs_b']} runs"
             names = f"{pair['algorithm_a']} against {pair['algorithm_b']}, {runs}"
             shown = "shown" if pair["holm_p"] < ALPHA else "not shown"
-            rate = _rate(pair["win_rate"])
+            rate = _rate(pair["win_rate"], pair["p"], pair["holm_p"])
             table.add_row(judge["judge"], names, rate, f"{pair['holm_p']:.3g}", f"{pair['num_prompts']:,}", shown)
         for pair in judge["pairs"]:
             failed = f"; {pair['num_failed']} verdicts failed" if pair["num_failed"] else ""
             shown = ("shown" if pair["different"] else "not shown") + failed
             names, rate = f"{pair['policy_a']} against {pair['policy_b']}", pair["win_rate"]
-            holm_p = f"{pair['significance']['holm_p']:.3g}"
-            table.add_row(judge["judge"], names, _rate(rate), holm_p, f"{rate['num_prompts']:,}", shown)
+            p, holm_p = pair["significance"]["p"], pair["significance"]["holm_p"]
+            table.add_row(
+                judge["judge"], names, _rate(rate, p, holm_p), f"{holm_p:.3g}", f"{rate['num_prompts']:,}", shown
+            )
     return table
 
 
-def _rate(rate: Mapping[str, Any]) -> str:
-    return f"{_percent(rate['mean'])} ({_percent(rate['low'])} to {_percent(rate['high'])})"
+def _rate(rate: Mapping[str, Any], p: float, holm_p: float) -> str:
+    widened = f", {level(p, holm_p)} interval" if p < ALPHA <= holm_p else ""
+    return f"{_percent(rate['mean'])} ({_percent(rate['low'])} to {_percent(rate['high'])}{widened})"
 
 
 def _percent(value: float | None) -> str:

@@ -174,7 +174,7 @@ def start_of(run: StageRun) -> PolicyStart:
 def policies_in(run: StageRun, prompts: Sequence[Prompt]) -> list[Policy]:
     """Returns what is compared: the pretrained model if the job has one, the initial policy, and every trained one."""
     seen, job, scorer = seen_by_stage(run, prompts), run.job, scorer_in(run.job)
-    policies = [Policy(NAMES[PRETRAIN], PRETRAINED, trainer=PRETRAIN)] if PRETRAIN in run.parents else []
+    policies = [Policy(NAMES[PRETRAIN], PRETRAINED, PRETRAINED, trainer=PRETRAIN)] if PRETRAIN in run.parents else []
     policies.append(Policy(NAMES[SFT], INITIAL, start_of(run).title))
     for name in policies_of(job):
         trainers = _trainers(job, name)

@@ -14,10 +14,11 @@ from typing import Literal
 
 from evaluation.compare.folder import ComparisonFolder
 from evaluation.compare.results import CompareResults, PolicyResults
+from evaluation.measures.kl import largest_shift
 from evaluation.measures.reward_hacking import Gain, RewardHacking
 from evaluation.policies import BEST_OF_N
 from evaluation.statistics.results import AlgorithmPair, JudgeSummary, PairSummary, Rating, Ratings, Summary
-from evaluation.statistics.significance import ALPHA
+from evaluation.statistics.significance import ALPHA, holm_level
 from evaluation.verdicts import Verdict
 from preferences.statistics.estimates import Interval
 from stages.reports.parts import Answer
@@ -28,7 +29,7 @@ from stages.reports.text import (
     count_of,
     ends_of,
     in_capital,
-    kl_number,
+    kl_with_ends,
     label,
     listed,
     number,
@@ -40,6 +41,8 @@ from stages.reports.text import (
 
 Styles = Mapping[str, PolicyStyle]
 Tone = Literal["better", "worse", "unclear"]
+NO_KL: Mapping[str, float] = {}
+MAX_NAMED = 3  # pairs that an answer about many policies names
 
 # Thresholds of warnings:
 FEW_PROMPTS = 100
@@ -71,22 +74,27 @@ def all_tied(pair: PairSummary) -> bool:
     return pair.verdicts.wins == pair.verdicts.losses == 0
 
 
-def answer_of(summary: Summary, styles: Styles) -> Answer:
+def answer_of(summary: Summary, styles: Styles, kl_ends: Mapping[str, float] = NO_KL) -> Answer:
     """Returns the answer by the first judge, and whether the others agree. In every pair, the policy that is ahead must
     come first. If algorithms have several runs, the answer is on the algorithms; what follows is on the weights.
+    `kl_ends` has the upper ends of the policies' KL from one reference, nats, as far as they are known.
     """
     judges = [judge for judge in summary.judges if judge.num_verdicts]
     if not judges:
         return Answer("unclear", "There is no result: no verdict succeeded.", ())
     first, *others = judges
     if len(summary.policies) == 2:
-        tone, text = _of_two(first.pairs[0], first.judge, styles)
+        tone, text = _of_two(first.pairs[0], first.judge, styles, kl_ends=kl_ends)
         limits = [] if first.pairs[0].different else [detectable(first.pairs[0])]
         more = [*limits, *(_other_judge(judge, first.pairs[0], styles) for judge in others)]
     else:
         tone, text = _of_many(first, len(summary.policies), styles)
+        differences = _differences(first, styles, kl_ends)
+        if tone == "unclear" and differences:  # who is the best is open, so what is shown comes first
+            tone, text, differences = "better", differences[0], [text]
         more = [
-            *_lead(first, styles),
+            *differences,
+            *_beyond_kl(first, styles, kl_ends),
             _pairs_shown(first),
             *_ranks_and_pairs(first),
             *(_of_many(judge, len(summary.policies), styles)[1] for judge in others),
@@ -114,7 +122,21 @@ def interval_name(pair: PairSummary | AlgorithmPair) -> str:
     if not is_taken_back(pair):
         return "95% interval"
     num = pair.num_pairs if isinstance(pair, AlgorithmPair) else pair.significance.num_pairs
-    return f"interval, widened for {count_of(num, 'comparison')} (Holm),"
+    return f"{level_of(pair)} interval, widened for {count_of(num, 'comparison')} (Holm),"
+
+
+def level(p: float, holm_p: float) -> str:
+    """Formats the level of the interval of one of several comparisons: "95%" unless Holm's correction widens it."""
+    return f"{100 * (1 - holm_level(p, holm_p)):.1f}".removesuffix(".0") + "%"
+
+
+def level_of(pair: PairSummary | AlgorithmPair) -> str:
+    """Formats the level of the interval of a pair's win rate."""
+    return level(*_p_of(pair))
+
+
+def _p_of(pair: PairSummary | AlgorithmPair) -> tuple[float, float]:
+    return (pair.p, pair.holm_p) if isinstance(pair, AlgorithmPair) else (pair.significance.p, pair.significance.holm_p)
 
 
 def prompts_in_words(num_prompts: int, num_clusters: int) -> str:
@@ -151,21 +173,46 @@ def is_taken_back(pair: PairSummary | AlgorithmPair) -> bool:
     """Returns whether the pair alone would show a difference, which Holm's correction for all pairs takes back. Its
     interval is then wider than a 95% interval: it has the level of the corrected test.
     """
-    p, holm_p = (
-        (pair.p, pair.holm_p) if isinstance(pair, AlgorithmPair) else (pair.significance.p, pair.significance.holm_p)
-    )
+    p, holm_p = _p_of(pair)
     return p < ALPHA <= holm_p
 
 
-def _of_two(pair: PairSummary, judge: str, styles: Styles, prompts: str = "") -> tuple[Tone, str]:
-    """Says which of two policies is preferred. The one that is ahead must come first."""
+def _of_two(
+    pair: PairSummary, judge: str, styles: Styles, prompts: str = "", *, kl_ends: Mapping[str, float]
+) -> tuple[Tone, str]:
+    """Says which of two policies is preferred, unless by more than their KL allows. The one that is ahead must come
+    first.
+    """
     ahead, behind, mean = styles[pair.policy_a].title, styles[pair.policy_b].title, percent(pair.win_rate.mean)
     brackets = evidence(pair, prompts)
+    if pair.different and is_beyond_kl(pair, kl_ends):
+        limit = points(_kl_limit(pair, kl_ends))
+        return "unclear", (
+            f"Whether {ahead} is better than {behind} is open: by the judge {judge} it is preferred {mean} of the time"
+            f" ({brackets}), but their KL allows only {limit} points from 50% (Pinsker's inequality, with the upper"
+            " end of the KL's interval). The rest is chance in these prompts and samples: compare on more of them."
+        )
     if pair.different:
         return "better", f"{ahead} is preferred to {behind} {mean} of the time by the judge {judge} ({brackets})."
     return "unclear", (
         f"No difference between {ahead} and {behind} is shown by the judge {judge}: {often(pair, styles)} ({brackets})."
     )
+
+
+def _kl_limit(pair: PairSummary, kl_ends: Mapping[str, float]) -> float:
+    """Returns how far from 50% the policies' KL allows their win rate to be; NaN if it is not known."""
+    return largest_shift(*(kl_ends.get(name, math.nan) for name in (pair.policy_a, pair.policy_b)))
+
+
+def is_beyond_kl(pair: PairSummary, kl_ends: Mapping[str, float]) -> bool:
+    """Returns whether a win rate is further from 50% than the policies' KL allows."""
+    return abs(pair.win_rate.mean - 0.5) > _kl_limit(pair, kl_ends)
+
+
+def _beyond_kl(judge: JudgeSummary, styles: Styles, kl_ends: Mapping[str, float]) -> list[str]:
+    """Says for each of several pairs that differ by more than their KL allows that this is open."""
+    pairs = [pair for pair in judge.pairs if pair.different and is_beyond_kl(pair, kl_ends)]
+    return [_of_two(pair, judge.judge, styles, kl_ends=kl_ends)[1] for pair in pairs]
 
 
 def detectable(pair: PairSummary) -> str:
@@ -193,19 +240,21 @@ def _other_judge(judge: JudgeSummary, first: PairSummary, styles: Styles) -> str
     return f"By the judge {judge.judge}, {contrary}{finding}."
 
 
-def _lead(judge: JudgeSummary, styles: Styles) -> list[str]:
-    """Says how often the highest-rated policy is preferred to the next, if a judge has verdicts on the two."""
-    assert judge.ratings is not None, "a judge with verdicts has ratings"
-    top = {rating.policy for rating in by_rating(judge.ratings)[:2]}
-    pairs = [pair for pair in judge.pairs if {pair.policy_a, pair.policy_b} == top]
-    return [_lead_in_words(pair, styles) for pair in pairs]
-
-
-def _lead_in_words(pair: PairSummary, styles: Styles) -> str:
-    a, b = styles[pair.policy_a].title, styles[pair.policy_b].title
-    if is_even(pair):
-        return f"Of {a} and {b} {often(pair, styles)} ({evidence(pair)})."
-    return f"{a} is preferred to {b} {percent(pair.win_rate.mean)} of the time ({evidence(pair)})."
+def _differences(judge: JudgeSummary, styles: Styles, kl_ends: Mapping[str, float]) -> list[str]:
+    """Names the pairs of policies that differ, the largest differences first; empty if none is shown."""
+    shown = [pair for pair in judge.pairs if pair.different and not is_beyond_kl(pair, kl_ends)]
+    if not shown:
+        return []
+    shown.sort(key=lambda pair: -pair.win_rate.mean)
+    named = []
+    for pair in shown[:MAX_NAMED]:
+        a, b, rate = styles[pair.policy_a].title, styles[pair.policy_b].title, pair.win_rate
+        ends = share_ends(rate.low, rate.high) if named else evidence(pair)
+        says = "to" if named else "is preferred to"
+        named.append(f"{a} {says} {b} {percent(rate.mean)}{'' if named else ' of the time'} ({ends})")
+    others = len(shown) - len(named)
+    rest = f"; {count_of(others, 'more pair')} {'differs' if others == 1 else 'differ'}" if others else ""
+    return [f"By the judge {judge.judge}, {listed(named)}{rest}."]
 
 
 def _pairs_shown(judge: JudgeSummary) -> str:
@@ -284,10 +333,10 @@ def answer_of_run(results: CompareResults) -> Answer:
     that of the last policy, which is the result of the run. `more` says whether the reward was hacked, or why that is
     unknown. What a verdict on a run must say belongs here.
     """
-    trained, styles = results.trained, results.styles
+    trained, styles, kl_ends = results.trained, results.styles, _kl_ends(results)
     answers = [_of_trained(results, one) for one in trained]
     between = [
-        _of_two(pair.ahead_first, results.judge.name, styles)[1]
+        _of_two(pair.ahead_first, results.judge.name, styles, kl_ends=kl_ends)[1]
         for one, other in combinations(reversed(trained), 2)
         if (pair := results.pair(one.policy, other.policy)) is not None
     ]
@@ -316,15 +365,16 @@ def _of_trained(results: CompareResults, one: PolicyResults) -> Answer:
     styles[initial.policy.name] = replace(styles[initial.policy.name], title=names.the_initial)
     if pair is None:
         return Answer("unclear", f"{title} and {names.the_initial} have not been compared.")
-    tone, text = _of_two(pair.ahead_first, results.judge.name, styles, prompts_of(results, pair))
-    if pair.different and pair.win_rate.mean < 0.5:
+    prompts = prompts_of(results, pair)
+    tone, text = _of_two(pair.ahead_first, results.judge.name, styles, prompts, kl_ends=_kl_ends(results))
+    if tone == "better" and pair.win_rate.mean < 0.5:
         tone = "worse"
     sentences = [in_capital(text) if text.startswith(names.the_initial) else text]
     if not pair.different and isfinite(pair.win_rate.low):
         sentences.append(detectable(pair))
     if one.kl_nats is not None:
-        ends = f" ({ends_of(one.kl_nats, 1) or 'interval unknown'})"
-        sentences.append(f"{title}'s {names.kl} is {kl_number(float(one.kl_nats.mean))} nats{ends}.")
+        kl, ends = kl_with_ends(one.kl_nats)
+        sentences.append(f"{title}'s {names.kl} is {kl} ({ends or 'interval unknown'}) nats.")
     if isfinite(one.gold_score.mean):  # otherwise people gave no ratings
         scores = (
             f"The judge's mean score goes from {number(float(initial.gold_score.mean))} ({names.initial}) to"
@@ -337,6 +387,12 @@ def _of_trained(results: CompareResults, one: PolicyResults) -> Answer:
         ]
         sentences.append(f"{'; '.join([scores, *best])}.")
     return Answer(tone, " ".join([*sentences, *_hidden(results, one)]))
+
+
+def _kl_ends(results: CompareResults) -> dict[str, float]:
+    """Returns the upper ends of the policies' KL; none of greedy policies, whose log-ratios are those of others."""
+    kls = {name: one.kl_nats for name, one in results.policies.items() if results.temperature}
+    return {name: kl.high for name, kl in kls.items() if kl is not None}
 
 
 def _rate_and_score(results: CompareResults) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from typing import Any
 from evaluation.compare.folder import VERDICTS, ComparisonFolder, read_comparison
 from evaluation.compare.report.answer import Styles, answer_of, answer_of_run, warnings_of
 from evaluation.compare.report.measures import hacking_section, measure_tables
-from evaluation.compare.report.sections import Sections, meta_of
+from evaluation.compare.report.sections import Sections, every_pair, meta_of
 from evaluation.compare.results import results_of
 from evaluation.inputs import clusters_of
 from evaluation.policies import TRAINED, policy_styles
@@ -80,7 +80,8 @@ def render(
         kicker="Heed comparison",
         title=comparison.name,
         meta=meta_of(summary),
-        answer=answer_of_run(results) if results else answer_of(summary, styles),
+        answer=answer_of_run(results) if results else answer_of(summary, styles, kl_ends_of(comparison)),
+        picture=every_pair(summary, styles),
         sections=(
             *Sections(summary, styles).all(),
             *([hacking_section(results.hacking, results.names)] if results and results.hacking else []),
@@ -93,6 +94,16 @@ def render(
         warnings=warnings_of(comparison, summary, styles),
     )
     return render_page(page), clean_json(_report(comparison, page, samples, as_json(summary)))
+
+
+def kl_ends_of(comparison: ComparisonFolder) -> dict[str, float]:
+    """Returns the upper ends of the policies' KL from the reference, nats: of those sampled above temperature 0, where
+    log-ratios are those of the policy that was sampled.
+    """
+    sampled = [one["name"] for one in comparison.settings["policies"] if one.get("sampling", {}).get("temperature")]
+    measured = comparison.measures.get("policies", {})
+    ends = {name: measured.get(name, {}).get("kl_nats", {}).get("high") for name in sampled}
+    return {name: high for name, high in ends.items() if high is not None}
 
 
 def summary_of(comparison: ComparisonFolder) -> Summary:

@@ -411,8 +411,6 @@ def test_a_small_comparison_says_what_it_can_show(tmp_path: Path, model_folder: 
     assert can_show(6, 1) == f"6 prompts with 1 sample each {only} {0.8 ** (1 / 6):.0%} (80% power)"
     says = f"6 prompts with 8 samples each {only} 66% to 96%, the more the verdicts on a prompt agree (80% power)"
     assert can_show(6, 8) == says
-        f"6 prompts with 8 samples each {only} 66% to 96%, the more the verdicts on a prompt"
-    )
     of_clusters = f"48 prompts in 6 clusters with 1 sample each {only} 66% to 96%, the more the verdicts on a cluster"
     assert can_show(48, 1, 6).startswith(of_clusters)
     assert can_show(5, 8) == "5 prompts cannot show any difference; at least 6 were expected"
