@@ -354,6 +354,8 @@ def answer_of_run(results: CompareResults) -> Answer:
         more = (
             "The judge is the reward or comes from the same file, so this does not show whether the reward was gamed.",
         )
+    if results.judge.relation:
+        more = (f"About the judge {results.judge.name}: {results.judge.relation}.", *more)
     clusters = f"Only {count(results.num_clusters)} clusters of prompts: the intervals are wide."
     return Answer(answers[-1].tone, text, (*filter(None, apart), *more, *((clusters,) if few else ()), WEIGHTS_ONLY))
 

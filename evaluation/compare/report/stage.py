@@ -70,9 +70,8 @@ def report(stage: StageFolder) -> StageReport:
 
 def judge_sentence(judge: JudgeResults) -> str:
     """Says who judged, and that this judge took no part in training or is not independent of it."""
-    if judge.same_labels:
-        return f"The judge: {judge.description}, so it shares their errors and is not independent."
-    return f"The judge: {judge.description}{'' if judge.is_reward else '; it took no part in training'}."
+    relation = "" if judge.is_reward else f"; {judge.relation or 'it took no part in training'}"
+    return f"The judge: {judge.description}{relation}."
 
 
 def _parts(stage: StageFolder, results: CompareResults, styles: Styles) -> tuple[Part, ...]:

@@ -167,7 +167,8 @@ def test_an_interval_names_its_level(make_folder: MakeFolder) -> None:
     assert page.count(f"<small>{ends}</small>") == 2  # the matrix and the table of tests
     others = [pair["win_rate"] for pair in pairs if pair is not taken]
     assert all(f"<span>{share_ends(one['low'], one['high'])} (95%)</span>" in page for one in others)
-    assert "Win rate (95%)" not in page
+    head = page[page.index('id="wins-0"') :].partition("</thead>")[0]
+    assert ("Win rate (level)" in head, "(95%)" in head) == (True, False)
 
 
 def test_a_best_policy_is_named_with_its_lead_over_the_next(make_folder: MakeFolder) -> None:
