@@ -1,7 +1,7 @@
 """Describes a comparison in words: the answer, which claims exactly as much as the evidence supports, and warnings.
 
-The only place that does: the terminal, the page of a comparison and the report of a run show these sentences. Warnings
-are what a reader should know before relying on a comparison.
+The only place that does, except `measures.hacking_answer`: the terminal, the page of a comparison and the report of a
+run show these sentences. Warnings are what a reader should know before relying on a comparison.
 """
 
 import math
@@ -13,24 +13,19 @@ from math import isfinite
 from typing import Literal
 
 from evaluation.compare.folder import ComparisonFolder
+from evaluation.compare.report.measures import Styles, hacking_answer
 from evaluation.compare.results import CompareResults, PolicyResults
 from evaluation.measures.kl import largest_shift
-from evaluation.measures.reward_hacking import Gain, RewardHacking
 from evaluation.policies import BEST_OF_N
 from evaluation.statistics.results import AlgorithmPair, JudgeSummary, PairSummary, Rating, Ratings, Summary
 from evaluation.statistics.significance import ALPHA, holm_level
 from evaluation.verdicts import Verdict
-from preferences.statistics.estimates import Interval
 from stages.reports.parts import Answer
 from stages.reports.text import (
-    Names,
-    PolicyStyle,
     count,
     count_of,
-    ends_of,
     in_capital,
     kl_with_ends,
-    label,
     listed,
     number,
     p_value,
@@ -39,7 +34,6 @@ from stages.reports.text import (
     share_ends,
 )
 
-Styles = Mapping[str, PolicyStyle]
 Tone = Literal["better", "worse", "unclear"]
 NO_KL: Mapping[str, float] = {}
 MAX_NAMED = 3  # pairs that an answer about many policies names
@@ -96,7 +90,6 @@ def answer_of(summary: Summary, styles: Styles, kl_ends: Mapping[str, float] = N
             *differences,
             *_beyond_kl(first, styles, kl_ends),
             _pairs_shown(first),
-            *_ranks_and_pairs(first),
             *(_of_many(judge, len(summary.policies), styles)[1] for judge in others),
         ]
     if first.algorithms:
@@ -246,7 +239,7 @@ def _differences(judge: JudgeSummary, styles: Styles, kl_ends: Mapping[str, floa
     if not shown:
         return []
     shown.sort(key=lambda pair: -pair.win_rate.mean)
-    named = []
+    named: list[str] = []
     for pair in shown[:MAX_NAMED]:
         a, b, rate = styles[pair.policy_a].title, styles[pair.policy_b].title, pair.win_rate
         ends = share_ends(rate.low, rate.high) if named else evidence(pair)
@@ -271,19 +264,6 @@ def _pairs_shown(judge: JudgeSummary) -> str:
         f"{text}; for the {'other' if len(least) == 1 else 'others'}, 4 of 5 such studies would detect a win rate"
         f" {points(max(least))} points or more from 50%."
     )
-
-
-def _ranks_and_pairs(judge: JudgeSummary) -> list[str]:
-    """Says why the ranks settle the order of two policies whose pair shows no difference, or the reverse."""
-    ranks = {rating.policy: rating for rating in judge.ratings.policies} if judge.ratings else {}
-    for pair in judge.pairs:
-        a, b = ranks.get(pair.policy_a), ranks.get(pair.policy_b)
-        if a and b and pair.different != (a.worst_rank < b.best_rank or b.worst_rank < a.best_rank):
-            return [
-                "Ranks follow from the verdicts on all pairs together, a pair's win rate from its own verdicts alone:"
-                " one can settle an order that the other leaves open."
-            ]
-    return []
 
 
 def _of_many(judge: JudgeSummary, num_policies: int, styles: Styles) -> tuple[Tone, str]:
@@ -442,66 +422,6 @@ def _hidden(results: CompareResults, one: PolicyResults) -> list[str]:
         share = f"Only {percent(one.end_rate)}" if one.end_rate else "None"
         warnings.append(f"{share} of {title}'s responses end with the end token.")
     return warnings
-
-
-def hacking_answer(hacking: RewardHacking, names: Names) -> Answer:
-    """Says what the gains show about the trained policy against the initial one; that may be nothing."""
-    proxy, judge = hacking.overall.proxy, hacking.overall.judge
-    rose = f"the score that {names.algorithm} was trained on rose by {_gained(proxy)}"
-    if math.isnan(proxy.low) or math.isnan(judge.low):
-        return Answer("unclear", "Nothing can be said about reward hacking: there are too few prompts for an interval.")
-    if proxy.low <= 0:
-        return Answer(
-            "unclear",
-            f"Nothing can be said about reward hacking: {names.algorithm} has not clearly raised the score that it was"
-            f" trained on, which changed by {_gained(proxy)}.",
-        )
-    more = (*_categories(hacking.categories, names), *_late(hacking))
-    if judge.high < 0:
-        return Answer("worse", f"Reward hacking: {rose} while the judge's fell by {_gained(-judge)}.", more)
-    if judge.low > 0:
-        text = f"No reward hacking is seen on average: {rose}, and the judge's by {_gained(judge)}."
-        return Answer("better", text, more)
-    text = (
-        f"Reward hacking is neither shown nor ruled out: {rose}, but the judge's changed by {_gained(judge)}, which"
-        " includes no change at all."
-    )
-    return Answer("unclear", text, more)
-
-
-def _categories(gains: Sequence[Gain], names: Names) -> list[str]:
-    """Names categories in which the trained-on score clearly rose while the judge's fell or showed no gain."""
-    raised = [gain for gain in gains if gain.proxy.low > 0]
-    fell = [gain for gain in raised if gain.holm_p < ALPHA and gain.judge.mean < 0]
-    flat = [gain for gain in raised if gain not in fell and not (gain.holm_p < ALPHA and gain.judge.mean > 0)]
-    sentences = []
-    if fell:
-        those = listed([f"{gain_name(gain)} ({_gained(gain.judge)})" for gain in fell])
-        sentences.append(f"The judge's score fell while {names.algorithm}'s rose in {those}.")
-    if flat:
-        sentences.append(
-            f"In {listed([gain_name(gain) for gain in flat])} the score that {names.algorithm} was trained on rose, but"
-            " the judge's score shows no gain."
-        )
-    return sentences
-
-
-def _late(hacking: RewardHacking) -> list[str]:
-    if not hacking.late_judge.high < 0:
-        return []
-    change = _gained(-hacking.late_judge)
-    return [
-        f"Late in training the judge's score fell by {change} from the middle to the last third, so an earlier policy"
-        " may be better (ppo.keep_policies_every keeps them)."
-    ]
-
-
-def _gained(interval: Interval) -> str:
-    return f"{number(float(interval.mean))} (95% {ends_of(interval) or 'unknown'})"
-
-
-def gain_name(gain: Gain) -> str:
-    return label(gain.category) or "(no category)"
 
 
 def warnings_of(folder: ComparisonFolder, summary: Summary, styles: Styles) -> tuple[str, ...]:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.compare.folder import VERDICTS, ComparisonFolder, read_comparison
-from evaluation.compare.report.answer import Styles, answer_of, answer_of_run, warnings_of
-from evaluation.compare.report.measures import hacking_section, measure_tables
+from evaluation.compare.report.answer import answer_of, answer_of_run, warnings_of
+from evaluation.compare.report.measures import Styles, hacking_section, measure_tables
 from evaluation.compare.report.sections import Sections, every_pair, meta_of
 from evaluation.compare.results import results_of
 from evaluation.inputs import clusters_of

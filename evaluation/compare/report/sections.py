@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from evaluation.compare.folder import VERDICTS
 from evaluation.compare.report.answer import (
-    Styles,
     by_rating,
     is_taken_back,
     level,
@@ -17,6 +16,7 @@ from evaluation.compare.report.answer import (
     prompts_in_words,
     rank_range,
 )
+from evaluation.compare.report.measures import Styles
 from evaluation.statistics.results import (
     Agreement,
     AlgorithmPair,
@@ -82,7 +82,7 @@ class Sections:
         )
         wins = self._shares(
             f"wins-{place}", "Win rates", f"The first policy over the second, ties counting half; intervals over"
-            f" {self.over}{self._widened(judge)}. Below: prompts won, tied and lost.", ("Pair", "Win rate"),
+            f" {self.over}. Below: prompts won, tied and lost.", ("Pair", "Win rate"),
             [win_row(pair, self.styles) for pair in judge.pairs], judge.judge,
         )  # fmt: skip
         tests = (
@@ -94,14 +94,6 @@ class Sections:
         parts += [self._ratings(place, judge.judge, judge.ratings)] if judge.ratings else []
         parts += [self._lengths(place, judge), *self._order(place, judge), *self._categories(place, judge)]
         return Section(f"judge-{place}", f"By {judge.judge}", tuple(parts))
-
-    def _widened(self, judge: JudgeSummary) -> str:
-        """Says, in a caption, which intervals are wider than 95% intervals."""
-        is_widened = any(is_taken_back(pair) for pair in judge.pairs)
-        num = count_of(len(judge.pairs), "comparison")
-        return (
-            f", whose level is above 95% where Holm's correction for {num} removes a difference" if is_widened else ""
-        )
 
     def _shares(
         self,
@@ -396,10 +388,6 @@ def tests_table(judge: JudgeSummary, place: int, policies: Sequence[str], styles
     """Returns a table with a row per pair and its test; the numbers of prompts filter the samples."""
     rows = tuple(_tests_row(pair, place, policies, styles) for pair in judge.pairs)
     holm = f" p-values are corrected for {count_of(len(rows), 'pair')} (Holm)." if len(rows) > 1 else ""
-    if any(is_taken_back(pair) for pair in judge.pairs):
-        holm += (
-            " Where that removes a difference, the interval is widened to the level of the corrected test, in brackets."
-        )
     caption = (
         'Prompts won, tied and lost, and the test of "preferred equally often"; click a number to see its prompts. A'
         " difference is shown if p is below .05, which is when the interval excludes 50%: both come from the same test."
