@@ -8,6 +8,7 @@ import pytest
 from evaluation.compare.report.stage import judge_sentence
 from evaluation.compare.results import JudgeResults
 from evaluation.compare.stage import judge_of, preflight
+from evaluation.inputs import can_show
 from files.hashes import file_hash
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import load_job
@@ -17,6 +18,7 @@ from lm.source import load
 from lm.tokenizer import Tokenizer
 from lm.weights import WithNewHead, save_model
 from reward.verifiers import verifier
+from training.notices import speaking_through
 
 ALONE = '{ kind = "function", function = "FOLDER/reward.py:score" }'
 SUM = (
@@ -164,6 +166,22 @@ def test_tests_of_the_compared_prompts_need_a_sandbox_too(
     assert job.compare is not None
     with pytest.raises(ValueError, match="no sandbox here"):
         preflight(run, job.compare)
+
+
+def test_a_comparison_says_before_it_samples_what_it_could_show(tmp_path: Path, model_folder: Path) -> None:
+    """15 prompts get 8 samples each unless the job says otherwise; people and greedy policies get one."""
+    job = compared(tmp_path, model_folder, ALONE, 'judge_function = "FOLDER/judge.py:score"')
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Why {number}?"}) + "\n" for number in range(15)))
+    (tmp_path / "run").mkdir()
+    run = Run(job, tmp_path / "run", None, None).of("compare")  # type: ignore[arg-type]
+    config, said = job.compare, list[str]()
+    assert config is not None
+    with speaking_through(said.append):
+        preflight(run, config)
+    assert f"{prompts}: for [compare], {can_show(15, 8)}" in said
+    changes = ({}, {"num_samples": 3}, {"judge_people": "labels.sqlite"}, {"temperature": 0.0})
+    assert [config.model_copy(update=change).sized(15).num_samples for change in changes] == [8, 3, 1, 1]
 
 
 def test_policies_that_train_in_different_chat_templates_are_not_compared(tmp_path: Path, model_folder: Path) -> None:

@@ -112,6 +112,25 @@ def test_a_winner_is_named_in_one_sentence(two_policies: Path) -> None:
     assert f"; {p_value(pair['significance']['holm_p'])}; 120 prompts)." in report["answer"]["text"]
 
 
+def test_a_win_rate_that_the_kl_rules_out_is_open(make_folder: MakeFolder) -> None:
+    """A KL of at most .02 nats allows 10 points; that of greedy policies, or of one of the two, rules out nothing."""
+    folder = make_folder(policies={"sft": 0.0, "ppo": 1.3}, num_prompts=60)
+    settings, kl = read(folder / "compare.json"), {"kl_nats": {"mean": 0.01, "low": 0.0, "high": 0.02}}
+    zero = {"kl_nats": {"mean": 0.0, "low": 0.0, "high": 0.0}}
+    for temperature, policies, tone in (
+        (1.0, {"sft": zero, "ppo": kl}, "unclear"),
+        (0.0, {"sft": zero, "ppo": kl}, "better"),
+        (1.0, {"ppo": kl}, "better"),
+    ):  # fmt: skip
+        for policy in settings["policies"]:
+            policy["sampling"] = {"temperature": temperature}
+        (folder / "compare.json").write_text(json.dumps(settings))
+        (folder / "measures.json").write_text(json.dumps({"policies": policies}))
+        answer = write_comparison_report(folder)["answer"]
+        assert answer["tone"] == tone
+        assert ("but their KL allows only 10 points from 50%" in answer["text"]) == (tone == "unclear")
+
+
 def test_no_difference_says_what_could_have_been_shown(make_folder: MakeFolder) -> None:
     report = write_comparison_report(make_folder(policies={"sft": 0.0, "ppo": 0.1}, num_prompts=30, seed=1))
     pair = report["summary"]["judges"][0]["pairs"][0]
