@@ -1,25 +1,56 @@
-"""Reads the inputs of a comparison: policies and judges as NAME=SPEC, and prompts with ids, categories and clusters.
+"""Reads the inputs of a comparison: policies and judges as NAME=SPEC, and prompts with ids, categories and clusters;
+says how many samples per prompt they take, and what they could show.
 
 A policy or judge without a NAME is named after the end of its spec, and such names are made unique. A prompt is a
 conversation that ends with a user's turn.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from evaluation.statistics.significance import EqualityTest
 from evaluation.verdicts import Clusters
 from files.conversations import ConversationReader, spoken
 from files.fields import name_field, names, text_field
 from files.rows import InvalidRows, Row
+from stages.reports.text import count_of
 from training.data import DataConfig, Prompt, read_rows, read_valid
 
+COMPARED_RESPONSES, MAX_SAMPLES = 200, 8  # responses of each policy, samples per prompt
 CATEGORY_FIELDS = ("category", "kind", "dataset")  # names of the category in published prompt sets
 
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.+-]*)=(.+)")
 _UNINFORMATIVE = ("model", "model_ema")  # every run keeps its model in a folder of this name
 _SUFFIXES = (".gz", ".jsonl", ".json", ".parquet", ".toml")
+
+
+def samples_per_prompt(num_prompts: int) -> int:
+    """Returns the samples per prompt of a comparison whose user chose none: several if there are few prompts."""
+    return max(1, min(MAX_SAMPLES, COMPARED_RESPONSES // max(1, num_prompts)))
+
+
+def can_show(num_prompts: int, num_samples: int, num_clusters: int = 0) -> str:
+    """Says which win rate a comparison of two policies can show, before it samples: as if all verdicts on a cluster
+    (a prompt, if `num_clusters` is 0) went the same way, and as if they were independent. The truth is in between.
+    """
+    prompts = f"{num_prompts:,} prompts" + (f" in {num_clusters:,} clusters" if num_clusters else "")
+    num_units = num_clusters or num_prompts
+    detectable = EqualityTest(np.arange(num_units, dtype=np.float64) % 2, seed=0).power().detectable
+    if math.isnan(detectable):
+        return f"{prompts} cannot show any difference; at least 6 were expected"
+    independent = 0.5 + detectable * math.sqrt(num_units / (num_prompts * num_samples))
+    agreeing = f"{0.5 + detectable:.0%}"
+    spread = agreeing
+    if num_prompts * num_samples > num_units:
+        what = "cluster" if num_clusters else "prompt"
+        spread = f"{independent:.0%} to {agreeing}, the more the verdicts on a {what} agree"
+    samples = count_of(num_samples, "sample")
+    return f"{prompts} with {samples} each can show only a win rate above {spread} (80% power)"
 
 
 def named_specs(specs: Sequence[str], what: str) -> list[tuple[str, str]]:

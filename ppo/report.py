@@ -244,7 +244,7 @@ def report(stage: StageFolder) -> StageReport:
         headlines=_headlines(stage, names) if results is not None else (),
         sentence=_sentence(stage, names),
         warning=_alarm_sentence(stage),
-        styles=tuple(styles_of(["ppo"]).values()) if samples else (),
+        styles=tuple(styles_of(["ppo"], {"ppo": names.algorithm}).values()) if samples else (),
     )
 
 

@@ -73,6 +73,14 @@ def finished_with(folder: Path, output: str) -> tuple[str, str] | None:
     return lineage["fingerprint"], lineage["outputs"]
 
 
+def data_of(folder: Path) -> set[str] | None:
+    """Return the hashes of the data that a finished stage learned from; None for a folder that is no stage's."""
+    try:
+        return set(json.loads((folder / LINEAGE).read_text(encoding="utf-8"))["data"].values())
+    except (OSError, ValueError):
+        return None
+
+
 def started_with(folder: Path) -> str:
     """Return the fingerprint that an unfinished stage was started with; "" if it was not started."""
     try:

@@ -31,9 +31,10 @@ from evaluation.compare.folder import (
     write_verdicts,
 )
 from evaluation.compare.judges import Judging, open_judges
+from evaluation.compare.report.answer import level
 from evaluation.compare.report.page import write_comparison_report
 from evaluation.contamination import add_given, overlaps
-from evaluation.inputs import clusters_of, named_runs, named_specs, read_compared_prompts
+from evaluation.inputs import can_show, clusters_of, named_runs, named_specs, read_compared_prompts
 from evaluation.judges.external import read_verdict_file
 from evaluation.judges.judge import MAX_PAIRS, Judge, ScoreJudge, pairs_of, refuse_too_many_failures
 from evaluation.judges.people import PeopleJudge
@@ -108,6 +109,10 @@ def compare(compared: Compared, folder: Path, progress: Progress, tell: Callable
         if folder.exists():
             refuse_other_settings(folder, read_settings(folder), settings)
             return judge_again(folder, judges, max_failed_share, progress)
+        if not all(isinstance(policy, SavedPolicy) for policy in policies):
+            num_clusters = len(set(clusters_of(prompts).values()))
+            shows = can_show(len(prompts), compared.sampling.num_samples, num_clusters)
+            tell(f"{compared.prompts.source}: {shows}")
         responses = _sample(policies, prompts, aside, progress)
         settings["responses"] = {name: counts_of(rows) for name, rows in responses.items()}
         verdicts: list[Verdict] = []
@@ -357,20 +362,23 @@ def results_table(report: Mapping[str, Any]) -> Table:
             runs = f"{pair['num_runs_a']} and {pair['num_runs_b']} runs"
             names = f"{pair['algorithm_a']} against {pair['algorithm_b']}, {runs}"
             shown = "shown" if pair["holm_p"] < ALPHA else "not shown"
-            rate = _rate(pair["win_rate"])
+            rate = _rate(pair["win_rate"], pair["p"], pair["holm_p"])
             table.add_row(judge["judge"], names, rate, f"{pair['holm_p']:.3g}", f"{pair['num_prompts']:,}", shown)
         for pair in judge["pairs"]:
             failed = f"; {pair['num_failed']} verdicts failed" if pair["num_failed"] else ""
             reason = pair["conclusion"]["reason"]
             shown = ("shown" if pair["different"] else f"cannot tell: {reason}" if reason else "not shown") + failed
             names, rate = f"{pair['policy_a']} against {pair['policy_b']}", pair["win_rate"]
-            holm_p = f"{pair['significance']['holm_p']:.3g}"
-            table.add_row(judge["judge"], names, _rate(rate), holm_p, f"{rate['num_prompts']:,}", shown)
+            p, holm_p = pair["significance"]["p"], pair["significance"]["holm_p"]
+            table.add_row(
+                judge["judge"], names, _rate(rate, p, holm_p), f"{holm_p:.3g}", f"{rate['num_prompts']:,}", shown
+            )
     return table
 
 
-def _rate(rate: Mapping[str, Any]) -> str:
-    return f"{_percent(rate['mean'])} ({_percent(rate['low'])} to {_percent(rate['high'])})"
+def _rate(rate: Mapping[str, Any], p: float, holm_p: float) -> str:
+    widened = f", {level(p, holm_p)} interval" if p < ALPHA <= holm_p else ""
+    return f"{_percent(rate['mean'])} ({_percent(rate['low'])} to {_percent(rate['high'])}{widened})"
 
 
 def _percent(value: float | None) -> str:

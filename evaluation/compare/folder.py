@@ -19,10 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field
 
+from evaluation.inputs import samples_per_prompt
 from evaluation.policies import Policy
 from evaluation.verdicts import Response, Verdict, read_responses, read_verdicts, write_rows
 from files.atomic import atomic_folder, lock, write_json, write_text
@@ -79,10 +80,22 @@ class CompareConfig(Config):
         description="Share of the tasks of `judge_people` that must have all their judgments; labelers skip some.",
     )
     on_overlong: OnOverlong = overlong_field()
-    num_samples: int = Field(default=1, ge=1, description="Responses per prompt and policy.")
+    num_samples: int = Field(
+        default=0,
+        ge=0,
+        description="Responses per prompt and policy; 0 = as many as make 200 responses of a policy, from 1 to 8, but 1"
+        " if people judge.",
+    )
     best_of: int = Field(default=16, ge=2, description="Samples per prompt of the SFT policy, for best-of-n.")
     max_new_tokens: int = Field(ge=1, description="Length limit of a response, in tokens.")
     temperature: float = Field(default=1.0, ge=0, description="Sampling temperature; 0 = greedy.")
+
+    def sized(self, num_prompts: int) -> Self:
+        """Returns the config with the responses per prompt and policy that this many prompts take."""
+        if self.num_samples:
+            return self
+        is_one = self.judge_people or not self.temperature  # greedy responses to a prompt are all alike
+        return self.model_copy(update={"num_samples": 1 if is_one else samples_per_prompt(num_prompts)})
 
 
 SETTINGS, PROMPTS, MEASURES = "compare.json", "prompts.jsonl", "measures.json"

@@ -1,6 +1,6 @@
 """Opens a judge by its spec: people, a gold scorer, a language model, a reward endpoint, a function, a reward model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from reward.judge import JudgeReward
 from reward.rubric import Rubric
 from reward.scoring import labels_of
 from stages.labels import OpenLabels
+from stages.reports.text import listed
 from stages.world import World
 from training.data import Prompt
 
@@ -162,10 +163,9 @@ def reward_judge(
     objective_weights: Mapping[str, float],
     *,
     is_climbed: bool = True,
-    same_labels: str = "",
 ) -> ScoreJudge:
     """Open a run's reward as a judge: its reward model's folder, or a function or endpoint. `is_climbed` says whether
-    the policies were trained to raise it; DPO's were not. `same_labels` names who learned from its labels.
+    the policies were trained to raise it; DPO's were not.
     """
     if isinstance(reward, RewardFunction):
         judge = function_judge(name, reward.function, has_rows=True)
@@ -175,10 +175,21 @@ def reward_judge(
     else:
         details = {"description": "the run's reward model", "sha256": folder_hash(reward)}
         judge = ScoreJudge(name, "reward model", str(reward), reward_model_score(reward, objective_weights), details)
-    if same_labels and not is_climbed:
-        said = f"{judge.details['description']}, which learned from the same labels as {same_labels}"
-        return replace(judge, details={**judge.details, "description": said, "same_labels": same_labels})
     return described_as_reward(judge, "is also the reward") if is_climbed else judge
+
+
+def described_by_data(
+    judge: ScoreJudge, judge_data: Collection[str] | None, data: Mapping[str, set[str]]
+) -> ScoreJudge:
+    """Returns a reward model, described by whose training data it shares. `data` has the hashes of what each policy
+    learned from, by its title; `judge_data` those of the judge, None if they are not known.
+    """
+    relation = "what it learned from is not known, so it may share the policies' errors"
+    if judge_data is not None:
+        same = [title for title, hashes in data.items() if not hashes.isdisjoint(judge_data)]
+        shares = f"it learned from the same comparisons as {listed(same)}" if same else ""
+        relation = f"{shares}, so it shares their errors and is not independent" if same else ""
+    return replace(judge, details={**judge.details, "relation": relation}) if relation else judge
 
 
 def described_as_reward(judge: ScoreJudge, relation: str) -> ScoreJudge:

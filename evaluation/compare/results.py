@@ -57,7 +57,7 @@ class JudgeResults:
     description: str
     kind: str = GOLD
     is_reward: bool = False
-    same_labels: str = ""  # the policies that learned from the same labels as this reward model
+    relation: str = ""  # of a reward model to the policies, if it shares their data or may; "" = none
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> "JudgeResults":
@@ -66,8 +66,8 @@ class JudgeResults:
         if entry.get("kind") == "people":
             store = str(entry["spec"]).removeprefix("people:")
             description = f"people, {entry['num_labelers']} per task, by the labels in {store}"
-        is_reward, same_labels = bool(entry.get("is_reward")), str(entry.get("same_labels", ""))
-        return cls(entry["name"], description, entry.get("kind", ""), is_reward, same_labels)
+        is_reward, relation = bool(entry.get("is_reward")), str(entry.get("relation", ""))
+        return cls(entry["name"], description, entry.get("kind", ""), is_reward, relation)
 
 
 @dataclass(frozen=True)

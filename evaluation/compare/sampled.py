@@ -142,7 +142,7 @@ def _with_best_of(sampled: Sampled, n: int) -> tuple[list[Policy], dict[str, lis
         policies.append(policy)
         responses[policy.name] = [response_of(policy.name, sample) for sample in samples]
         if policy.kind == INITIAL and sampled.has_pool:
-            best = Policy(f"best_of_{n}", BEST_OF_N, n=n, of=policy.name)
+            best = Policy(f"best_of_{n}", BEST_OF_N, f"best of {n}", n=n, of=policy.name)
             policies.append(best)
             # The log-ratio of a chosen sample says nothing about the choosing policy, whose KL is known only by its
             # bound.

@@ -13,6 +13,7 @@ from typing import Any
 from evaluation.compare.folder import CompareConfig
 from evaluation.compare.judges import (
     described_as_reward,
+    described_by_data,
     function_judge,
     gold_judge,
     people_judge,
@@ -22,7 +23,7 @@ from evaluation.compare.judges import (
 )
 from evaluation.compare.report.stage import REPORTER
 from evaluation.compare.sampled import Drawn, Sampled, compare_sampled
-from evaluation.inputs import named_specs, with_clusters
+from evaluation.inputs import can_show, clusters_of, named_specs, with_clusters
 from evaluation.judges.judge import ScoreJudge
 from evaluation.judges.people import PeopleJudge
 from evaluation.policies import INITIAL, PRETRAINED, TRAINED, Policy
@@ -35,6 +36,7 @@ from reward.sampling import Sample, SamplingSpec, StageScore, sample_everywhere
 from reward.sources import unmet_scorers, with_scored_by
 from stages.contract import POLICIES, Parent, Stage
 from stages.data import OnAccess, fitting_prompts
+from stages.lineage import data_of
 from stages.plan import Planner, Sampling
 from stages.reports.text import DEFAULT_NAMES, INITIAL_POLICY
 from stages.run import JobView, StageRun
@@ -96,6 +98,7 @@ def run_compare(run: StageRun, config: CompareConfig) -> None:
         run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong, keeps=_row_fields(run.job, config)
     )
     prompts = with_clusters(fitting.prompts, config.prompts, config.cluster_by)
+    config = config.sized(len(prompts))
 
     def samples_of(policy: Policy) -> list[Sample]:
         # The pretrained model has seen no chat template, so it is prompted with the initial policy's.
@@ -173,7 +176,7 @@ def start_of(run: StageRun) -> PolicyStart:
 def policies_in(run: StageRun, prompts: Sequence[Prompt]) -> list[Policy]:
     """Returns what is compared: the pretrained model if the job has one, the initial policy, and every trained one."""
     seen, job, scorer = seen_by_stage(run, prompts), run.job, scorer_in(run.job)
-    policies = [Policy(NAMES[PRETRAIN], PRETRAINED, trainer=PRETRAIN)] if PRETRAIN in run.parents else []
+    policies = [Policy(NAMES[PRETRAIN], PRETRAINED, PRETRAINED, trainer=PRETRAIN)] if PRETRAIN in run.parents else []
     policies.append(Policy(NAMES[SFT], INITIAL, start_of(run).title))
     for name in policies_of(job):
         trainers = _trainers(job, name)
@@ -294,26 +297,38 @@ def judge_of(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJudge:
     if config.judge_from:
         ((name, spec),) = named_specs([config.judge_from], "judge")
         judge, model = reward_model_judge(name, spec), proxy_of(run).model
-        is_reward = bool(model) and Path(model).resolve() == model_directory(spec.partition("#")[0]).resolve()
-        return described_as_reward(judge, "is also the reward") if is_reward and _is_climbed(run.job) else judge
+        folder = model_directory(spec.partition("#")[0]).resolve()
+        if model and Path(model).resolve() == folder and _is_climbed(run.job):
+            return described_as_reward(judge, "is also the reward")
+        return described_by_data(judge, data_of(folder.parent), _data_by_policy(run))
     if config.judge_reward:
         proxy = proxy_of(run)
         reward = proxy.external or Path(proxy.model)
         is_climbed = _is_climbed(run.job)
-        same = _same_labels(run.job)
-        return reward_judge("reward", reward, proxy.objective_weights, is_climbed=is_climbed, same_labels=same)
+        judge = reward_judge("reward", reward, proxy.objective_weights, is_climbed=is_climbed)
+        return judge if is_climbed else described_by_data(judge, _data(run, REWARD), _data_by_policy(run))
     return gold_judge(run.world.judge_names[0], "gold:../job.toml", run.world)
 
 
-def _same_labels(job: JobView) -> str:
-    """Returns the titles of the policies that learned from the rankings of the job's reward model; "" for none."""
+def _data_by_policy(run: StageRun) -> dict[str, set[str]]:
+    """Returns the hashes of what each policy learned from, by its title: its own stage and all before it, with the
+    reward models that they raise.
+    """
+    data: dict[str, set[str]] = {}
 
-    def labels(name: str) -> object:
-        return getattr(job.section(job.stage(name)), "rankings", None)
+    def with_parents(name: str) -> set[str]:
+        if name not in data:
+            data[name] = _data(run, name).union(*map(with_parents, set(run.job.parents(name)) & {*run.job.stage_names}))
+        return data[name]
 
-    wanted = [labels(name) for name in job.stage_names if name == REWARD]
-    found = [_title(job, name) or name for name in policies_of(job) if wanted and labels(name) in wanted[:1]]
-    return " and ".join(found)
+    return {_title(run.job, name) or name: with_parents(name) for name in policies_of(run.job)}
+
+
+def _data(run: StageRun, name: str) -> set[str]:
+    """Returns the hashes of the files that a stage learns from, without those of which it reads only the prompts."""
+    section, prompts = run.job.section(run.job.stage(name)), _trained_on(run.job, name) or ()
+    hashes = {} if section is None else run.source_hashes(section.model_dump())
+    return {value for source, value in hashes.items() if source not in {data.source for data in prompts}}
 
 
 def _is_climbed(job: JobView) -> bool:
@@ -375,7 +390,10 @@ def preflight(run: StageRun, config: CompareConfig) -> None:
     _require_one_template(run, tokenizer)
     limits = config.max_new_tokens, config.on_overlong
     fitting = fitting_prompts(run, tokenizer, config.prompts, *limits, run.tell, _row_fields(run.job, config))
-    with_clusters(fitting.prompts, config.prompts, config.cluster_by)
+    prompts = with_clusters(fitting.prompts, config.prompts, config.cluster_by)
+    num_clusters = len(set(clusters_of(prompts).values()))
+    shows = can_show(len(prompts), config.sized(len(prompts)).num_samples, num_clusters)
+    run.tell(f"{config.prompts.source}: for [compare], {shows}")
     scorer = scorer_in(run.job)
     if scorer is not None and scorer[1].external is not None:  # it scores these samples too
         scorer[1].external.check(OnAccess(len(fitting.prompts), lambda row: fitting.prompts[row].row))
@@ -401,6 +419,7 @@ def _require_one_template(run: StageRun, tokenizer: Tokenizer) -> None:
 
 
 def plan(planner: Planner, config: CompareConfig) -> Sampling:
+    config = config.sized(planner.sizes.num_rows(config.prompts))
     pool = max(config.best_of, config.num_samples)
     others = len(policies_of(planner.job)) + (PRETRAIN in planner.job.stage_names)
     per_prompt = pool + config.num_samples * others

@@ -153,6 +153,18 @@ def summarise_kl(kls: ResponseKLs, prompt_N: Sequence[int] | np.ndarray[tuple[in
     )
 
 
+def largest_shift(*kl_nats: float) -> float:
+    """Returns how far from ½ the win rate of two policies can be, from each one's KL(policy || reference) in nats.
+
+        |P(a beats b) - ½| <= TV(a, b) <= TV(a, r) + TV(b, r) <= √(KL_a/2) + √(KL_b/2)   (Pinsker 1964)
+
+    Any judge prefers a's response to b's half of the time if both are drawn from one policy, so the first difference is
+    at most the total variation. The bound holds for means over prompts too, because the square root is concave. Unknown
+    (NaN) if one KL is.
+    """
+    return float(np.sqrt(np.maximum(kl_nats, 0.0) / 2).sum())
+
+
 def require_same_vocabulary(policy: Policy, reference: Policy) -> None:
     """Raises: ValueError if the two tokenizers differ, because log-ratios are then meaningless."""
     if policy.tokenizer.with_template("plain") != reference.tokenizer.with_template("plain"):

@@ -17,8 +17,7 @@ from evaluation.verdicts import NO_CLUSTERS, Clusters, Response, Verdict, places
 from preferences.statistics.estimates import UNKNOWN, Interval, Ints
 from preferences.statistics.intervals import clustered_mean, share_interval
 
-BLEU_N = 4
-BLEU_EPSILON = 0.1  # stands in for zero matches
+REPEATED_WORDS = 4  # of the n-grams that `repetition` counts
 NUM_ORDERS = 20  # random orders in which texts are concatenated until there are enough words
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
@@ -29,14 +28,13 @@ Scores = Mapping[tuple[str, str, int], float]  # by policy, prompt and sample
 class Within:
     """Similarity of `num_samples` responses to one prompt, averaged over prompts, with 95% intervals.
 
-    `identical` is the share of pairs with the same text, `distinct_2` the share of bigrams that are distinct, and
-    `self_bleu` how much of a response appears in the others. All lie between 0 and 1, and are unknown for one sample.
+    `identical` is the share of pairs with the same text, `distinct_2` the share of bigrams that are distinct. Both lie
+    between 0 and 1, and are unknown for one sample.
     """
 
     num_samples: int
     identical: Interval
     distinct_2: Interval
-    self_bleu: Interval
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,6 @@ class Across:
     identical: float
     distinct_1: float
     distinct_2: float
-    self_bleu: float
 
 
 @dataclass(frozen=True)
@@ -258,26 +255,24 @@ def _diversity(
             identical=identical_share(firsts),
             distinct_1=distinct_at(firsts, 1, num_words, seed=seed),
             distinct_2=distinct_at(firsts, 2, num_words, seed=seed),
-            self_bleu=self_bleu(firsts),
         ),
         words=_lengths([len(row.text.split()) for row in rows], place_R),
         tokens=_lengths(tokens, place_R) if len(tokens) == len(rows) else None,
         finished=_mean_of_known(finished, place_R) if len(finished) == len(rows) else UNKNOWN,
-        repetition=_mean_of_known([repetition(row.text, BLEU_N) for row in rows], place_R),
+        repetition=_mean_of_known([repetition(row.text, REPEATED_WORDS) for row in rows], place_R),
         empty=_mean_of_known([not row.text.strip() for row in rows], place_R),
     )
 
 
 def _within(by_prompt: Mapping[str, Sequence[str]], num_samples: int, clusters: Clusters) -> Within:
     if num_samples < 2:
-        return Within(num_samples, UNKNOWN, UNKNOWN, UNKNOWN)
+        return Within(num_samples, UNKNOWN, UNKNOWN)
     prompts = [texts[:num_samples] for texts in by_prompt.values()]
     places = places_of(list(by_prompt), clusters).tolist()
     return Within(
         num_samples,
         identical=_mean_of_known([identical_share(texts) for texts in prompts], places),
         distinct_2=_mean_of_known([distinct_n(texts, 2) for texts in prompts], places),
-        self_bleu=_mean_of_known([self_bleu(texts) for texts in prompts], places),
     )
 
 
@@ -318,58 +313,6 @@ def distinct_at(texts: Sequence[str], n: int, num_words: int, *, seed: int) -> f
                 break
         shares.append(distinct_n(taken, n))
     return float(np.mean(shares))
-
-
-def self_bleu(texts: Sequence[str]) -> float:
-    """Returns each text's mean BLEU with all others as references (Zhu et al. 2018, arXiv 1802.01886); 1 if all equal.
-
-    BLEU (Papineni et al. 2002) uses up to 4-grams, or as many as a shorter text has words; an order without a match
-    counts as BLEU_EPSILON matches (Chen & Cherry 2014, method 1). Texts without words are left out; NaN if fewer than
-    two remain.
-    """
-    words = [text.lower().split() for text in texts if text.split()]
-    if len(words) < 2:
-        return math.nan
-    orders = [[_grams(text, n) for text in words] for n in range(1, BLEU_N + 1)]
-    highest = [_two_highest(counts) for counts in orders]
-    lengths = sorted(len(text) for text in words)
-    scores = []
-    for place, text in enumerate(words):
-        logs = []
-        for n in range(1, min(BLEU_N, len(text)) + 1):
-            matches = 0
-            for gram, count in orders[n - 1][place].items():
-                first, owner, second = highest[n - 1][gram]
-                matches += min(count, second if owner == place else first)
-            logs.append(math.log(max(matches, BLEU_EPSILON) / (len(text) - n + 1)))
-        closest = _closest_other(lengths, len(text))
-        brevity = min(0.0, 1 - closest / len(text))
-        scores.append(math.exp(brevity + sum(logs) / len(logs)))
-    return sum(scores) / len(scores)
-
-
-def _grams(words: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
-    return Counter(zip(*(words[start:] for start in range(n)), strict=False))
-
-
-def _two_highest(counts: Sequence[Counter[tuple[str, ...]]]) -> dict[tuple[str, ...], tuple[int, int, int]]:
-    """Returns per n-gram: its highest count in any text, which text that is, and its highest count in the other texts.
-
-    This gives the maximum over all texts but one without a pass over all of them.
-    """
-    highest: dict[tuple[str, ...], tuple[int, int, int]] = {}
-    for place, grams in enumerate(counts):
-        for gram, count in grams.items():
-            first, owner, second = highest.get(gram, (0, -1, 0))
-            highest[gram] = (count, place, first) if count > first else (first, owner, max(second, count))
-    return highest
-
-
-def _closest_other(lengths: Sequence[int], length: int) -> int:
-    """Returns the closest to `length` among the others (sorted, one `length` removed); the shorter one on a tie."""
-    place = int(np.searchsorted(lengths, length))
-    others = [*lengths[max(0, place - 1) : place], *lengths[place + 1 : place + 2]]
-    return min(others, key=lambda other: (abs(other - length), other))
 
 
 def distinct_n(texts: Sequence[str], n: int) -> float:

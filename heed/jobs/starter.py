@@ -16,6 +16,7 @@ from classify.examples import example_lengths
 from classify.rows import read_labelled
 from classify.stage import known_labels
 from dpo.config import DPOConfig
+from evaluation.inputs import can_show, samples_per_prompt
 from files.atomic import write_text
 from files.conversations import AUTO, NAMES
 from files.importing import load_function
@@ -235,9 +236,9 @@ class Starter:
             lines.append(f"{self.reward}: only judges the comparison; {self._chosen.upper()} does not learn from it")
         elif store:
             judge = [f"judge_people = {toml_value(store)}"]
-        by_people = bool(store) and not self.reward
-        lines.append(f"comparison: {compared.shows(1 if by_people else compared.num_samples)}")
-        return compare_section(compared, judge, length, by_people=by_people, has_pool=has_pool)
+        num_samples = 1 if store and not self.reward else samples_per_prompt(compared.num_prompts)  # people judge one
+        lines.append(f"comparison: {can_show(compared.num_prompts, num_samples)}")
+        return compare_section(compared, judge, length, num_samples, has_pool=has_pool)
 
     def _classifier(self, lines: list[str]) -> Sequence[str]:
         """Returns [classify]; it holds out the first tenth of the rows.

@@ -1,13 +1,11 @@
 """The sections of the jobs that `heed init` writes: each is a function that returns commented lines of TOML."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import tomli_w
 
-from evaluation.statistics.significance import EqualityTest
+from evaluation.inputs import can_show
 from files.conversations import AUTO
 from files.rows import OnInvalid
 from preferences.records import Message
@@ -21,7 +19,6 @@ MAX_BATCH, MAX_MICRO_BATCH = 64, 8
 MICRO_BATCH_TOKENS = 4096  # per pass: with a vocabulary of 50,000, logits and their gradient take 1.6 GB in fp32
 MIN_ROLLOUT = 16
 MAX_COMPARED = 100  # most prompts in the comparison
-COMPARED_RESPONSES, MAX_SAMPLES = 200, 8  # responses of each policy in the comparison; samples per prompt
 LOOP_ROUNDS = 3
 
 # The settings that make each algorithm of docs/algorithms.md. `RATE` stands for the value function's learning rate.
@@ -274,37 +271,17 @@ class Compared:
     origin: str
     num_prompts: int
 
-    @property
-    def num_samples(self) -> int:
-        """Samples per prompt: several if there are few prompts."""
-        return max(1, min(MAX_SAMPLES, COMPARED_RESPONSES // self.num_prompts))
-
-    def shows(self, num_samples: int) -> str:
-        """Says which win rate the comparison can show: as if a prompt's samples all went the same way, and as if they
-        were independent. The truth is in between.
-        """
-        detectable = EqualityTest(np.arange(self.num_prompts, dtype=np.float64) % 2, seed=0).power().detectable
-        if math.isnan(detectable):
-            return f"{self.num_prompts} held-out prompts cannot show any difference; at least 6 were expected"
-        independent = 0.5 + detectable / math.sqrt(num_samples)
-        agreeing = f"{0.5 + detectable:.0%}"
-        spread = (
-            f"{independent:.0%} to {agreeing}, the more the samples of a prompt agree" if num_samples > 1 else agreeing
-        )
-        return f"{self.num_prompts} held-out prompts can show only a win rate above {spread} (80% power)"
-
 
 def compare_section(
-    of: Compared, judge: Sequence[str], length: int, *, by_people: bool, has_pool: bool
+    of: Compared, judge: Sequence[str], length: int, num_samples: int, *, has_pool: bool
 ) -> Sequence[str]:
     """A comparison of the policy with the model it started from. `has_pool`: the job has a reward for best-of-n."""
-    num_samples = 1 if by_people else of.num_samples
     pool = "best_of = 4               # responses per prompt of the first model; the reward picks the best"
     return (
         "[compare]  # the new policy with the model that it started from",
         f"prompts = {of.prompts}  # {of.origin}",
-        f"# {of.shows(num_samples)}",
-        *([] if num_samples == 1 else [f"num_samples = {num_samples}           # responses per prompt and policy"]),
+        f"# {can_show(of.num_prompts, num_samples)}",
+        f"num_samples = {num_samples}           # responses per prompt and policy",
         *judge,
         'on_overlong = "skip"',
         f"max_new_tokens = {length}",

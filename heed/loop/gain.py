@@ -70,6 +70,7 @@ def run_gain(run: StageRun, config: CompareConfig) -> None:
     start = start_of(run)
     fitting = fitting_prompts(run, start.tokenizer, config.prompts, config.max_new_tokens, config.on_overlong)
     prompts = with_clusters(fitting.prompts, config.prompts, config.cluster_by)
+    config = config.sized(len(prompts))
     number, policy = run.job.stage(run.name).round, run.own("policy")
     before = run.own("before")
     if number == 1:
@@ -200,9 +201,11 @@ def plan(planner: Planner, config: CompareConfig) -> Sampling:
     lengths = planner.answered(
         config.prompts, config.max_new_tokens, config.on_overlong, lambda run: start_of(run).tokenizer
     )
+    num_prompts = planner.sizes.num_rows(config.prompts)
+    config = config.sized(num_prompts)
     return Sampling(
         planner.model,
-        planner.sizes.num_rows(config.prompts),
+        num_prompts,
         config.num_samples,
         config.max_new_tokens,
         lengths,

@@ -32,7 +32,7 @@ from stages.reports.parts import (
 from stages.reports.plots import KLPoint, KLSeries, Measured, interval_figure, kl_figure
 from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import headline_of, stage_block
-from stages.reports.text import UNKNOWN, count_of, duration, ends_of, kl_number, label, number, percent
+from stages.reports.text import UNKNOWN, count_of, duration, ends_of, kl_with_ends, label, number, percent
 
 STATE = "loop.json"
 STAGES = ("collect", "reward", "rejection", "dpo", "ppo", GAIN)  # of a round, if the job has them
@@ -237,7 +237,7 @@ def _row(one: RoundFiles, job: Mapping[str, Any]) -> Row:
             Cell(collected.rule, label(collected.policy)),
             Cell(number(collected.effective_tasks, 0), f"of {number(collected.num_tasks)}"),
             accuracy,
-            Cell(UNKNOWN) if gain is None else Cell(kl_number(gain.kl_nats.mean), ends_of(gain.kl_nats, 1)),
+            Cell(UNKNOWN) if gain is None else Cell(*kl_with_ends(gain.kl_nats)),
             _cell(None if gain is None else gain.gain, 2, is_signed=True),
             _cell(None if gain is None else gain.per_hundred, 3, is_signed=True),
             _cell(None if gain is None else gain.score, 2),
@@ -288,7 +288,7 @@ def _report_gain(stage: StageFolder) -> StageReport:
         ("Judge", label(found.judge)),
         ("Gain", _signed(found.gain)),
         ("Per hundred labels", _cell(found.per_hundred, 3, is_signed=True).text),
-        ("KL from the first model, nats", f"{kl_number(found.kl_nats.mean)} (95% {ends_of(found.kl_nats, 1)})"),
+        ("KL from the first model, nats", "{} (95% {})".format(*kl_with_ends(found.kl_nats))),
     )
     headline = headline_of(
         stage, "gain.mean", "Gain of the last round", found.gain.mean,

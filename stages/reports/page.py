@@ -62,6 +62,7 @@ class Page:
     answer: Answer
     sections: tuple[Section, ...]
     skip_to: tuple[str, str]  # anchor, and the name of what is there
+    picture: tuple[Part, ...] = ()  # below the answer's first sentence
     styles: tuple[PolicyStyle, ...] = ()
     caution: str = ""
     warnings: tuple[str, ...] = ()

@@ -192,6 +192,7 @@ class ForestRow:
     cells: tuple[str, ...] = ()
     stack: Stack | None = None
     note: str = ""
+    level: str = "95%"  # of the interval
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,11 @@ class Forest:
     def is_shares(self) -> bool:
         """Whether the axis goes from 0 to 100%. The style sheet draws the lines of such an axis."""
         return self.ticks is SHARE_TICKS
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether intervals have several levels; each row then names its own."""
+        return len({row.level for row in self.rows}) > 1
 
 
 UNFOLDED_CHARACTERS = 1_200  # per text; the rest is folded
@@ -438,9 +444,10 @@ def share_row(
     stack: Stack | None = None,
     note: str = "",
     unknown: str = "unknown",
+    level: str = "95%",
 ) -> ForestRow:
     """Return the row of a share, as (mean, low, high). If it is NaN, the row has no dot and says `unknown`."""
     mean, low, high = share
     if math.isnan(mean):
         return ForestRow(heads, (), UNKNOWN, unknown, cells, note=note)
-    return ForestRow(heads, (share_dot(*share),), percent(mean), share_ends(low, high), cells, stack, note)
+    return ForestRow(heads, (share_dot(*share),), percent(mean), share_ends(low, high), cells, stack, note, level)

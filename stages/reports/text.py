@@ -16,13 +16,13 @@ UNKNOWN = "–"
 _LAST_TWO = "".join(chr(plane << 16 | last) for plane in range(17) for last in (0xFFFE, 0xFFFF))
 UNSHOWN = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff{_LAST_TWO}]")
 
-# Name: title, colour (a CSS variable, see plots.py), shape of the mark.
+# Name: colour (a CSS variable, see plots.py), shape of the mark.
 KNOWN_POLICIES = {
-    "pretrained": ("Pretrained", "pretrained", "o"),
-    "sft": ("SFT", "sft", "s"),
-    "rejection": ("Rejection sampling", "other-2", "P"),
-    "dpo": ("DPO", "other-1", "v"),
-    "ppo": ("PPO", "ppo", "^"),
+    "pretrained": ("pretrained", "o"),
+    "sft": ("sft", "s"),
+    "rejection": ("other-2", "P"),
+    "dpo": ("other-1", "v"),
+    "ppo": ("ppo", "^"),
 }
 # For policies with other names, after the styles that known policies leave free.
 FREE_STYLES = (
@@ -97,9 +97,23 @@ def number(value: Any, digits: int = 2) -> str:
     return text.replace("-", "\u2212")
 
 
-def kl_number(nats: float, digits: int = 1) -> str:
-    """Format an estimate of a KL. No KL is below 0, but an estimate of a small one may be."""
-    return "about 0" if nats < 0 else number(nats, digits)
+def kl_number(nats: float, digits: int = 0) -> str:
+    """Format an estimate of a KL; by default with the digits that its size needs. No KL is below 0, but an estimate of
+    a small one may be.
+    """
+    digits = digits or _kl_digits(nats)
+    return "about 0" if 0 != nats < 0.5 * 10**-digits else number(nats, digits)
+
+
+def kl_with_ends(kl: Interval) -> tuple[str, str]:
+    """Format an estimate of a KL, and the ends of its interval with the same number of digits."""
+    digits = _kl_digits(max(map(abs, (kl.mean, kl.low, kl.high))))  # max ignores a NaN after the first
+    return kl_number(float(kl.mean), digits), ends_of(kl, digits)
+
+
+def _kl_digits(nats: float) -> int:
+    size = abs(nats)
+    return 4 if 0 < size < 0.01 else 2 if size < 1 else 1
 
 
 def count(value: Any) -> str:
@@ -186,23 +200,21 @@ class PolicyStyle:
 
 
 def styles_of(names: Sequence[str], titles: Mapping[str, str] | None = None) -> dict[str, PolicyStyle]:
-    """Return a style for each policy, in order. With more than seven policies, some share a style.
-
-    `titles` replace the titles of known policies, and the names of others.
+    """Return a style for each policy, in order: its title from `titles`, otherwise its name. With more than seven
+    policies, some share a style.
     """
+    shown = {name: label((titles or {}).get(name, name)) for name in names}
     known: dict[str, PolicyStyle] = {}
     for name in names:
-        best_of = re.fullmatch(r"best_of_(\d{1,9})", name)
         if name in KNOWN_POLICIES:
-            title, *look = KNOWN_POLICIES[name]
-            known[name] = PolicyStyle(name, (titles or {}).get(name, title), *look)
-        elif best_of and not any(style.tone == "best-of-n" for style in known.values()):
-            known[name] = PolicyStyle(name, f"Best of {best_of[1]}", "best-of-n", "D")
+            known[name] = PolicyStyle(name, shown[name], *KNOWN_POLICIES[name])
+        elif re.fullmatch(r"best_of_\d+", name) and not any(style.tone == "best-of-n" for style in known.values()):
+            known[name] = PolicyStyle(name, shown[name], "best-of-n", "D")
     taken = {style.tone for style in known.values()}
     free = [style for style in FREE_STYLES if style[0] not in taken] or FREE_STYLES
     others = [name for name in names if name not in known]
     for place, name in enumerate(others):
-        known[name] = PolicyStyle(name, label((titles or {}).get(name, name)), *free[place % len(free)])
+        known[name] = PolicyStyle(name, shown[name], *free[place % len(free)])
     used_titles = [style.title for style in known.values()]
     return {
         name: known[name] if used_titles.count(known[name].title) == 1 else replace(known[name], title=name)

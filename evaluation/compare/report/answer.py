@@ -1,36 +1,32 @@
 """Describes a comparison in words: the answer, which claims exactly as much as the evidence supports, and warnings.
 
-The only place that does: the terminal, the page of a comparison and the report of a run show these sentences. Warnings
-are what a reader should know before relying on a comparison.
+The only place that does, except `measures.hacking_answer`: the terminal, the page of a comparison and the report of a
+run show these sentences. Warnings are what a reader should know before relying on a comparison.
 """
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import combinations
 from math import isfinite
 from typing import Literal
 
 from evaluation.compare.folder import ComparisonFolder
+from evaluation.compare.report.measures import Styles, hacking_answer
 from evaluation.compare.results import CompareResults, PolicyResults
-from evaluation.measures.reward_hacking import Gain, RewardHacking
+from evaluation.measures.kl import largest_shift
 from evaluation.policies import BEST_OF_N
 from evaluation.statistics.results import AlgorithmPair, JudgeSummary, PairSummary, Rating, Ratings, Summary
-from evaluation.statistics.significance import ALPHA
+from evaluation.statistics.significance import ALPHA, holm_level
 from evaluation.statistics.summary import follows_position
 from evaluation.statistics.win_rates import TOO_FEW
-from preferences.statistics.estimates import Interval
 from stages.reports.parts import Answer
 from stages.reports.text import (
-    Names,
-    PolicyStyle,
     count,
     count_of,
-    ends_of,
     in_capital,
-    kl_number,
-    label,
+    kl_with_ends,
     listed,
     number,
     p_value,
@@ -39,8 +35,9 @@ from stages.reports.text import (
     share_ends,
 )
 
-Styles = Mapping[str, PolicyStyle]
 Tone = Literal["better", "worse", "unclear"]
+NO_KL: Mapping[str, float] = {}
+MAX_NAMED = 3  # pairs that an answer about many policies names
 
 # Thresholds of warnings:
 FEW_PROMPTS = 100
@@ -71,9 +68,10 @@ def all_tied(pair: PairSummary) -> bool:
     return pair.verdicts.wins == pair.verdicts.losses == 0
 
 
-def answer_of(summary: Summary, styles: Styles) -> Answer:
+def answer_of(summary: Summary, styles: Styles, kl_ends: Mapping[str, float] = NO_KL) -> Answer:
     """Returns the answer by the first judge, and whether the others agree. In every pair, the policy that is ahead must
     come first. If algorithms have several runs, the answer is on the algorithms; what follows is on the weights.
+    `kl_ends` has the upper ends of the policies' KL from one reference, nats, as far as they are known.
     """
     judges = [judge for judge in summary.judges if judge.num_verdicts]
     limits_of_data = [
@@ -89,15 +87,18 @@ def answer_of(summary: Summary, styles: Styles) -> Answer:
         return Answer("unclear", "There is no result: no verdict succeeded.", ())
     first, *others = judges
     if len(summary.policies) == 2:
-        tone, text = _of_two(first.pairs[0], first.judge, styles)
+        tone, text = _of_two(first.pairs[0], first.judge, styles, kl_ends=kl_ends)
         limits = [detectable(first.pairs[0])] if first.pairs[0].conclusion.kind == "undecided" else []
         more = [*limits, *(_other_judge(judge, first.pairs[0], styles) for judge in others)]
     else:
         tone, text = _of_many(first, len(summary.policies), styles)
+        differences = _differences(first, styles, kl_ends)
+        if tone == "unclear" and differences:  # who is the best is open, so what is shown comes first
+            tone, text, differences = "better", differences[0], [text]
         more = [
-            *_lead(first, styles),
+            *differences,
+            *_beyond_kl(first, styles, kl_ends),
             _pairs_shown(first),
-            *_ranks_and_pairs(first),
             *(_of_many(judge, len(summary.policies), styles)[1] for judge in others),
         ]
     if first.algorithms:
@@ -126,7 +127,21 @@ def interval_name(pair: PairSummary | AlgorithmPair) -> str:
     if not is_taken_back(pair):
         return "95% interval"
     num = pair.num_pairs if isinstance(pair, AlgorithmPair) else pair.significance.num_pairs
-    return f"interval, widened for {count_of(num, 'comparison')} (Holm),"
+    return f"{level_of(pair)} interval, widened for {count_of(num, 'comparison')} (Holm),"
+
+
+def level(p: float, holm_p: float) -> str:
+    """Formats the level of the interval of one of several comparisons: "95%" unless Holm's correction widens it."""
+    return f"{100 * (1 - holm_level(p, holm_p)):.1f}".removesuffix(".0") + "%"
+
+
+def level_of(pair: PairSummary | AlgorithmPair) -> str:
+    """Formats the level of the interval of a pair's win rate."""
+    return level(*_p_of(pair))
+
+
+def _p_of(pair: PairSummary | AlgorithmPair) -> tuple[float, float]:
+    return (pair.p, pair.holm_p) if isinstance(pair, AlgorithmPair) else (pair.significance.p, pair.significance.holm_p)
 
 
 def prompts_in_words(num_prompts: int, num_clusters: int) -> str:
@@ -173,18 +188,27 @@ def is_taken_back(pair: PairSummary | AlgorithmPair) -> bool:
     """Returns whether the pair alone would show a difference, which Holm's correction for all pairs takes back. Its
     interval is then wider than a 95% interval: it has the level of the corrected test.
     """
-    p, holm_p = (
-        (pair.p, pair.holm_p) if isinstance(pair, AlgorithmPair) else (pair.significance.p, pair.significance.holm_p)
-    )
+    p, holm_p = _p_of(pair)
     return p < ALPHA <= holm_p
 
 
-def _of_two(pair: PairSummary, judge: str, styles: Styles, prompts: str = "") -> tuple[Tone, str]:
-    """Says which of two policies is preferred. The one that is ahead must come first."""
+def _of_two(
+    pair: PairSummary, judge: str, styles: Styles, prompts: str = "", *, kl_ends: Mapping[str, float]
+) -> tuple[Tone, str]:
+    """Says which of two policies is preferred, unless by more than their KL allows. The one that is ahead must come
+    first.
+    """
     ahead, behind, mean = styles[pair.policy_a].title, styles[pair.policy_b].title, percent(pair.win_rate.mean)
     brackets = evidence(pair, prompts)
     if pair.conclusion.kind == "none":
         return "unclear", f"Cannot tell which of {ahead} and {behind} is better: {_why_none(pair, judge)}."
+    if pair.different and is_beyond_kl(pair, kl_ends):
+        limit = points(_kl_limit(pair, kl_ends))
+        return "unclear", (
+            f"Whether {ahead} is better than {behind} is open: by the judge {judge} it is preferred {mean} of the time"
+            f" ({brackets}), but their KL allows only {limit} points from 50% (Pinsker's inequality, with the upper"
+            " end of the KL's interval). The rest is chance in these prompts and samples: compare on more of them."
+        )
     if pair.different:
         return "better", f"{ahead} is preferred to {behind} {mean} of the time by the judge {judge} ({brackets})."
     return "unclear", (
@@ -200,6 +224,22 @@ def points_up(distance: float) -> str:
     """Formats a distance that could have been shown, in points, rounded up: a smaller one may have been seen."""
     steps = 1_000 if distance < 0.099 else 100
     return points(math.ceil(distance * steps) / steps)
+
+
+def _kl_limit(pair: PairSummary, kl_ends: Mapping[str, float]) -> float:
+    """Returns how far from 50% the policies' KL allows their win rate to be; NaN if it is not known."""
+    return largest_shift(*(kl_ends.get(name, math.nan) for name in (pair.policy_a, pair.policy_b)))
+
+
+def is_beyond_kl(pair: PairSummary, kl_ends: Mapping[str, float]) -> bool:
+    """Returns whether a win rate is further from 50% than the policies' KL allows."""
+    return abs(pair.win_rate.mean - 0.5) > _kl_limit(pair, kl_ends)
+
+
+def _beyond_kl(judge: JudgeSummary, styles: Styles, kl_ends: Mapping[str, float]) -> list[str]:
+    """Says for each of several pairs that differ by more than their KL allows that this is open."""
+    pairs = [pair for pair in judge.pairs if pair.different and is_beyond_kl(pair, kl_ends)]
+    return [_of_two(pair, judge.judge, styles, kl_ends=kl_ends)[1] for pair in pairs]
 
 
 def detectable(pair: PairSummary) -> str:
@@ -234,19 +274,21 @@ def _other_judge(judge: JudgeSummary, first: PairSummary, styles: Styles) -> str
     return f"By the judge {judge.judge}, {contrary}{finding}."
 
 
-def _lead(judge: JudgeSummary, styles: Styles) -> list[str]:
-    """Says how often the highest-rated policy is preferred to the next, if a judge has verdicts on the two."""
-    assert judge.ratings is not None, "a judge with verdicts has ratings"
-    top = {rating.policy for rating in by_rating(judge.ratings)[:2]}
-    pairs = [p for p in judge.pairs if {p.policy_a, p.policy_b} == top and p.conclusion.kind != "none"]
-    return [_lead_in_words(pair, styles) for pair in pairs]
-
-
-def _lead_in_words(pair: PairSummary, styles: Styles) -> str:
-    a, b = styles[pair.policy_a].title, styles[pair.policy_b].title
-    if is_even(pair):
-        return f"Of {a} and {b} {often(pair, styles)} ({evidence(pair)})."
-    return f"{a} is preferred to {b} {percent(pair.win_rate.mean)} of the time ({evidence(pair)})."
+def _differences(judge: JudgeSummary, styles: Styles, kl_ends: Mapping[str, float]) -> list[str]:
+    """Names the pairs of policies that differ, the largest differences first; empty if none is shown."""
+    shown = [pair for pair in judge.pairs if pair.different and not is_beyond_kl(pair, kl_ends)]
+    if not shown:
+        return []
+    shown.sort(key=lambda pair: -pair.win_rate.mean)
+    named: list[str] = []
+    for pair in shown[:MAX_NAMED]:
+        a, b, rate = styles[pair.policy_a].title, styles[pair.policy_b].title, pair.win_rate
+        ends = share_ends(rate.low, rate.high) if named else evidence(pair)
+        says = "to" if named else "is preferred to"
+        named.append(f"{a} {says} {b} {percent(rate.mean)}{'' if named else ' of the time'} ({ends})")
+    others = len(shown) - len(named)
+    rest = f"; {count_of(others, 'more pair')} {'differs' if others == 1 else 'differ'}" if others else ""
+    return [f"By the judge {judge.judge}, {listed(named)}{rest}."]
 
 
 def _pairs_shown(judge: JudgeSummary) -> str:
@@ -269,19 +311,6 @@ def _pairs_shown(judge: JudgeSummary) -> str:
         f"{text}; for the {'other' if len(least) == 1 else 'others'}, 4 of 5 such studies would detect a win rate"
         f" {points_up(max(least))} points or more from 50%."
     )
-
-
-def _ranks_and_pairs(judge: JudgeSummary) -> list[str]:
-    """Says why the ranks settle the order of two policies whose pair shows no difference, or the reverse."""
-    ranks = {rating.policy: rating for rating in judge.ratings.policies} if judge.ratings else {}
-    for pair in judge.pairs:
-        a, b = ranks.get(pair.policy_a), ranks.get(pair.policy_b)
-        if a and b and pair.different != (a.worst_rank < b.best_rank or b.worst_rank < a.best_rank):
-            return [
-                "Ranks follow from the verdicts on all pairs together, a pair's win rate from its own verdicts alone:"
-                " one can settle an order that the other leaves open."
-            ]
-    return []
 
 
 def _of_many(judge: JudgeSummary, num_policies: int, styles: Styles) -> tuple[Tone, str]:
@@ -333,10 +362,10 @@ def answer_of_run(results: CompareResults) -> Answer:
     that of the last policy, which is the result of the run. `more` says whether the reward was hacked, or why that is
     unknown. What a verdict on a run must say belongs here.
     """
-    trained, styles = results.trained, results.styles
+    trained, styles, kl_ends = results.trained, results.styles, _kl_ends(results)
     answers = [_of_trained(results, one) for one in trained]
     between = [
-        _of_two(pair.ahead_first, results.judge.name, styles)[1]
+        _of_two(pair.ahead_first, results.judge.name, styles, kl_ends=kl_ends)[1]
         for one, other in combinations(reversed(trained), 2)
         if (pair := results.pair(one.policy, other.policy)) is not None
     ]
@@ -354,6 +383,8 @@ def answer_of_run(results: CompareResults) -> Answer:
         more = (
             "The judge is the reward or comes from the same file, so this does not show whether the reward was gamed.",
         )
+    if results.judge.relation:
+        more = (f"About the judge {results.judge.name}: {results.judge.relation}.", *more)
     clusters = f"Only {count(results.num_clusters)} clusters of prompts: the intervals are wide."
     return Answer(answers[-1].tone, text, (*filter(None, apart), *more, *((clusters,) if few else ()), WEIGHTS_ONLY))
 
@@ -365,15 +396,16 @@ def _of_trained(results: CompareResults, one: PolicyResults) -> Answer:
     styles[initial.policy.name] = replace(styles[initial.policy.name], title=names.the_initial)
     if pair is None:
         return Answer("unclear", f"{title} and {names.the_initial} have not been compared.")
-    tone, text = _of_two(pair.ahead_first, results.judge.name, styles, prompts_of(results, pair))
-    if pair.different and pair.win_rate.mean < 0.5:
+    prompts = prompts_of(results, pair)
+    tone, text = _of_two(pair.ahead_first, results.judge.name, styles, prompts, kl_ends=_kl_ends(results))
+    if tone == "better" and pair.win_rate.mean < 0.5:
         tone = "worse"
     sentences = [in_capital(text) if text.startswith(names.the_initial) else text]
     if pair.conclusion.kind == "undecided" and isfinite(pair.win_rate.low):
         sentences.append(detectable(pair))
     if one.kl_nats is not None:
-        ends = f" ({ends_of(one.kl_nats, 1) or 'interval unknown'})"
-        sentences.append(f"{title}'s {names.kl} is {kl_number(float(one.kl_nats.mean))} nats{ends}.")
+        kl, ends = kl_with_ends(one.kl_nats)
+        sentences.append(f"{title}'s {names.kl} is {kl} ({ends or 'interval unknown'}) nats.")
     if isfinite(one.gold_score.mean):  # otherwise people gave no ratings
         scores = (
             f"The judge's mean score goes from {number(float(initial.gold_score.mean))} ({names.initial}) to"
@@ -386,6 +418,12 @@ def _of_trained(results: CompareResults, one: PolicyResults) -> Answer:
         ]
         sentences.append(f"{'; '.join([scores, *best])}.")
     return Answer(tone, " ".join([*sentences, *_hidden(results, one)]))
+
+
+def _kl_ends(results: CompareResults) -> dict[str, float]:
+    """Returns the upper ends of the policies' KL; none of greedy policies, whose log-ratios are those of others."""
+    kls = {name: one.kl_nats for name, one in results.policies.items() if results.temperature}
+    return {name: kl.high for name, kl in kls.items() if kl is not None}
 
 
 def _rate_and_score(results: CompareResults) -> tuple[str, ...]:
@@ -433,66 +471,6 @@ def _hidden(results: CompareResults, one: PolicyResults) -> list[str]:
         share = f"Only {percent(one.end_rate)}" if one.end_rate else "None"
         warnings.append(f"{share} of {title}'s responses end with the end token.")
     return warnings
-
-
-def hacking_answer(hacking: RewardHacking, names: Names) -> Answer:
-    """Says what the gains show about the trained policy against the initial one; that may be nothing."""
-    proxy, judge = hacking.overall.proxy, hacking.overall.judge
-    rose = f"the score that {names.algorithm} was trained on rose by {_gained(proxy)}"
-    if math.isnan(proxy.low) or math.isnan(judge.low):
-        return Answer("unclear", "Nothing can be said about reward hacking: there are too few prompts for an interval.")
-    if proxy.low <= 0:
-        return Answer(
-            "unclear",
-            f"Nothing can be said about reward hacking: {names.algorithm} has not clearly raised the score that it was"
-            f" trained on, which changed by {_gained(proxy)}.",
-        )
-    more = (*_categories(hacking.categories, names), *_late(hacking))
-    if judge.high < 0:
-        return Answer("worse", f"Reward hacking: {rose} while the judge's fell by {_gained(-judge)}.", more)
-    if judge.low > 0:
-        text = f"No reward hacking is seen on average: {rose}, and the judge's by {_gained(judge)}."
-        return Answer("better", text, more)
-    text = (
-        f"Reward hacking is neither shown nor ruled out: {rose}, but the judge's changed by {_gained(judge)}, which"
-        " includes no change at all."
-    )
-    return Answer("unclear", text, more)
-
-
-def _categories(gains: Sequence[Gain], names: Names) -> list[str]:
-    """Names categories in which the trained-on score clearly rose while the judge's fell or showed no gain."""
-    raised = [gain for gain in gains if gain.proxy.low > 0]
-    fell = [gain for gain in raised if gain.holm_p < ALPHA and gain.judge.mean < 0]
-    flat = [gain for gain in raised if gain not in fell and not (gain.holm_p < ALPHA and gain.judge.mean > 0)]
-    sentences = []
-    if fell:
-        those = listed([f"{gain_name(gain)} ({_gained(gain.judge)})" for gain in fell])
-        sentences.append(f"The judge's score fell while {names.algorithm}'s rose in {those}.")
-    if flat:
-        sentences.append(
-            f"In {listed([gain_name(gain) for gain in flat])} the score that {names.algorithm} was trained on rose, but"
-            " the judge's score shows no gain."
-        )
-    return sentences
-
-
-def _late(hacking: RewardHacking) -> list[str]:
-    if not hacking.late_judge.high < 0:
-        return []
-    change = _gained(-hacking.late_judge)
-    return [
-        f"Late in training the judge's score fell by {change} from the middle to the last third, so an earlier policy"
-        " may be better (ppo.keep_policies_every keeps them)."
-    ]
-
-
-def _gained(interval: Interval) -> str:
-    return f"{number(float(interval.mean))} (95% {ends_of(interval) or 'unknown'})"
-
-
-def gain_name(gain: Gain) -> str:
-    return label(gain.category) or "(no category)"
 
 
 def warnings_of(folder: ComparisonFolder, summary: Summary, styles: Styles) -> tuple[str, ...]:

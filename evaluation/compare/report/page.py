@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.compare.folder import VERDICTS, ComparisonFolder, read_comparison
-from evaluation.compare.report.answer import Styles, answer_of, answer_of_run, warnings_of
-from evaluation.compare.report.measures import hacking_section, measure_tables
+from evaluation.compare.report.answer import answer_of, answer_of_run, warnings_of
+from evaluation.compare.report.measures import Styles, hacking_section, measure_tables
 from evaluation.compare.report.quality import quality_section
-from evaluation.compare.report.sections import Sections, meta_of
+from evaluation.compare.report.sections import Sections, every_pair, meta_of
 from evaluation.compare.results import results_of
 from evaluation.contamination import too_few_clean
 from evaluation.inputs import clusters_of
@@ -89,7 +89,8 @@ def render(
         kicker="Heed comparison",
         title=comparison.name,
         meta=meta_of(summary),
-        answer=answer_of_run(results) if results else answer_of(summary, styles),
+        answer=answer_of_run(results) if results else answer_of(summary, styles, kl_ends_of(comparison)),
+        picture=every_pair(summary, styles),
         sections=(
             *Sections(summary, styles).all(),
             *quality,
@@ -104,6 +105,16 @@ def render(
     )
     judges = {"corrected": as_json(corrected), "judge_quality": texts}
     return render_page(page), clean_json(_report(comparison, page, samples, as_json(summary)) | judges)
+
+
+def kl_ends_of(comparison: ComparisonFolder) -> dict[str, float]:
+    """Returns the upper ends of the policies' KL from the reference, nats: of those sampled above temperature 0, where
+    log-ratios are those of the policy that was sampled.
+    """
+    sampled = [one["name"] for one in comparison.settings["policies"] if one.get("sampling", {}).get("temperature")]
+    measured = comparison.measures.get("policies", {})
+    ends = {name: measured.get(name, {}).get("kl_nats", {}).get("high") for name in sampled}
+    return {name: high for name, high in ends.items() if high is not None}
 
 
 def summary_of(comparison: ComparisonFolder) -> Summary:

@@ -4,11 +4,20 @@
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from evaluation.compare.folder import VERDICTS
-from evaluation.compare.report.answer import Styles, by_rating, is_taken_back, points_up, prompts_in_words, rank_range
+from evaluation.compare.report.answer import (
+    by_rating,
+    is_taken_back,
+    level,
+    level_of,
+    points_up,
+    prompts_in_words,
+    rank_range,
+)
+from evaluation.compare.report.measures import Styles
 from evaluation.statistics.results import (
     Agreement,
     AlgorithmPair,
@@ -40,7 +49,7 @@ from stages.reports.parts import (
     share_dot,
     share_row,
 )
-from stages.reports.text import UNKNOWN, count_of, number, p_value, percent, share_ends
+from stages.reports.text import UNKNOWN, PolicyStyle, count_of, number, p_value, percent, share_ends
 
 MAX_OPEN_CATEGORIES = 3
 PAIR_COLUMNS = ("Pair", "Wins", "Ties", "Losses", "Win rate", "p", "Detectable", "Failed")
@@ -73,8 +82,8 @@ class Sections:
             ("Labelers", number(judge.num_labelers)),
         )
         wins = self._shares(
-            f"wins-{place}", "Win rates", "The first policy over the second, ties counting half; 95% intervals over"
-            f" {self.over}{self._widened(judge)}. Below: prompts won, tied and lost.", ("Pair", "Win rate"),
+            f"wins-{place}", "Win rates", f"The first policy over the second, ties counting half; intervals over"
+            f" {self.over}. Below: prompts won, tied and lost.", ("Pair", "Win rate"),
             [win_row(pair, self.styles) for pair in judge.pairs], judge.judge,
         )  # fmt: skip
         tests = (
@@ -86,12 +95,6 @@ class Sections:
         parts += [self._ratings(place, judge.judge, judge.ratings)] if judge.ratings else []
         parts += [self._lengths(place, judge), *self._order(place, judge), *self._categories(place, judge)]
         return Section(f"judge-{place}", f"By {judge.judge}", tuple(parts))
-
-    def _widened(self, judge: JudgeSummary) -> str:
-        """Says, in a caption, which intervals are wider than 95% intervals."""
-        is_widened = any(is_taken_back(pair) for pair in judge.pairs)
-        num = count_of(len(judge.pairs), "comparison")
-        return f", widened for {num} (Holm) where the correction removes a difference" if is_widened else ""
 
     def _shares(
         self,
@@ -221,6 +224,39 @@ class Sections:
         return [Section("failures-title", "Failed verdicts", (Table(caption, columns, tuple(rows), title=title),))]
 
 
+def every_pair(summary: Summary, styles: Styles) -> tuple[Table, ...]:
+    """Returns the first judge's win rates of three policies and more, the highest-rated first; empty for two."""
+    judges = [judge for judge in summary.judges if judge.num_verdicts]
+    if len(summary.policies) < 3 or not judges:
+        return ()
+    ratings = judges[0].ratings
+    names = [rating.policy for rating in by_rating(ratings)] if ratings and ratings.policies else summary.policies
+    pairs = {f"{one.policy_a}/{one.policy_b}": one for pair in judges[0].pairs for one in (pair, pair.turned)}
+    return (win_table(pairs, [styles[name] for name in names]),)
+
+
+def win_table(pairs: Mapping[str, PairSummary], styles: Sequence[PolicyStyle]) -> Table:
+    """Returns the win rate of every policy against every other, in this order. `pairs` holds both orders, by "a/b"."""
+    shown = [pairs[f"{a.name}/{b.name}"] for a in styles for b in styles if f"{a.name}/{b.name}" in pairs]
+    is_mixed = any(map(is_taken_back, shown))
+    rows = tuple(Row((a,), tuple(_win_cell(pairs, a.name, b.name) for b in styles)) for a in styles)
+    widened = " Where the correction removes a difference, the interval is widened to the level in brackets."
+    caption = (
+        "How often the policy of the row is preferred to the policy of the column, with 95% intervals. Framed:"
+        f" a difference is shown (p < .05, corrected for all pairs by Holm's method).{widened if is_mixed else ''}"
+    )
+    return Table(caption, ("Row over column", *styles), rows, "by-policy matrix", "Win rates")
+
+
+def _win_cell(pairs: Mapping[str, PairSummary], first: str, second: str) -> Cell:
+    pair = pairs.get(f"{first}/{second}")
+    if pair is None or not math.isfinite(pair.win_rate.mean):
+        return Cell("" if first == second else UNKNOWN)
+    rate = pair.win_rate
+    ends = share_ends(rate.low, rate.high) + (f" ({level_of(pair)})" if is_taken_back(pair) else "")
+    return Cell(percent(rate.mean), ends, tint=2 * rate.mean - 1, is_clear=pair.different)
+
+
 def _rows_from(judge: str) -> str:
     """Describes the rows that a figure is computed from."""
     return f"From {VERDICTS}: {f'judge {judge}, ' if judge else ''}without failed verdicts."
@@ -259,7 +295,7 @@ def win_row(pair: PairSummary, styles: Styles) -> ForestRow:
     """Returns a row with the win rate of a pair's first policy, and its prompts won, tied and lost."""
     a, b = styles[pair.policy_a], styles[pair.policy_b]
     stack = stack_of(pair.prompts, a.title, b.title, "Prompts")
-    return share_row((a, b), _with_ends(pair.win_rate), stack=stack, unknown="no verdict stands")
+    return share_row((a, b), _with_ends(pair.win_rate), stack=stack, unknown="no verdict stands", level=level_of(pair))
 
 
 def algorithm_row(pair: AlgorithmPair) -> ForestRow:
@@ -272,24 +308,29 @@ def algorithm_row(pair: AlgorithmPair) -> ForestRow:
     rate = pair.win_rate
     cells = (runs, p_value(pair.holm_p), difference)
     return share_row(
-        (f"{pair.algorithm_a} over {pair.algorithm_b}",), (rate.mean, rate.low, rate.high), cells, note=note
+        (f"{pair.algorithm_a} over {pair.algorithm_b}",),
+        (rate.mean, rate.low, rate.high),
+        cells,
+        note=note,
+        level=level_of(pair),
     )
 
 
 def category_row(category: CategoryWinRate) -> ForestRow:
     """Returns a row with the win rate of a pair's first policy in one category."""
     cells = (p_value(category.holm_p), number(category.win_rate.num_prompts))
-    return share_row((category.category or "(no category)",), _with_ends(category.win_rate), cells)
+    widened = level(category.p, category.holm_p)
+    return share_row((category.category or "(no category)",), _with_ends(category.win_rate), cells, level=widened)
 
 
 def length_row(pair: PairSummary, styles: Styles) -> ForestRow:
     """Returns a row with a pair's plain win rate and, as a hollow mark, the one at equal length."""
     fitted, heads = pair.length_controlled, (styles[pair.policy_a], styles[pair.policy_b])
     if math.isnan(fitted.mean):
-        return share_row(heads, _with_ends(pair.win_rate), (UNKNOWN,), note=fitted.reason)
+        return share_row(heads, _with_ends(pair.win_rate), (UNKNOWN,), note=fitted.reason, level=level_of(pair))
     note = "fitted with a prior: these verdicts alone have no finite fit" if fitted.shrunk else ""
     text = f"{percent(fitted.mean)} ({share_ends(fitted.low, fitted.high)})"
-    row = share_row(heads, _with_ends(pair.win_rate), (text,), note=note)
+    row = share_row(heads, _with_ends(pair.win_rate), (text,), note=note, level=level_of(pair))
     return replace(row, dots=(*row.dots, share_dot(fitted.mean, fitted.low, fitted.high, "hollow")))
 
 
@@ -348,8 +389,6 @@ def tests_table(judge: JudgeSummary, place: int, policies: Sequence[str], styles
     """Returns a table with a row per pair and its test; the numbers of prompts filter the samples."""
     rows = tuple(_tests_row(pair, place, policies, styles) for pair in judge.pairs)
     holm = f" p-values are corrected for {count_of(len(rows), 'pair')} (Holm)." if len(rows) > 1 else ""
-    if any(is_taken_back(pair) for pair in judge.pairs):
-        holm += " Where that removes a difference, the interval is widened to the level of the corrected test."
     caption = (
         'Prompts won, tied and lost, and the test of "preferred equally often"; click a number to see its prompts. A'
         " difference is shown if p is below .05, which is when the interval excludes 50%: both come from the same test."
@@ -373,10 +412,11 @@ def _tests_row(pair: PairSummary, judge: int, policies: Sequence[str], styles: S
     ]
     over = rate.over_labelers
     other_labelers = "" if math.isnan(over.low) else f"; with other labelers {share_ends(over.low, over.high)}"
+    widened = f" ({level_of(pair)})" if is_taken_back(pair) else ""
     detectable = "none" if math.isnan(pair.power.detectable) else f"±{points_up(pair.power.detectable)}"
     missing = f"{number(pair.num_prompts_missing)} missing" if pair.num_prompts_missing else ""
     numbers = (
-        Cell(percent(rate.mean), share_ends(rate.low, rate.high) + other_labelers),
+        Cell(percent(rate.mean), share_ends(rate.low, rate.high) + widened + other_labelers),
         Cell(
             _p(significance.holm_p),
             "different" if pair.different else "cannot tell" if pair.conclusion.reason else "not shown",

@@ -9,6 +9,7 @@ import numpy as np
 
 from evaluation.compare.report.answer import answer_of_run, interval_name, prompts_of
 from evaluation.compare.report.measures import hacking_section
+from evaluation.compare.report.sections import win_table
 from evaluation.compare.results import GOLD, CompareResults, JudgeResults, PolicyResults, SampledPrompt
 from evaluation.policies import BEST_OF_N, INITIAL, PRETRAINED
 from preferences.statistics.estimates import Interval
@@ -38,7 +39,7 @@ from stages.reports.text import (
     count,
     ends_of,
     in_capital,
-    kl_number,
+    kl_with_ends,
     label,
     number,
     percent,
@@ -69,9 +70,8 @@ def report(stage: StageFolder) -> StageReport:
 
 def judge_sentence(judge: JudgeResults) -> str:
     """Says who judged, and that this judge took no part in training or is not independent of it."""
-    if judge.same_labels:
-        return f"The judge: {judge.description}, so it shares their errors and is not independent."
-    return f"The judge: {judge.description}{'' if judge.is_reward else '; it took no part in training'}."
+    relation = "" if judge.is_reward else f"; {judge.relation or 'it took no part in training'}"
+    return f"The judge: {judge.description}{relation}."
 
 
 def _parts(stage: StageFolder, results: CompareResults, styles: Styles) -> tuple[Part, ...]:
@@ -94,7 +94,7 @@ def _parts(stage: StageFolder, results: CompareResults, styles: Styles) -> tuple
     return (
         Note(f"{REPORTER.about} {judge_sentence(results.judge)}"),
         *stage_block(stage, facts, (), in_a_row=True).parts,
-        Columns((win_table(results, styles), *figures)),
+        Columns((win_table(results.pairs, list(styles.values())), *figures)),
         Columns(_kl_figures(results, styles)),
         Note(
             _kl_aside(results),
@@ -124,28 +124,6 @@ def _over_what(results: CompareResults) -> str:
 def score_title(results: CompareResults) -> str:
     """Returns the name of the judge's score: gold only if the judge is a world's."""
     return "Gold score" if results.judge.kind == GOLD else "Judge's score"
-
-
-def win_table(results: CompareResults, styles: Styles) -> Table:
-    """Returns the win rate of every policy against every other."""
-    rows = tuple(
-        Row((styles[first],), tuple(_win_cell(results, first, second) for second in styles)) for first in styles
-    )
-    caption = (
-        "How often the policy of the row is preferred to the policy of the column, with 95% intervals. Bold: a"
-        " difference is shown (p < .05, corrected for all pairs by Holm's method). Where the correction removes a"
-        " difference, the interval is not a 95% interval, but widened to the corrected level, and includes 50%."
-    )
-    return Table(caption, ("Row over column", *styles.values()), rows, "by-policy matrix", "Win rates")
-
-
-def _win_cell(results: CompareResults, first: str, second: str) -> Cell:
-    pair = results.pairs.get(f"{first}/{second}")
-    if pair is None or not isfinite(pair.win_rate.mean):
-        return Cell("" if first == second else UNKNOWN)
-    rate = pair.win_rate
-    ends = share_ends(rate.low, rate.high)
-    return Cell(percent(rate.mean), ends, tint=2 * rate.mean - 1, is_clear=pair.different)
 
 
 def policy_table(results: CompareResults, styles: Styles) -> Table:
@@ -183,7 +161,7 @@ def _mean_cell(mean: Interval | None, digits: int = 2) -> Cell:
 
 
 def _kl_cell(kl: Interval | None) -> Cell:
-    return Cell(UNKNOWN) if kl is None or not isfinite(kl.mean) else Cell(kl_number(kl.mean), ends_of(kl, 1))
+    return Cell(UNKNOWN) if kl is None or not isfinite(kl.mean) else Cell(*kl_with_ends(kl))
 
 
 def _share_cell(share: Interval) -> Cell:
@@ -316,9 +294,10 @@ def _headlines_of(
         # Replaces the trainer's own headline, which shows the KL of its last iteration until the comparison has run.
         file, field = f"{stage.name}/results.json", f"policies.{name}.kl_nats.mean"
         on = "held-out prompts" if results.are_heldout else "prompts"
-        detail = ", ".join(part for part in (ends_of(kl, 1), on) if part)
+        text, ends = kl_with_ends(kl)
+        detail = ", ".join(part for part in (ends, on) if part)
         about = names.kl if len(results.trained) == 1 else f"{names.kl}, {title}"
-        yield Headline(f"{name}.kl_nats", file, field, kl.mean, about, f"{kl_number(kl.mean)} nats", detail)
+        yield Headline(f"{name}.kl_nats", file, field, kl.mean, about, f"{text} nats", detail)
 
 
 REPORTER = StageReporter("Comparison", "All policies answer the same prompts, and a judge compares them.", report)

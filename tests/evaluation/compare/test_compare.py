@@ -137,7 +137,7 @@ def test_the_table_of_results() -> None:
     pair = {
         "policy_a": "a", "policy_b": "b", "different": True, "num_failed": 0, "conclusion": {"reason": ""},
         "win_rate": {"mean": 0.25, "low": 0.1, "high": None, "num_prompts": 1200},
-        "significance": {"holm_p": 0.0123456}, "power": {"detectable": 0.08},
+        "significance": {"p": 0.0041152, "holm_p": 0.0123456}, "power": {"detectable": 0.08},
         "verdicts": {"wins": 300, "ties": 0, "losses": 900},
     }  # fmt: skip
     table = results_table(
@@ -147,6 +147,9 @@ def test_the_table_of_results() -> None:
     assert cells == [
         "j", "a against b", "25.0% (10.0% to ?)", "0.0123", "1,200", "shown; 3 verdicts failed"
     ]  # fmt: skip
+    taken_back = pair | {"different": False, "significance": {"p": 0.03, "holm_p": 0.09}}
+    table = results_table({"summary": {"judges": [{"judge": "j", "algorithms": [], "pairs": [taken_back]}]}})
+    assert [*table.columns[2].cells] == ["25.0% (10.0% to ?, 98.3% interval)"]
 
 
 def test_several_runs_of_an_algorithm_and_clusters(

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.measures_coverage import kl_coverage
 from evaluation.measures import kl
-from evaluation.measures.kl import Policy, draw, measure_kl, response_kls, summarise_kl
+from evaluation.measures.kl import Policy, draw, largest_shift, measure_kl, response_kls, summarise_kl
 from lm.config import ModelConfig
 from lm.generation import generate
 from lm.model import LanguageModel, init_weights
@@ -161,3 +161,20 @@ def test_refusals(pair: tuple[LanguageModel, LanguageModel], model_folder: Path,
     stranger = Tokenizer.train(["quite other words"], 270, "chat")
     with pytest.raises(ValueError, match="different vocabularies"):
         kl.require_same_vocabulary(policy, Policy(tmp_path, policy.model, stranger))
+
+
+def test_no_judge_sees_more_than_the_kl_allows() -> None:
+    """By enumeration: for random policies and judges, the win rate is within the bound, which is not vacuous."""
+    generator = np.random.default_rng(5)
+    limits = []
+    for concentration in (0.3, 3.0, 300.0):
+        for _ in range(50):
+            p, q = generator.dirichlet([concentration] * 4, size=2)
+            judge = np.triu(generator.integers(0, 2, (4, 4)), 1).astype(float)
+            judge += np.tril(1 - judge.T, -1) + np.eye(4) / 2  # who is shown first does not matter
+            limits.append(largest_shift(float((p * np.log(p / q)).sum()), 0.0))
+            assert abs(p @ judge @ q - 0.5) <= limits[-1]
+    assert min(limits) < 0.05
+    assert largest_shift(0.5, 0.5) == pytest.approx(1.0)
+    assert largest_shift(-0.1) == 0, "an estimate may be below 0"
+    assert math.isnan(largest_shift(0.1, math.nan))

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections import Counter
 from itertools import combinations
 
 import numpy as np
@@ -15,38 +14,11 @@ from evaluation.measures.policies import (
     measure_diversity,
     measure_policies,
     repetition,
-    self_bleu,
 )
 from evaluation.verdicts import Response
 from files.records import as_json
 
 WORDS = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l"]
-
-
-def naive_bleu(text: list[str], others: list[list[str]]) -> float:
-    """BLEU as in its paper, reference by reference."""
-    logs = []
-    for n in range(1, min(4, len(text)) + 1):
-        grams = [Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1)) for words in (text, *others)]
-        matches = sum(min(count, max(other[gram] for other in grams[1:])) for gram, count in grams[0].items())
-        logs.append(math.log((matches or 0.1) / sum(grams[0].values())))
-    closest = min((len(other) for other in others), key=lambda length: (abs(length - len(text)), length))
-    return math.exp(min(0, 1 - closest / len(text))) * math.exp(sum(logs) / len(logs))
-
-
-def test_self_bleu_equals_a_loop_over_references() -> None:
-    generator = np.random.default_rng(0)
-    for _ in range(20):
-        texts = [generator.choice(WORDS[:6], size=generator.integers(1, 14)).tolist() for _ in range(7)]
-        expected = [naive_bleu(text, texts[:i] + texts[i + 1 :]) for i, text in enumerate(texts)]
-        assert self_bleu([" ".join(text) for text in texts]) == pytest.approx(np.mean(expected))
-
-
-def test_self_bleu_at_its_ends() -> None:
-    assert self_bleu(["a b c d e"] * 3) == pytest.approx(1.0)
-    assert self_bleu(["A b C d e", "a B c d e"]) == pytest.approx(1.0)
-    assert self_bleu(["a b c d e", "f g h i j"]) == pytest.approx(0.1 / (5 * 4 * 3 * 2) ** 0.25)
-    assert math.isnan(self_bleu(["a b", "  "]))
 
 
 def test_identical_share_counts_pairs() -> None:
@@ -86,8 +58,6 @@ def test_a_collapsed_policy_is_seen() -> None:
     assert found["loops"].within.identical.mean == found["loops"].across.identical == 1
     assert found["fixed"].within.identical.mean == 1
     assert found["fixed"].across.identical == 0
-    assert found["fixed"].within.self_bleu.mean == pytest.approx(1)
-    assert found["free"].within.self_bleu.high < 0.5
     assert found["fixed"].across.distinct_2 == found["free"].across.distinct_2 > 5 * found["loops"].across.distinct_2
     assert found["loops"].repetition.mean == pytest.approx(7 / 9)  # 9 4-grams, 2 of them distinct from all earlier ones
     assert found["free"].words.quantiles == (12,) * 7

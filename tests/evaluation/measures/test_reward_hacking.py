@@ -7,8 +7,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from evaluation.compare.report.answer import hacking_answer
-from evaluation.compare.report.measures import hacking_section
+from evaluation.compare.report.measures import hacking_answer, hacking_section
 from evaluation.measures.reward_hacking import RewardHacking, TrainingScore, measure_reward_hacking
 from evaluation.verdicts import Response
 from files.records import as_json, record_of

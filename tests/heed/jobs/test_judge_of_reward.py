@@ -8,6 +8,8 @@ import pytest
 from evaluation.compare.report.stage import judge_sentence
 from evaluation.compare.results import JudgeResults
 from evaluation.compare.stage import judge_of, preflight
+from evaluation.inputs import can_show
+from files.hashes import file_hash
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import load_job
 from heed.jobs.run import Run
@@ -16,6 +18,7 @@ from lm.source import load
 from lm.tokenizer import Tokenizer
 from lm.weights import WithNewHead, save_model
 from reward.verifiers import verifier
+from training.notices import speaking_through
 
 ALONE = '{ kind = "function", function = "FOLDER/reward.py:score" }'
 SUM = (
@@ -80,8 +83,9 @@ def test_a_reward_model_that_learned_from_dpos_labels_is_not_called_independent(
     tmp_path: Path, model_folder: Path, tokenizer: Tokenizer, same: bool
 ) -> None:
     row = {"prompt": "Why?", "chosen": "So.", "rejected": "No."}
-    for name in ("pairs", "others"):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    for name, response in (("pairs", "So."), ("others", "Just so.")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row | {"chosen": response}) + "\n")
+    (tmp_path / "copy.jsonl").write_text((tmp_path / "pairs.jsonl").read_text())
     network = load(WithNewHead(model_folder, LanguageModel, ScalarModel, 0))
     (tmp_path / "reward").mkdir()
     save_model(tmp_path / "reward" / "model", network, network.state_dict(), tokenizer)
@@ -95,7 +99,7 @@ def test_a_reward_model_that_learned_from_dpos_labels_is_not_called_independent(
         name = "judged"
         [reward]
         init_from = "{model_folder}"
-        rankings = {{ source = "{tmp_path}/{"pairs" if same else "others"}.jsonl" }}{training}
+        rankings = {{ source = "{tmp_path}/{"copy" if same else "others"}.jsonl" }}{training}
         [dpo]
         init_from = "{model_folder}"
         rankings = {{ source = "{tmp_path}/pairs.jsonl" }}{training}
@@ -111,11 +115,25 @@ def test_a_reward_model_that_learned_from_dpos_labels_is_not_called_independent(
     said = judge_sentence(JudgeResults.of(entry))
     if same:
         assert said == (
-            "The judge: the run's reward model, which learned from the same labels as DPO, so it shares their errors"
+            "The judge: the run's reward model; it learned from the same comparisons as DPO, so it shares their errors"
             " and is not independent."
         )
     else:
         assert said == "The judge: the run's reward model; it took no part in training."
+    # The same model as another run's, which says in its lineage what it learned from, or of unknown origin.
+    folder = tmp_path / "reward"
+    other = load_job(
+        tmp_path / "job.toml", ["reward=none", "compare.judge_reward=false", f"compare.judge_from={folder}/model"]
+    )
+    assert other.compare is not None
+    run = Run(other, tmp_path / "other", None, None).of("compare")  # type: ignore[arg-type]
+    unknown = judge_sentence(JudgeResults.of(judge_of(run, other.compare).describe()))
+    assert unknown.endswith("; what it learned from is not known, so it may share the policies' errors.")
+    learned_from = file_hash(tmp_path / ("pairs.jsonl" if same else "others.jsonl"))
+    (folder / "lineage.json").write_text(json.dumps({"data": {"elsewhere.jsonl": learned_from}}))
+    known = judge_sentence(JudgeResults.of(judge_of(run, other.compare).describe()))
+    assert ("it learned from the same comparisons as DPO" in known) == same
+    assert known.endswith("; it took no part in training.") != same
 
 
 def test_a_judge_that_is_the_reward_model_cannot_show_gaming(
@@ -148,6 +166,22 @@ def test_tests_of_the_compared_prompts_need_a_sandbox_too(
     assert job.compare is not None
     with pytest.raises(ValueError, match="no sandbox here"):
         preflight(run, job.compare)
+
+
+def test_a_comparison_says_before_it_samples_what_it_could_show(tmp_path: Path, model_folder: Path) -> None:
+    """15 prompts get 8 samples each unless the job says otherwise; people and greedy policies get one."""
+    job = compared(tmp_path, model_folder, ALONE, 'judge_function = "FOLDER/judge.py:score"')
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Why {number}?"}) + "\n" for number in range(15)))
+    (tmp_path / "run").mkdir()
+    run = Run(job, tmp_path / "run", None, None).of("compare")  # type: ignore[arg-type]
+    config, said = job.compare, list[str]()
+    assert config is not None
+    with speaking_through(said.append):
+        preflight(run, config)
+    assert f"{prompts}: for [compare], {can_show(15, 8)}" in said
+    changes = ({}, {"num_samples": 3}, {"judge_people": "labels.sqlite"}, {"temperature": 0.0})
+    assert [config.model_copy(update=change).sized(15).num_samples for change in changes] == [8, 3, 1, 1]
 
 
 def test_policies_that_train_in_different_chat_templates_are_not_compared(tmp_path: Path, model_folder: Path) -> None:

@@ -292,7 +292,7 @@ def test_a_run_waits_for_the_people_who_judge(
     assert "compare: done in" in said()
     results = read(copied / "compare" / "results.json")
     about = f"people, 1 per task, by the labels in {store}"
-    judge = {"name": "people", "kind": "people", "description": about, "is_reward": False, "same_labels": ""}
+    judge = {"name": "people", "kind": "people", "description": about, "is_reward": False, "relation": ""}
     assert results["judge"] == judge
     responses = {
         (row.policy, row.prompt_id, row.index): row.text for row in read_responses(copied / "compare" / RESPONSES)

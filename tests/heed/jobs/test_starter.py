@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from evaluation.inputs import can_show, samples_per_prompt
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import check_data, run_job
 from heed.jobs.plan import Plan, Setting, make_plan
 from heed.jobs.run import Run
 from heed.jobs.starter import Starter
-from heed.jobs.starter_sections import ALARM, POLICY_GRADIENTS, Compared, batch_for, batch_toml
+from heed.jobs.starter_sections import ALARM, POLICY_GRADIENTS, batch_for, batch_toml
 from heed.jobs.times import GIB, Hardware
 from lm.config import ModelConfig
 from lm.encoder import MaskedLanguageModel
@@ -406,19 +407,21 @@ def test_each_file_has_one_line_that_says_what_it_is_for(
 
 def test_a_small_comparison_says_what_it_can_show(tmp_path: Path, model_folder: Path, data: dict[str, str]) -> None:
     """The exact figures: six of six agree with probability .8 at a win rate of .8^(1/6)."""
-    shown = Compared("", "", 6)
-    assert shown.num_samples == 8
-    assert shown.shows(1) == f"6 held-out prompts can show only a win rate above {0.8 ** (1 / 6):.0%} (80% power)"
-    assert shown.shows(8).startswith("6 held-out prompts can show only a win rate above 66% to 96%, the more")
-    assert Compared("", "", 5).shows(8) == "5 held-out prompts cannot show any difference; at least 6 were expected"
-    assert [Compared("", "", number).num_samples for number in (1, 25, 50, 100, 300)] == [8, 8, 4, 2, 1]
+    only = "can show only a win rate above"
+    assert can_show(6, 1) == f"6 prompts with 1 sample each {only} {0.8 ** (1 / 6):.0%} (80% power)"
+    says = f"6 prompts with 8 samples each {only} 66% to 96%, the more the verdicts on a prompt agree (80% power)"
+    assert can_show(6, 8) == says
+    of_clusters = f"48 prompts in 6 clusters with 1 sample each {only} 66% to 96%, the more the verdicts on a cluster"
+    assert can_show(48, 1, 6).startswith(of_clusters)
+    assert can_show(5, 8) == "5 prompts cannot show any difference; at least 6 were expected"
+    assert [samples_per_prompt(number) for number in (1, 25, 50, 100, 300)] == [8, 8, 4, 2, 1]
     said = starter(model_folder, data, "preferences").write(tmp_path / "dpo.toml")
     job = load_job(tmp_path / "dpo.toml")
     num_prompts = len(read_prompts(job.compare.prompts))
     assert num_prompts >= 8, "more than a tenth of 60 is held out, since the comparison uses it"
     assert job.compare.num_samples == 8
     (line,) = (line for line in said if line.startswith("comparison: "))
-    assert line == f"comparison: {Compared('', '', num_prompts).shows(8)}"
+    assert line == f"comparison: {can_show(num_prompts, 8)}"
     assert line.removeprefix("comparison: ") in (tmp_path / "dpo.toml").read_text()
 
 

@@ -163,9 +163,9 @@ def compare_results() -> dict[str, Any]:
         "ppo": (0.84, 5.21, 2.31, 0.71, 0.99, 19.4),
     }
     about = {
-        "pretrained": {"kind": "pretrained"},
+        "pretrained": {"kind": "pretrained", "title": "pretrained"},
         "sft": {"kind": "initial", "title": "SFT"},
-        "best_of_16": {"kind": "best of n", "n": 16, "of": "sft"},
+        "best_of_16": {"kind": "best of n", "title": "best of 16", "n": 16, "of": "sft"},
         "ppo": {"kind": "trained", "title": "PPO", "trainer": "ppo", "raises_score": True},
     }
     policies, strength = {}, {"pretrained": 0.08, "sft": 0.5, "best_of_16": 0.72, "ppo": 0.86}
@@ -487,7 +487,7 @@ def test_an_estimate_of_the_kl_below_0_is_about_0(run: Path) -> None:
     change(run, "compare/results.json", "policies.ppo.kl_nats", mean(-0.2, 0.3))
     report = write_report(run)
     page = (run / "report.html").read_text(encoding="utf-8")
-    assert "PPO's KL from SFT is about 0 nats (\u22120.5 to 0.1)." in report["verdict"]
+    assert "PPO's KL from SFT is about 0 (\u22120.50 to 0.10) nats." in report["verdict"]
     assert report["ppo"]["kl_nats"] == -0.2  # raw
     assert page.count("about 0") >= 3  # the answer, the card and the table
     assert "\u22120.2 nats" not in page
@@ -662,6 +662,21 @@ def answer_with(run: Path, mean: float, half: float, *, p: float = 0.001, holm_p
     return answer(run).tone, answer(run).text
 
 
+@pytest.mark.parametrize(("spread", "is_allowed"), [(0.0, False), (0.2, True)])
+def test_a_win_rate_that_the_kl_rules_out_is_no_verdict(run: Path, spread: float, is_allowed: bool) -> None:
+    """31% with a KL of at most .02 nats, which allows √.01 = 10 points; or of at most .22, which allows 33."""
+    change(run, "compare/results.json", "policies.ppo.kl_nats", mean(0.01, 0.01 + spread))
+    tone, text = answer_with(run, 0.31, 0.1)
+    assert tone == ("worse" if is_allowed else "unclear")
+    open_question = (
+        "Whether SFT is better than PPO is open: by the judge playground gold it is preferred 69% of the time"
+    )
+    assert text.startswith("SFT is preferred to PPO 69%" if is_allowed else open_question)
+    assert ("but their KL allows only 10 points from 50% (Pinsker's inequality" in text) != is_allowed
+    change(run, "compare/results.json", "temperature", 0.0)  # greedy responses have no such bound
+    assert answer(run).tone == "worse"
+
+
 def test_verdict_is_honest(run: Path) -> None:
     tone, text = answer_with(run, 0.83, 0.04)
     assert tone == "better"
@@ -669,7 +684,7 @@ def test_verdict_is_honest(run: Path) -> None:
         "PPO is preferred to SFT 83% of the time by the judge playground gold (95% interval 79 to 87%, ties counting"
         " half; p = .001; 200 held-out prompts)."
     )
-    assert "PPO's KL from SFT is 5.2 nats (4.9 to 5.5)." in text
+    assert "PPO's KL from SFT is 5.2 (4.9 to 5.5) nats." in text
     change(run, "compare/results.json", "policies.ppo.policy.is_seen_known", False)
     assert "p = .001; 200 prompts)" in answer(run).text  # such as the prompts of DPO's rankings
     tone, text = answer_with(run, 0.54, 0.06, p=0.2, holm_p=0.2)
@@ -691,7 +706,7 @@ def test_verdict_is_honest(run: Path) -> None:
 def test_an_interval_that_holm_widens_is_not_called_a_95_percent_interval(run: Path) -> None:
     """Of six pairs, p = .027 becomes .082: the interval has the level of that test, in the answer and on the card."""
     _, text = answer_with(run, 0.64, 0.145, p=0.027, holm_p=0.082)
-    named = "interval, widened for 6 comparisons (Holm), 49"
+    named = "98.4% interval, widened for 6 comparisons (Holm), 49"
     assert named in text
     assert "95% interval" not in text
     (card,) = [
@@ -858,7 +873,7 @@ def test_best_of_n_stands_at_its_bound(run: Path) -> None:
     results = read_record(run / "compare/results.json", CompareResults)
     table = policy_table(results, styles_of(list(results.policies)))
     (row,) = [row for row in table.rows if row.heads == ("KL from SFT, nats",)]
-    assert [cell.text for cell in row.cells] == ["–", "0.0", "≤ 1.8", "5.2"]
+    assert [cell.text for cell in row.cells] == ["–", "0.00", "≤ 1.8", "5.2"]
 
 
 def test_policies_keep_their_colour() -> None:

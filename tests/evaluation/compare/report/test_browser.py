@@ -53,7 +53,7 @@ def test_a_number_leads_to_its_prompts(visit, two_policies):
         link.click()
         expect_status(page, f"1 to {min(20, number)} of {number} prompts that fit")
     chips = page.locator("details.sample:visible > summary .chip").all_inner_texts()
-    assert set(chips) == {"SFT"}  # losses of PPO, the policy ahead
+    assert set(chips) == {"sft"}  # losses of ppo, the policy ahead
 
 
 def test_filters_work_together_and_by_keyboard(visit, four_policies):
@@ -90,9 +90,9 @@ def test_disagreement_pair_and_judge(visit, four_policies):
     assert 0 < disagree <= 60
     expect(page.get_by_role("status")).to_contain_text(f"of {disagree} prompts")
     page.get_by_role("button", name="Clear").click()
-    field(page, "Policies").select_option("SFT and PPO")
+    field(page, "Policies").select_option("sft and ppo")
     field(page, "Judge").select_option("people")
-    field(page, "Verdict").select_option("PPO wins")
+    field(page, "Verdict").select_option("ppo wins")
     fitting = page.locator("details.sample[data-outcomes~='1-3:1:3']").count()
     assert 0 < fitting < 60
     expect(page.get_by_role("status")).to_contain_text(f"of {fitting} prompts")

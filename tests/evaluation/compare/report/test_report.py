@@ -19,7 +19,7 @@ from evaluation.statistics.summary import summarise
 from evaluation.verdicts import read_verdicts, write_rows
 from heed.cli import main
 from stages.reports.parts import TEXT_CHARACTERS, UNFOLDED_CHARACTERS, evenly, folded
-from stages.reports.text import p_value, percent, styles_of
+from stages.reports.text import p_value, percent, share_ends, styles_of
 
 MakeFolder = Callable[..., Path]
 
@@ -64,7 +64,7 @@ def test_the_page_shows_the_numbers_of_the_summary(four_policies: Path) -> None:
         for rating in judge["ratings"]["policies"]:
             assert f"{rating['value']:.2f}".replace("-", "\u2212") in page
     for text in (report["answer"]["text"], *report["answer"]["more"], *report["warnings"]):
-        assert text.replace("'", "&#39;") in without_links(page)
+        assert text.replace("'", "&#39;").replace("<", "&lt;") in without_links(page)
     for file, sha256 in report["files"].items():
         assert sha256 in page, file
 
@@ -109,9 +109,28 @@ def test_a_winner_is_named_in_one_sentence(two_policies: Path) -> None:
     pair = report["summary"]["judges"][0]["pairs"][0]
     assert report["answer"]["tone"] == "better"
     assert report["answer"]["text"].startswith(
-        f"PPO is preferred to SFT {percent(pair['win_rate']['mean'])} of the time by the judge gold (95% interval "
+        f"ppo is preferred to sft {percent(pair['win_rate']['mean'])} of the time by the judge gold (95% interval "
     )
     assert f"; {p_value(pair['significance']['holm_p'])}; 120 prompts)." in report["answer"]["text"]
+
+
+def test_a_win_rate_that_the_kl_rules_out_is_open(make_folder: MakeFolder) -> None:
+    """A KL of at most .02 nats allows 10 points; that of greedy policies, or of one of the two, rules out nothing."""
+    folder = make_folder(policies={"sft": 0.0, "ppo": 1.3}, num_prompts=60)
+    settings, kl = read(folder / "compare.json"), {"kl_nats": {"mean": 0.01, "low": 0.0, "high": 0.02}}
+    zero = {"kl_nats": {"mean": 0.0, "low": 0.0, "high": 0.0}}
+    for temperature, policies, tone in (
+        (1.0, {"sft": zero, "ppo": kl}, "unclear"),
+        (0.0, {"sft": zero, "ppo": kl}, "better"),
+        (1.0, {"ppo": kl}, "better"),
+    ):  # fmt: skip
+        for policy in settings["policies"]:
+            policy["sampling"] = {"temperature": temperature}
+        (folder / "compare.json").write_text(json.dumps(settings))
+        (folder / "measures.json").write_text(json.dumps({"policies": policies}))
+        answer = write_comparison_report(folder)["answer"]
+        assert answer["tone"] == tone
+        assert ("but their KL allows only 10 points from 50%" in answer["text"]) == (tone == "unclear")
 
 
 def test_no_difference_says_what_could_have_been_shown(make_folder: MakeFolder) -> None:
@@ -128,14 +147,49 @@ def test_no_difference_says_what_could_have_been_shown(make_folder: MakeFolder) 
 def test_a_ranking_goes_as_far_as_its_rank_ranges(four_policies: Path) -> None:
     report = read(four_policies / "report.json")
     ratings = report["summary"]["judges"][0]["ratings"]["policies"]
-    titles = {"pretrained": "Pretrained", "sft": "SFT", "best_of_16": "Best of 16", "ppo": "PPO"}
     leaders = [rating for rating in ratings if rating["best_rank"] == 1]
     assert {rating["policy"] for rating in leaders} == {"ppo", "best_of_16"}  # planted 0.1 apart
-    assert report["answer"]["tone"] == "unclear"
-    assert report["answer"]["text"].startswith("Which of 4 policies is the best is not settled by the judge gpt: ")
+    ranking = report["answer"]["more"][0]
+    assert ranking.startswith("Which of 4 policies is the best is not settled by the judge gpt: ")
     for rating in leaders:
         ends = f"rank {rating['best_rank']} to {rating['worst_rank']}"
-        assert f"{titles[rating['policy']]} ({ends})" in report["answer"]["text"]
+        assert f"{rating['policy']} ({ends})" in ranking
+
+
+def test_many_policies_start_with_what_is_shown(four_policies: Path) -> None:
+    """The headline names the shown differences, and a picture of every pair comes before anything else."""
+    report, page = read(four_policies / "report.json"), (four_policies / "report.html").read_text(encoding="utf-8")
+    pairs = report["summary"]["judges"][0]["pairs"]
+    shown = sorted((pair for pair in pairs if pair["different"]), key=lambda pair: -pair["win_rate"]["mean"])
+    assert 3 < len(shown) < len(pairs)
+    first, second = shown[:2]
+    assert report["answer"]["tone"] == "better"
+    assert report["answer"]["text"].startswith(
+        f"By the judge gpt, {first['policy_a']} is preferred to {first['policy_b']}"
+        f" {percent(first['win_rate']['mean'])} of the time (95% interval "
+    )
+    assert f", {second['policy_a']} to {second['policy_b']} {percent(second['win_rate']['mean'])} (" in page
+    assert report["answer"]["text"].endswith(f"; {len(shown) - 3} more pairs differ.")
+    picture = page[page.index('<p class="verdict') : page.index('<ul class="more">')]
+    assert picture.count(' clear"') == 2 * len(shown)
+    assert picture.count("<td class=") == 2 * len(pairs)
+
+
+def test_an_interval_names_its_level(make_folder: MakeFolder) -> None:
+    """Holm's correction takes a difference back: that row has a wider interval, and no column calls all of them 95%."""
+    comparison = read_comparison(make_folder(policies={"sft": 0.0, "ppo": 0.6, "dpo": 0.9}, num_prompts=60, seed=6))
+    page, report = render(comparison)
+    pairs = report["summary"]["judges"][0]["pairs"]
+    (taken,) = (pair for pair in pairs if pair["significance"]["p"] < 0.05 <= pair["significance"]["holm_p"])
+    level = 100 - 5 * taken["significance"]["p"] / taken["significance"]["holm_p"]
+    rate = taken["win_rate"]
+    ends = f"{share_ends(rate['low'], rate['high'])} ({level:.1f}%)"
+    assert page.count(f"<span>{ends}</span>") == 2  # win rates, and those at equal length
+    assert page.count(f"<small>{ends}</small>") == 2  # the matrix and the table of tests
+    others = [pair["win_rate"] for pair in pairs if pair is not taken]
+    assert all(f"<span>{share_ends(one['low'], one['high'])} (95%)</span>" in page for one in others)
+    head = page[page.index('id="wins-0"') :].partition("</thead>")[0]
+    assert ("Win rate (level)" in head, "(95%)" in head) == (True, False)
 
 
 def test_a_best_policy_is_named_with_its_lead_over_the_next(make_folder: MakeFolder) -> None:
@@ -144,9 +198,9 @@ def test_a_best_policy_is_named_with_its_lead_over_the_next(make_folder: MakeFol
     )
     answer, pairs = report["answer"], report["summary"]["judges"][0]["pairs"]
     assert answer["tone"] == "better"
-    assert answer["text"] == "PPO is the best of 3 policies by the judge gold, ahead of SFT (rank 2) and base (rank 3)."
+    assert answer["text"] == "ppo is the best of 3 policies by the judge gold, ahead of sft (rank 2) and base (rank 3)."
     lead = next(pair for pair in pairs if {pair["policy_a"], pair["policy_b"]} == {"ppo", "sft"})
-    assert answer["more"][0].startswith(f"PPO is preferred to SFT {percent(lead['win_rate']['mean'])} of the time (95%")
+    assert f"ppo to sft {percent(lead['win_rate']['mean'])} (" in answer["more"][0]
     assert answer["more"][1] == "All 3 pairs differ after Holm's correction."
 
 
@@ -158,7 +212,7 @@ def test_islands_are_named(make_folder: MakeFolder) -> None:
     answer = write_comparison_report(folder)["answer"]
     assert answer["tone"] == "unclear"
     assert answer["text"] == (
-        "There is no ranking of all policies by the judge gold: no verdict connects SFT and PPO with base and other."
+        "There is no ranking of all policies by the judge gold: no verdict connects sft and ppo with base and other."
     )
     assert "No Bradley–Terry ratings" in (folder / "report.html").read_text(encoding="utf-8")
 
@@ -216,7 +270,7 @@ def test_a_difference_of_length_alone_is_warned_of(make_folder: MakeFolder) -> N
         rows.append(replace(row, length_a=400, length_b=max(0, 400 + round(longer)), preference_a=won))
     write_rows(folder / "verdicts.parquet", rows)
     report = write_comparison_report(folder)
-    assert report["answer"]["text"].startswith("PPO is preferred to SFT")
+    assert report["answer"]["text"].startswith("ppo is preferred to sft")
     assert any(text.startswith("At equal length the judge gold shows no preference") for text in report["warnings"])
 
 
@@ -265,7 +319,7 @@ def test_looks_stay_apart_and_names_that_shorten_alike_are_whole() -> None:
     looks = styles_of(names)
     assert list(looks) == names
     assert len({(look.tone, look.marker) for look in looks.values()}) == 5
-    assert (looks["ppo"].title, looks["best_of_4"].title) == ("PPO", "Best of 4")
+    assert (looks["ppo"].title, looks["best_of_4"].title) == ("ppo", "best_of_4"), "as their user called them"
     assert len({look.title for look in looks.values()}) == 5
 
 
