@@ -111,8 +111,8 @@ class Continuation:
 
 
 # What a suite asks of a model: answers to conversations; answers to conversations, or the continuation of texts from
-# models without a chat template; log-probabilities; rewards.
-Asks = Literal["conversations", "texts", "logprobs", "rewards"]
+# models without a chat template; log-probabilities; rewards; nothing, as the values are in a log.
+Asks = Literal["conversations", "texts", "logprobs", "rewards", "log"]
 
 
 class Model(Protocol):
