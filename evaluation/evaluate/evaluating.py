@@ -179,14 +179,15 @@ def _settings(wanted: Evaluation, prepared: _Prepared) -> Settings:
 
 def _read(suite: Suite, source: str, max_items: int) -> list[Item]:
     """Returns a suite's items, or `max_items` evenly spread over all."""
+    wanted = f"--data {suite.name}=PATH reads {suite.files or 'the items from a file or folder'}"
     if not source:
-        raise ValueError(f"suite {suite.name!r}: --data {suite.name}=PATH is missing; the suite has no hub id")
+        raise ValueError(f"suite {suite.name!r}: its items are not on the hub; {wanted}")
     try:
         items = suite.read(source)
     except ValueError as error:
         if is_file_name(source) or Path(source).exists():
             raise
-        raise ValueError(f"{error}; --data {suite.name}=PATH reads the items from a file or folder") from None
+        raise ValueError(f"{error}; {wanted}") from None
     seen: set[str] = set()
     for item in items:
         if item.item_id in seen:

@@ -188,6 +188,7 @@ class Suite:
     asks a model about all items, and returns their values in the same order.
 
     `source` is where items come from if the user names no other file or folder: a hub id, or "" if there is none.
+    `files` says which file to get instead: address, licence and size.
     `needs` names the fields of `Tools` without which it measures nothing, and `uses` those that it can do without;
     others are refused. Models that cannot do what it `asks` are refused before any model is asked.
     """
@@ -199,6 +200,7 @@ class Suite:
     read: Callable[[str], list[Item]]
     score: Callable[[Model, Sequence[Item], Tools], list[Scored]]
     source: str = ""
+    files: str = ""
     needs: frozenset[str] = frozenset()
     uses: frozenset[str] = frozenset()
 
