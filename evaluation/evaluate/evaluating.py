@@ -119,6 +119,8 @@ def evaluate(wanted: Evaluation, folder: Path) -> EvaluationReport:
 
 
 def _prepare(wanted: Evaluation) -> _Prepared:
+    if wanted.data and not wanted.suites:
+        raise ValueError(f"--data {wanted.data[0]}: logs have their items; no --data, or --suite NAME, was expected")
     logs = None if wanted.suites else open_logs(wanted.models)
     opened = suites_of(logs[0], wanted.how.tell) if logs else [open_suite(name) for name in wanted.suites]
     suites = [repeated(suite, wanted.how.num_samples) for suite in opened]

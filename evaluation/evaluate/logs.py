@@ -29,10 +29,6 @@ from stages.reports.run_folder import parse_object
 CLUSTER_FIELDS = ("cluster", "passage_id", "passage", "context", "article", "template_id", "group_id")
 LOWER_IS_BETTER = frozenset({"perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "brier_score", "ter"})
 _SAMPLES = re.compile(r"samples_(?P<task>.+)_(?P<time>\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
-_OF_HARNESS = frozenset(
-    {"doc_id", "doc", "target", "arguments", "resps", "filtered_resps", "filter", "metrics", "doc_hash", "prompt_hash"}
-    | {"target_hash"}
-)
 _LETTERS = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}  # inspect_ai: correct, partly, incorrect, no answer
 
 
@@ -233,8 +229,9 @@ def _harness_rows(file: Path, group: str) -> dict[str, Sample]:
         if before != where:
             raise ValueError(f"{where}: doc_id {doc_id} with filter {kept_by!r} is already in {before}")
         suffix = "" if kept_by == "none" else f",{kept_by}"
-        metrics = row.get("metrics") or [key for key in row if key not in _OF_HARNESS]
-        values = {f"{name}{suffix}": value for name in metrics if (value := _number(row.get(name))) is not None}
+        metrics = row.get("metrics") or [key for key in row if key != "doc_id"]
+        numbers = {name: row[name] for name in metrics if isinstance(row.get(name), bool | int | float)}
+        values = {f"{name}{suffix}": float(value) for name, value in numbers.items()}
         item_id = f"{group}/{doc_id}" if group else doc_id
         earlier = found[item_id].values if item_id in found else {}
         found[item_id] = Sample(

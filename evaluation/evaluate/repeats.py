@@ -44,7 +44,7 @@ def with_pass_at(measures: Sequence[Measure], num_samples: int) -> list[tuple[Me
 
 def averaged(item_id: str, samples: Sequence[Scored], passes: Sequence[tuple[Measure, str, int]]) -> Scored:
     """Returns one item's value: the mean over its samples, with pass@k. A measure fails if it does on any sample."""
-    failures = {name: f"sample {n}: {why}" for n, row in enumerate(samples, 1) for name, why in row.failures.items()}
+    failures = {name: why for row in samples for name, why in row.failures.items()}
     names = dict.fromkeys(name for row in samples for name in row.values if name not in failures)
     found = {name: [row.values[name] for row in samples if name in row.values] for name in names}
     values = {name: math.fsum(numbers) / len(numbers) for name, numbers in found.items()}

@@ -140,6 +140,8 @@ def test_what_is_no_log_is_refused(heed_main: Call, tmp_path: Path) -> None:
         code, said = heed_main("evaluate", str(spec))
         assert (code, expected in said.replace("\n", " ")) == (2, True), said
     harness_log(tmp_path / "a", [1, 0])
+    code, said = heed_main("evaluate", f"a={tmp_path / 'a'}", "--data", "x.jsonl")
+    assert (code, "logs have their items" in said.replace("\n", " ")) == (2, True), said
     openai_log(tmp_path / "b.jsonl", [[True], [False]])
     code, said = heed_main("evaluate", f"a={tmp_path / 'a'}", f"b={tmp_path / 'b.jsonl'}")
     assert (code, "a has gsm8k; b has sums.dev.v0" in said.replace("\n", " ")) == (2, True), said
