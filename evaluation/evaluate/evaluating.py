@@ -6,7 +6,7 @@ Models are evaluated one after another, each on all suites, so that each is load
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from evaluation.evaluate.folder import (
     read_settings,
     write_evaluation,
 )
+from evaluation.evaluate.logs import open_logs, suites_of
 from evaluation.evaluate.models import (
     Answering,
     Asked,
@@ -34,6 +35,7 @@ from evaluation.evaluate.models import (
     open_judge,
     open_models,
 )
+from evaluation.evaluate.repeats import repeated
 from evaluation.evaluate.report import write_evaluation_report
 from evaluation.evaluate.saved import SavedModel
 from evaluation.evaluate.statistics import clean_values, suite_statistics
@@ -56,12 +58,14 @@ from stages.lineage import path_hash
 from stages.reports.text import clean_json
 
 Rows = dict[str, Scored]  # by item id
-UNCHANGING = ("models", "suites", "seed", "precision", "max_new_tokens", "max_items")
+UNCHANGING = ("models", "suites", "seed", "precision", "max_new_tokens", "max_items", "samples")
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The input of an evaluation: specs as `heed evaluate` takes them. `max_items` 0 means all."""
+    """The input of an evaluation: specs as `heed evaluate` takes them. Without suites, models are logs of other tools.
+    `max_items` 0 means all.
+    """
 
     models: Sequence[str]
     suites: Sequence[str]
@@ -115,17 +119,21 @@ def evaluate(wanted: Evaluation, folder: Path) -> EvaluationReport:
 
 
 def _prepare(wanted: Evaluation) -> _Prepared:
-    suites = [open_suite(name) for name in wanted.suites]
+    if wanted.data and not wanted.suites:
+        raise ValueError(f"--data {wanted.data[0]}: logs have their items; no --data, or --suite NAME, was expected")
+    logs = None if wanted.suites else open_logs(wanted.models)
+    opened = suites_of(logs[0], wanted.how.tell) if logs else [open_suite(name) for name in wanted.suites]
+    suites = [repeated(suite, wanted.how.num_samples) for suite in opened]
     names = [suite.name for suite in suites]
-    if not suites or len(set(names)) < len(names):
-        raise ValueError(f"--suite: {', '.join(names) or 'none'} given; at least one suite was expected, each once")
+    if len(set(names)) < len(names):
+        raise ValueError(f"--suite: {', '.join(names)} given; each suite once was expected")
     refuse_unused_tools(suites, {"judge": wanted.judge, "baseline": wanted.baseline})
     data = by_suite(wanted.data, names)
     sources = {suite.name: data.get(suite.name, suite.source) for suite in suites}
     items = {suite.name: _read(suite, sources[suite.name], wanted.max_items) for suite in suites}
-    models, runs = open_models(wanted.models, wanted.how)
+    models, runs = logs or open_models(wanted.models, wanted.how)
     judge = open_judge(wanted.judge, wanted.how)
-    baseline = open_baseline(wanted.baseline, wanted.how)
+    baseline = open_baseline(wanted.baseline, replace(wanted.how, num_samples=1))
     for suite in suites:
         refuse_missing_tools(suite, {"judge": judge, "baseline": baseline})
     max_failed_share = wanted.how.asking.max_failed_share
@@ -163,6 +171,7 @@ def _settings(wanted: Evaluation, prepared: _Prepared) -> Settings:
         "precision": wanted.how.precision,
         "max_new_tokens": wanted.how.max_new_tokens,
         "max_items": wanted.max_items,
+        "samples": wanted.how.num_samples,
         "judge": prepared.judge.model.describe() if prepared.judge else None,
         "baseline": prepared.baseline.describe() if prepared.baseline else None,
         "training_data": {model: files for model, (files, _) in prepared.training.items()},
@@ -173,14 +182,15 @@ def _settings(wanted: Evaluation, prepared: _Prepared) -> Settings:
 
 def _read(suite: Suite, source: str, max_items: int) -> list[Item]:
     """Returns a suite's items, or `max_items` evenly spread over all."""
+    wanted = f"--data {suite.name}=PATH reads {suite.files or 'the items from a file or folder'}"
     if not source:
-        raise ValueError(f"suite {suite.name!r}: --data {suite.name}=PATH is missing; the suite has no hub id")
+        raise ValueError(f"suite {suite.name!r}: its items are not on the hub; {wanted}")
     try:
         items = suite.read(source)
     except ValueError as error:
         if is_file_name(source) or Path(source).exists():
             raise
-        raise ValueError(f"{error}; --data {suite.name}=PATH reads the items from a file or folder") from None
+        raise ValueError(f"{error}; {wanted}") from None
     seen: set[str] = set()
     for item in items:
         if item.item_id in seen:

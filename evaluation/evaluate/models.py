@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from evaluation.compare.judges import Asking, is_function, is_url, open_scorer
+from evaluation.evaluate.logs import LoggedModel
 from evaluation.evaluate.saved import SavedAnswers
 from evaluation.inputs import named_runs, named_specs
 from evaluation.judges.judge import BATCH, ScoreJudge
@@ -49,12 +50,20 @@ class Answering:
     max_new_tokens: int
     progress: Progress
     tell: Callable[[str], None]
+    num_samples: int = 1
 
     def limited(self, requests: Sequence[Request]) -> list[Request]:
-        """Returns the requests with the limit that the user set."""
-        if not self.max_new_tokens:
-            return list(requests)
-        return [replace(request, max_new_tokens=self.max_new_tokens) for request in requests]
+        """Returns the requests with the limit that the user set, and sampled at temperature 1 instead of greedy if
+        there are several samples.
+        """
+        return [
+            replace(
+                request,
+                max_new_tokens=self.max_new_tokens or request.max_new_tokens,
+                temperature=request.temperature or float(self.num_samples > 1),
+            )
+            for request in requests
+        ]
 
     def numbered(self, requests: Sequence[Request]) -> list[tuple[dict[str, Any], int]]:
         """Returns what is asked, as JSON, with a seed. Equal requests have different seeds if they are sampled; greedy
@@ -375,7 +384,7 @@ class ModelJudge:
         return self.model.answer([Request(messages=prompt, max_new_tokens=max_tokens) for prompt in prompts])
 
 
-Asked = LocalModel | EndpointModel | RewardUnderTest | SavedAnswers
+Asked = LocalModel | EndpointModel | RewardUnderTest | SavedAnswers | LoggedModel
 
 
 def open_models(specs: Sequence[str], how: Answering) -> tuple[list[Asked], Mapping[str, Sequence[str]]]:
@@ -405,7 +414,7 @@ def open_judge(spec: str, how: Answering) -> ModelJudge | None:
     if not spec:
         return None
     ((name, source),) = named_specs([spec], "judge")
-    model = open_model(name, source, replace(how, max_new_tokens=0))
+    model = open_model(name, source, replace(how, max_new_tokens=0, num_samples=1))
     if not isinstance(model, LocalModel | EndpointModel):
         raise ValueError(f"--judge {spec}: a language model was expected: URL#MODEL, a model directory or a hub id")
     if not model.has_chat_template:

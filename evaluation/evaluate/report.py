@@ -127,14 +127,14 @@ def _answer(suites: Sequence[SuiteReport]) -> Answer:
     is_shown = any(is_clear for is_clear, _ in algorithms or weights)
     num_more = len(sentences) - 1 - MAX_SENTENCES
     more = (f"{count_of(num_more, 'more sentence')} like these: see the sections.",) if num_more > 0 else ()
-    has_differences = any(_primary(suite.statistics.differences, suite) for suite in suites)
+    has_differences = any(primary(suite.statistics.differences, suite) for suite in suites)
     caveat = (ALGORITHMS,) if algorithms else (TWO_MODELS,) if has_differences else ()
     return Answer(
         "better" if is_shown else "unclear", sentences[0], (*sentences[1 : 1 + MAX_SENTENCES], *more, *caveat)
     )
 
 
-def _primary(rows: Sequence[Difference], suite: SuiteReport) -> list[Difference]:
+def primary(rows: Sequence[Difference], suite: SuiteReport) -> list[Difference]:
     """Returns the differences in the first measure with any that is known or withheld; empty if there is none."""
     known = [row for row in rows if math.isfinite(row.difference.mean) or row.conclusion.kind == "none"]
     by_measure = ([row for row in known if row.measure == m.name] for m in suite.measures)
@@ -145,7 +145,7 @@ def conclusions(suite: SuiteReport) -> list[tuple[bool, str]]:
     """Says in words what the most important measure shows of the weights: which models differ, or the only model's
     value. Each sentence comes with whether it shows a difference.
     """
-    rows = _primary(suite.statistics.differences, suite)
+    rows = primary(suite.statistics.differences, suite)
     clear = [row for row in rows if row.better]
     open_rows = [row for row in rows if row.conclusion.kind == "undecided"]
     apart = [row for row in rows if row.conclusion.reason and not row.better]
@@ -171,7 +171,7 @@ def conclusions(suite: SuiteReport) -> list[tuple[bool, str]]:
 
 def algorithm_conclusions(suite: SuiteReport) -> list[tuple[bool, str]]:
     """Says in words what the most important measure shows of algorithms with several runs, as `conclusions` does."""
-    rows = _primary(suite.statistics.algorithms, suite)
+    rows = primary(suite.statistics.algorithms, suite)
     return [(bool(row.better), f"{suite.suite}: {in_words(row, suite)}") for row in rows]
 
 

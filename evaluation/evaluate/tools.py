@@ -20,6 +20,7 @@ WANTED: Mapping[Asks, str] = {
     "texts": "answers",
     "logprobs": "log-probabilities, which language models in this process give",
     "rewards": "rewards, which reward models give",
+    "log": "a log",
 }
 
 

@@ -107,6 +107,8 @@ SUITE = Suite(
     measures=MEASURES,
     read=read,
     score=score,
+    files="alpaca_eval_gpt4_baseline.json of https://huggingface.co/datasets/tatsu-lab/alpaca_eval"
+    " (CC BY-NC 4.0, 805 rows)",
     needs=frozenset({"judge"}),
     uses=frozenset({"baseline"}),
 )

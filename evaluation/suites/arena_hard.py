@@ -148,5 +148,7 @@ SUITE = Suite(
     measures=MEASURES,
     read=read,
     score=score,
+    files="data/arena-hard-v0.1/question.jsonl (272 kB) or data/arena-hard-v2.0/question.jsonl (948 kB) of"
+    " https://github.com/lmarena/arena-hard-auto (Apache 2.0)",
     needs=frozenset({"judge", "baseline"}),
 )

@@ -125,5 +125,6 @@ SUITE = Suite(
     measures=MEASURES,
     read=read,
     score=score,
+    files="grade_school_math/data/test.jsonl of https://github.com/openai/grade-school-math (MIT, 750 kB)",
     source="openai/gsm8k",
 )

@@ -106,5 +106,7 @@ SUITE = Suite(
     measures=MEASURES,
     read=read,
     score=score,
+    files="instruction_following_eval/data/input_data.jsonl of"
+    " https://github.com/google-research/google-research (Apache 2.0, 207 kB)",
     source="google/IFEval",
 )

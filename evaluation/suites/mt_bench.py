@@ -172,5 +172,6 @@ SUITE = Suite(
     ),
     read=read,
     score=score,
+    files="fastchat/llm_judge/data/mt_bench/question.jsonl of https://github.com/lm-sys/FastChat (Apache 2.0, 49 kB)",
     needs=frozenset({"judge"}),
 )

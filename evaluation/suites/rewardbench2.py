@@ -175,5 +175,6 @@ SUITE = Suite(
     ),
     read=read,
     score=score,
+    files="rows of https://huggingface.co/datasets/allenai/reward-bench-2 (ODC-BY, 1,865 rows)",
     source="allenai/reward-bench-2",
 )

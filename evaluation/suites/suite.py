@@ -111,8 +111,8 @@ class Continuation:
 
 
 # What a suite asks of a model: answers to conversations; answers to conversations, or the continuation of texts from
-# models without a chat template; log-probabilities; rewards.
-Asks = Literal["conversations", "texts", "logprobs", "rewards"]
+# models without a chat template; log-probabilities; rewards; nothing, as the values are in a log.
+Asks = Literal["conversations", "texts", "logprobs", "rewards", "log"]
 
 
 class Model(Protocol):
@@ -188,6 +188,7 @@ class Suite:
     asks a model about all items, and returns their values in the same order.
 
     `source` is where items come from if the user names no other file or folder: a hub id, or "" if there is none.
+    `files` says which file to get instead: address, licence and size.
     `needs` names the fields of `Tools` without which it measures nothing, and `uses` those that it can do without;
     others are refused. Models that cannot do what it `asks` are refused before any model is asked.
     """
@@ -199,6 +200,7 @@ class Suite:
     read: Callable[[str], list[Item]]
     score: Callable[[Model, Sequence[Item], Tools], list[Scored]]
     source: str = ""
+    files: str = ""
     needs: frozenset[str] = frozenset()
     uses: frozenset[str] = frozenset()
 

@@ -163,5 +163,6 @@ SUITE = Suite(
     measures=MEASURES,
     read=read,
     score=score,
+    files="TruthfulQA.csv of https://github.com/sylinrl/TruthfulQA (Apache 2.0, 444 kB)",
     source="truthfulqa/truthful_qa",
 )

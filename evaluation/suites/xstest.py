@@ -135,5 +135,6 @@ SUITE = Suite(
     measures=_measures(),
     read=read,
     score=score,
+    files="xstest_prompts.csv of https://github.com/paul-rottger/xstest (CC BY 4.0, 39 kB)",
     uses=frozenset({"judge"}),
 )

@@ -23,12 +23,14 @@ MAX_SENTENCES = 10  # per suite
 Models = Annotated[
     list[str],
     typer.Argument(
-        help="Model directories, hub ids, .gguf files, URL#MODEL, files of saved answers, or reward models; prefix with"
+        help="Model directories, hub ids, .gguf files, URL#MODEL, files of saved answers, or reward models; without"
+        " --suite, per-item logs of lm-evaluation-harness, inspect_ai or OpenAI evals. Prefix with"
         " NAME= to name one. A NAME with several of them is an algorithm with several training runs (seeds)."
     ),
 ]
 Suites = Annotated[
-    list[str], typer.Option(help="Suite (docs/evaluate.md lists them), or FILE.py:NAME of your own; may repeat.")
+    list[str] | None,
+    typer.Option(help="Suite (docs/evaluate.md lists them), or FILE.py:NAME of your own; may repeat."),
 ]
 Data = Annotated[
     list[str] | None,
@@ -47,6 +49,16 @@ MaxItems = Annotated[
 MaxNewTokens = Annotated[
     int, typer.Option(min=0, help="Maximum length of an answer, in tokens (default: the suite's).", show_default=False)
 ]
+Samples = Annotated[
+    int, typer.Option(min=1, help="Samples per item, at temperature 1 unless the suite samples; adds pass@k.")
+]
+FailIf = Annotated[
+    str,
+    typer.Option(
+        help='"B worse than A", or "... by .02": exit code 0 if shown not to be (by more than that), 1 if shown, 2 if'
+        " undecided; in the first measure of every suite."
+    ),
+]
 MostRequests = Annotated[
     int,
     typer.Option(
@@ -57,13 +69,14 @@ MostRequests = Annotated[
 
 def evaluate(
     models: Models,
-    suite: Suites,
+    suite: Suites = None,
     data: Data = None,
     judge: Judge = "",
     baseline: Baseline = "",
     training_data: TrainingData = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the evaluation (default: runs/evaluate-...).")] = None,
     max_items: MaxItems = 0,
+    samples: Samples = 1,
     max_new_tokens: MaxNewTokens = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed for sampling and resampling.")] = 0,
     bf16: Annotated[bool, typer.Option("--bf16", help="Sample local models in bf16 instead of fp32.")] = False,
@@ -76,6 +89,7 @@ def evaluate(
     cache: Annotated[
         Path | None, typer.Option(help="Cache of all answers (default: answers.sqlite next to the output folder).")
     ] = None,
+    fail_if: FailIf = "",
 ) -> None:
     """Evaluate models on benchmarks: ask, score, compare, report. See docs/evaluate.md.
 
@@ -83,23 +97,35 @@ def evaluate(
     """
     from evaluation.evaluate.evaluating import Evaluation
     from evaluation.evaluate.evaluating import evaluate as evaluate_models
+    from evaluation.evaluate.fail_if import Gate
     from evaluation.evaluate.models import Answering
     from evaluation.inputs import named_runs
 
-    named = named_runs(models, "model")[0]
+    named, runs = named_runs(models, "model")
+    gate = Gate.of(fail_if, [*runs, *(name for name, _ in named)]) if fail_if else None
     for _, spec in named:
         if Path(spec).is_dir():
             refuse_run_folder(Path(spec))
-    folder = out or _folder_of([*suite, *(name for name, _ in named)])
+    folder = out or _folder_of([*(suite or ["logs"]), *(name for name, _ in named)])
     asking = asking_of(folder, cache, concurrency, timeout, max_failed_share, budget)
     with progress_bars() as progress:
         how = Answering(
-            asking, seed, "bf16" if bf16 else "fp32", max_new_tokens, progress, partial(console.print, markup=False)
+            asking,
+            seed,
+            "bf16" if bf16 else "fp32",
+            max_new_tokens,
+            progress,
+            partial(console.print, markup=False),
+            samples,
         )
-        wanted = Evaluation(models, suite, data or [], judge, baseline, training_data or [], max_items, how)
+        wanted = Evaluation(models, suite or [], data or [], judge, baseline, training_data or [], max_items, how)
         report = evaluate_models(wanted, folder)
     _print_results(report)
     console.print(str(folder / "report.html"), markup=False)
+    if gate is not None:
+        code, sentence = gate.outcome(report)
+        results_console().print(sentence, markup=False)
+        raise typer.Exit(code)
 
 
 def _folder_of(names: "Sequence[str]") -> Path:

@@ -93,21 +93,21 @@ def test_a_hub_id_without_a_network_says_so() -> None:
         list(read_source("nobody/nothing", subset="comparisons"))
 
 
-def test_a_hub_without_an_address_is_given_up_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[str] = []
+def test_a_hub_that_does_not_answer_is_given_up_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[tuple[str, int], float]] = []
 
-    def nowhere(host: str, _port: object) -> None:
-        asked.append(host)
-        raise socket.gaierror(-2, "Name or service not known")
+    def nowhere(address: tuple[str, int], timeout: float) -> None:
+        asked.append((address, timeout))
+        raise TimeoutError("a firewall drops all packets")
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: pytest.fail("the hub's client retries"))
     monkeypatch.setattr("files.rows.getproxies", dict)
-    monkeypatch.setattr(socket, "getaddrinfo", nowhere)
+    monkeypatch.setattr(socket, "create_connection", nowhere)
     with pytest.raises(ValueError, match=f"'nobody/nothing' is neither a local file .*: {UNREACHABLE}"):
         list(read_source("nobody/nothing"))
-    assert asked == ["huggingface.co"]
+    assert asked == [(("huggingface.co", 443), 3)]
 
 
 HARD = 'Say "hi", please.\r\n\r\nThen, stop; \u00e9 \u4f60'

@@ -82,6 +82,23 @@ def test_two_models_are_evaluated_and_never_asked_twice(
     assert "two sets of weights" in page
 
 
+def test_samples_of_an_item_differ_and_count_once(heed_main: Call, evaluate: Arguments, place: Path) -> None:
+    model = f"one={place / 'models' / 'one' / 'model'}"
+    code, said = heed_main(*evaluate(place, model), "--samples", "3")
+    assert code == 0, said
+    answers = [row["answer"].split("\n\n----\n\n") for row in rows_of(place / "out", "answers.parquet")]
+    assert [len(samples) for samples in answers] == [3] * 6
+    assert all(len(set(samples)) > 1 for samples in answers)  # the suite's first turn is greedy otherwise
+    lengths = values_of(place / "out", "length")
+    assert sorted(lengths.values()) == pytest.approx(sorted(sum(map(len, samples)) / 3 for samples in answers))
+    found = value_in(report_of(place / "out"), "one", "even_pass@2")
+    counts = [sum(len(text) % 2 == 0 for text in samples) for samples in answers]
+    assert found["value"]["mean"] == pytest.approx(sum((0, 2 / 3, 1, 1)[count] for count in counts) / 6)
+    assert (found["num_items"], found["num_clusters"]) == (6, 3)
+    code, said = heed_main(*evaluate(place, model, suite="LIKELY", out="no"), "--samples", "3")
+    assert (code, "samples no answers" in said) == (2, True), said
+
+
 def test_what_is_better_is_said_in_words_and_follows_the_direction(
     heed_main: Call, evaluate: Arguments, place: Path
 ) -> None:

@@ -1,11 +1,14 @@
 """What `heed evaluate` refuses, and that it does so before a model is asked."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from evaluation.evaluate.tools import open_suite, suite_names
 
 Call = Callable[..., tuple[int, str]]
 Arguments = Callable[..., list[str]]
@@ -25,9 +28,18 @@ def test_items_that_the_hub_does_not_give_may_be_in_a_file(heed_main: Call, plac
     """Tests have no network."""
     arguments = ["evaluate", str(place / "models/one/model"), "--suite", "gsm8k", "--out", str(place / "out")]
     code, said = heed_main(*arguments)
-    assert (code, "--data gsm8k=PATH reads the items from a file or folder" in " ".join(said.split())) == (2, True), (
-        said
+    wanted = "--data gsm8k=PATH reads grade_school_math/data/test.jsonl of https://github.com/openai/"
+    assert (code, wanted in " ".join(said.split())) == (2, True), said
+
+
+@pytest.mark.parametrize("suite", suite_names())
+def test_missing_items_are_named_by_address_and_licence(heed_main: Call, place: Path, suite: str) -> None:
+    assert re.search(
+        r" of https://\S+ \((Apache 2.0|MIT|CC BY|ODC-BY)|/arena-hard-auto \(Apache", open_suite(suite).files
     )
+    if not open_suite(suite).source:
+        code, said = heed_main("evaluate", str(place / "models/one/model"), "--suite", suite)
+        assert (code, open_suite(suite).files in " ".join(said.split())) == (2, True), said
 
 
 @pytest.mark.parametrize(

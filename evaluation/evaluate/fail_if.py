@@ -1,0 +1,58 @@
+"""`--fail-if "b worse than a by .02"`: whether an evaluation shows that a model got worse, as an exit code for CI."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evaluation.evaluate.folder import EvaluationReport, SuiteReport
+from evaluation.evaluate.report import difference_text, primary
+
+NOT_WORSE, WORSE, UNDECIDED = 0, 1, 2  # exit codes
+_WORSE_THAN = re.compile(r"(?P<new>\S+) worse than (?P<old>\S+)(?: by (?P<margin>\d*\.?\d+))?")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """`new` must not be worse than `old` by more than `margin`, in the unit of the measure (.02 is 2 points)."""
+
+    new: str
+    old: str
+    margin: float
+
+    @classmethod
+    def of(cls, text: str, names: Sequence[str]) -> "Gate":
+        """Raises: ValueError for another text, and for a name that is none of the models or algorithms."""
+        match = _WORSE_THAN.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f'--fail-if {text!r}: "B worse than A", or "B worse than A by .02", was expected')
+        for name in (match["new"], match["old"]):
+            if name not in names:
+                raise ValueError(
+                    f"--fail-if {text!r}: no model is called {name!r}; one of {', '.join(names)} was expected"
+                )
+        if match["new"] == match["old"]:
+            raise ValueError(f"--fail-if {text!r}: two different models were expected")
+        return cls(match["new"], match["old"], float(match["margin"] or 0))
+
+    def outcome(self, report: EvaluationReport) -> tuple[int, str]:
+        """Returns the exit code, and a sentence per suite: worse in one suite is worse, else undecided in one is."""
+        found = [self._of_suite(suite) for suite in report.suites]
+        codes = {code for code, _ in found}
+        code = next((code for code in (WORSE, UNDECIDED) if code in codes), NOT_WORSE)
+        return code, "\n".join(sentence for _, sentence in found)
+
+    def _of_suite(self, suite: SuiteReport) -> tuple[int, str]:
+        rows = [*primary(suite.statistics.algorithms, suite), *primary(suite.statistics.differences, suite)]
+        row = next((row for row in rows if {row.a, row.b} == {self.new, self.old}), None)
+        shown = None if row is None else row.conclusion if row.a == self.new else row.conclusion.turned
+        if row is None or shown is None or math.isnan(shown.low):
+            why = shown.reason if shown and shown.reason else "no interval"
+            return UNDECIDED, f"{suite.suite}: undecided whether {self.new} is worse than {self.old}: {why}."
+        code = NOT_WORSE if shown.low >= -self.margin else WORSE if shown.high < -self.margin else UNDECIDED
+        by = f" by more than {self.margin:g}" if self.margin else ""
+        said = {NOT_WORSE: "shown not to be", WORSE: "shown to be", UNDECIDED: "not shown to be, nor shown not to be,"}[
+            code
+        ]
+        gain = difference_text(row.difference if row.a == self.new else -row.difference, row.measure, suite)
+        return code, f"{suite.suite}: {self.new} is {said} worse than {self.old}{by} in {row.measure} ({gain})."

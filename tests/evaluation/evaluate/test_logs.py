@@ -1,0 +1,233 @@
+"""Logs of lm-evaluation-harness, inspect_ai and OpenAI evals through `heed evaluate`, and its exit code for CI.
+
+inspect_a.eval was written by inspect_ai 0.3.285 with its mockllm model, inspect_b.json likewise, shortened to the
+fields that are read. Rows of the harness have the fields that `EvaluationTracker` of lm_eval 0.4.13 writes.
+"""
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evaluation.evaluate.repeats import pass_at
+
+Call = Callable[..., tuple[int, str]]
+LOGS = Path(__file__).parent / "logs"
+TIME = "2026-11-28T20-01-02.345678"
+
+
+def harness_log(
+    folder: Path, right: list[int], task: str = "gsm8k", *, time: str = TIME, results: dict[str, Any] | None = None
+) -> Path:
+    """Writes a task's log as `lm_eval --log_samples` does: two filters, of which the second is always right."""
+    folder.mkdir(exist_ok=True)
+    lines = []
+    for number, is_right in enumerate(right):
+        for kept_by, value in (("strict-match", is_right), ("flexible-extract", 1)):
+            row = {
+                "doc_id": number,
+                "doc": {"question": f"What is {number}?", "passage": f"story {number // 2}"},
+                "target": str(number),
+                "arguments": {
+                    "gen_args_0": {"arg_0": f"Question: What is {number}?\nAnswer:", "arg_1": {"until": ["Q"]}}
+                },
+                "resps": [[f"It is {number}."]],
+                "filtered_resps": [f"{number}, says {folder.name}"],
+                "filter": kept_by,
+                "metrics": ["exact_match"],
+                "doc_hash": f"hash{number}",
+                "prompt_hash": "p",
+                "target_hash": "t",
+                "exact_match": float(value),
+            }
+            lines.append(json.dumps(row) + "\n")
+    (folder / f"samples_{task}_{time}.jsonl").write_text("".join(lines))
+    if results is not None:
+        (folder / f"results_{time}.json").write_text(json.dumps(results))
+    return folder
+
+
+def openai_log(path: Path, right: list[list[bool]]) -> Path:
+    rows: list[dict[str, Any]] = [{"spec": {"eval_name": "sums.dev.v0", "completion_fns": ["x"]}}]
+    for number, samples in enumerate(right):
+        for is_right in samples:
+            where = {"run_id": "r", "event_id": len(rows), "sample_id": f"sums.dev.{number}"}
+            rows.append({**where, "type": "sampling", "data": {"prompt": f"What is {number}?", "sampled": [path.stem]}})
+            match = {"correct": is_right, "expected": "1", "picked": path.stem, "sampled": path.stem}
+            rows.append({**where, "type": "match", "data": match})
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"final_report": {"accuracy": 0.5}}]))
+    return path
+
+
+def statistics_in(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "report.json").read_text())["suites"][0]["statistics"]
+    return found
+
+
+def test_logs_of_the_harness_are_paired_by_document_in_clusters(heed_main: Call, tmp_path: Path) -> None:
+    draw = random.Random(5)
+    a, b = [int(draw.random() < 0.9) for _ in range(80)], [int(draw.random() < 0.4) for _ in range(80)]
+    harness_log(tmp_path / "b", [1] * 80, time="2026-11-27T20-01-02.345678")  # an earlier run, which is not read
+    specs = [f"{name}={harness_log(tmp_path / name, right)}" for name, right in (("a", a), ("b", b))]
+    code, said = heed_main("evaluate", *specs, "--out", str(tmp_path / "out"))
+    assert code == 0, said
+    found = statistics_in(tmp_path / "out")
+    strict, flexible = found["differences"]
+    assert (strict["measure"], flexible["measure"]) == ("exact_match,strict-match", "exact_match,flexible-extract")
+    assert strict["difference"]["mean"] == pytest.approx((sum(a) - sum(b)) / 80)
+    assert (strict["num_items"], strict["num_clusters"], strict["conclusion"]["kind"]) == (80, 40, "better")
+    assert "a is better than b in exact_match,strict-match" in said.replace("\n", " ")
+    assert "What is 0?" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_tasks_of_a_group_are_one_suite_and_the_results_say_which_direction_is_better(
+    heed_main: Call, tmp_path: Path
+) -> None:
+    results = {
+        "group_subtasks": {"mmlu": ["mmlu_stem"], "mmlu_stem": ["physics", "maths"], "physics": [], "maths": []},
+        "higher_is_better": {"physics": {"exact_match": False}, "maths": {"exact_match": False}},
+    }
+    for name, right in (("a", [1] * 12), ("b", [0] * 12)):
+        for task in ("physics", "maths"):
+            harness_log(tmp_path / name, right, task, results=results)
+    specs = [f"{name}={tmp_path / name}" for name in "ab"]
+    code, said = heed_main("evaluate", *specs, "--out", str(tmp_path / "out"))
+    assert code == 0, said
+    found = statistics_in(tmp_path / "out")
+    assert (found["suite"], found["num_items"]) == ("mmlu", 24)
+    assert {value["group"] for value in found["values"]} == {"", "physics", "maths"}
+    assert found["differences"][0]["conclusion"]["kind"] == "worse"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda rows: rows[0].pop("doc_id"), "line 1"),
+        (lambda rows: rows[2].update(doc_id=0), "line 3: doc_id 0 with filter 'strict-match' is already in"),
+        (lambda rows: [row.update(doc_hash="other") for row in rows], "asks something else than in"),
+        (lambda rows: [row.update(metrics=["bleu"], bleu=["x", "y"]) for row in rows], ""),
+    ],
+)
+def test_malformed_logs_are_refused_by_file_and_line(
+    heed_main: Call, tmp_path: Path, spoil: Callable[[list[dict[str, Any]]], Any], expected: str
+) -> None:
+    for name in "ab":
+        harness_log(tmp_path / name, [0, 1, 0])
+    (file,) = (tmp_path / "b").glob("*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    spoil(rows)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    specs = [f"{name}={tmp_path / name}" for name in "ab"]
+    code, said = heed_main("evaluate", *specs, "--out", str(tmp_path / "out"))
+    if not expected:  # a metric of the corpus has no value per document: those of the other log remain
+        assert code == 0, said
+        return
+    assert code == 2
+    assert expected in said.replace("\n", " ")
+    assert str(file) in said.replace("\n", "")
+
+
+def test_what_is_no_log_is_refused(heed_main: Call, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
+    for spec, expected in ((tmp_path / "empty", "no log; without --suite"), (tmp_path / "rows.jsonl", "no event")):
+        code, said = heed_main("evaluate", str(spec))
+        assert (code, expected in said.replace("\n", " ")) == (2, True), said
+    harness_log(tmp_path / "a", [1, 0])
+    code, said = heed_main("evaluate", f"a={tmp_path / 'a'}", "--data", "x.jsonl")
+    assert (code, "logs have their items" in said.replace("\n", " ")) == (2, True), said
+    openai_log(tmp_path / "b.jsonl", [[True], [False]])
+    code, said = heed_main("evaluate", f"a={tmp_path / 'a'}", f"b={tmp_path / 'b.jsonl'}")
+    assert (code, "a has gsm8k; b has sums.dev.v0" in said.replace("\n", " ")) == (2, True), said
+
+
+def test_repeated_samples_are_one_observation_per_item_and_give_pass_at_k(heed_main: Call, tmp_path: Path) -> None:
+    right = {"a": [[True, False, False, True]] * 5 + [[False] * 4] * 5, "b": [[True] * 4] * 10}
+    specs = [f"{name}={openai_log(tmp_path / f'{name}.jsonl', samples)}" for name, samples in right.items()]
+    code, said = heed_main("evaluate", *specs, "--out", str(tmp_path / "out"))
+    assert code == 0, said
+    values = {(row["model"], row["measure"]): row for row in statistics_in(tmp_path / "out")["values"]}
+    assert values["a", "correct"]["value"]["mean"] == pytest.approx(0.25)
+    assert values["a", "correct"]["num_items"] == 10
+    assert values["a", "correct_pass@2"]["value"]["mean"] == pytest.approx(
+        (1 - 1 / 6) / 2
+    )  # 1 of 6 pairs has no right one
+    assert values["a", "correct_pass@4"]["value"]["mean"] == pytest.approx(0.5)
+    assert values["a", "correct_pass@4"]["value"]["high"] < 0.9
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample() -> None:
+    for num in range(1, 7):
+        for num_right in range(num + 1):
+            samples = [True] * num_right + [False] * (num - num_right)
+            for k in range(1, num + 1):
+                subsets = list(combinations(samples, k))
+                assert pass_at(k, num, num_right) == pytest.approx(math.fsum(map(any, subsets)) / len(subsets))
+    with pytest.raises(ValueError, match="pass@3 of 2"):
+        pass_at(3, 2, 1)
+
+
+def test_logs_of_inspect_as_json_with_epochs(heed_main: Call, tmp_path: Path) -> None:
+    log = json.loads((LOGS / "inspect_b.json").read_text())
+    worse = {"C": "I", "I": "I"}
+    for sample in log["samples"]:
+        sample["scores"]["match"]["value"] = worse[sample["scores"]["match"]["value"]]
+    log["samples"][0] |= {"scores": {}, "error": {"message": "the sandbox died"}}
+    (tmp_path / "c.json").write_text(json.dumps(log))
+    specs = [f"b={LOGS / 'inspect_b.json'}", f"c={tmp_path / 'c.json'}"]
+    code, said = heed_main("evaluate", *specs, "--out", str(tmp_path / "out"))
+    assert code == 0, said
+    found = statistics_in(tmp_path / "out")
+    values = {(row["model"], row["measure"]): row for row in found["values"]}
+    assert values["b", "match"]["value"]["mean"] == 0.5  # one of the two epochs of each item
+    assert values["b", "match_pass@2"]["value"]["mean"] == 1
+    assert (values["c", "match"]["num_items"], values["c", "match"]["num_failed"]) == (3, 1)
+    assert "the sandbox died" in found["failures"][0]["reason"]
+
+
+def test_logs_of_inspect_in_its_own_format(heed_main: Call, tmp_path: Path) -> None:
+    pytest.importorskip("inspect_ai", reason="inspect_ai is not installed: pip install '.[inspect]'")
+    shutil.copy(LOGS / "inspect_a.eval", tmp_path)
+    specs = [f"a={tmp_path / 'inspect_a.eval'}", f"b={LOGS / 'inspect_b.json'}"]
+    code, said = heed_main("evaluate", *specs, "--out", str(tmp_path / "out"))
+    assert code == 0, said
+    assert statistics_in(tmp_path / "out")["differences"][0]["num_items"] == 4
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "gate", "expected"),
+    [
+        ([1] * 30, [0] * 30, "b worse than a", 1),
+        ([1] * 30, [0] * 30, "a worse than b", 0),
+        ([1] * 30, [0] * 30, "b worse than a by 1", 0),
+        ([1, 0] * 15, [0, 1] * 15, "b worse than a by .02", 2),
+        ([1, 0] * 15, [0, 1] * 15, "b worse than a by .9", 0),
+        ([1], [0], "b worse than a", 2),
+    ],
+)
+def test_the_exit_code_says_whether_a_model_got_worse(
+    heed_main: Call, tmp_path: Path, a: list[int], b: list[int], gate: str, expected: int
+) -> None:
+    specs = [
+        f"{name}={openai_log(tmp_path / f'{name}.jsonl', [[bool(value)] for value in right])}"
+        for name, right in (("a", a), ("b", b))
+    ]
+    code, said = heed_main("evaluate", *specs, "--out", str(tmp_path / "out"), "--fail-if", gate)
+    assert code == expected, said
+    assert " worse than " in said
+
+
+def test_a_gate_that_names_no_model_is_refused_before_anything_is_read(heed_main: Call) -> None:
+    for gate, expected in (
+        ("c worse than a", "no model is called 'c'"),
+        ("b better than a", "was expected"),
+        ("a worse than a", "two different models were expected"),
+    ):
+        code, said = heed_main("evaluate", "a=x", "b=y", "--suite", "gsm8k", "--fail-if", gate)
+        assert (code, expected in said.replace("\n", " ")) == (2, True), said
