@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, islice
-from pathlib import Path
 
 from files.fields import names
 from files.rows import Rows
@@ -82,15 +81,8 @@ _ALL = (
     Format("heed", "everything in a label store", _heed, native.read_heed, native.write_heed),
     Format("rankings", "what the reward stage reads", _rankings, native.read_rankings, native.write_rankings),
     Format("consensus", "one ranking per task, of all its labelers", _never, None, native.write_consensus),
-    Format("argilla", "Argilla 2's records", _argilla, argilla.read, None, argilla.PROJECT),
-    Format(
-        "label-studio",
-        "Label Studio's tasks",
-        _label_studio,
-        label_studio.read,
-        label_studio.write,
-        label_studio.PROJECT,
-    ),
+    Format("argilla", "Argilla 2's records", _argilla, argilla.read, None),
+    Format("label-studio", "Label Studio's tasks", _label_studio, label_studio.read, None),
     Format("openai", "OpenAI's comparisons of summaries", _openai, openai.read_summaries, None),
     Format("webgpt", "WebGPT comparisons", _webgpt, openai.read_webgpt, None),
     Format("ultrafeedback", "UltraFeedback", _ultrafeedback, ultrafeedback.read, None),
@@ -127,14 +119,6 @@ def format_to_read(name: str) -> Format:
 def format_to_write(name: str) -> Format:
     """Returns a format that can be written. Raises: ValueError if it is unknown or cannot represent a store."""
     return _named(name, [form for form in _ALL if form.write is not None])
-
-
-def rows_of(source: str) -> str:
-    """Returns the file with the rows, if a source is the folder of a labeling tool's project; otherwise the source."""
-    for form in _ALL:
-        if form.project is not None and (Path(source) / form.project.marks).is_file():
-            return str(Path(source) / form.project.rows_name)
-    return source
 
 
 def _named(name: str, known: Sequence[Format]) -> Format:
