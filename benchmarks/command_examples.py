@@ -91,7 +91,6 @@ heed few-shot models/SmolLM2-135M-Instruct.gguf configs/few_shot/grammar.jsonl -
 """,
     "heed replay": """
 heed replay runs/demo --iteration 17 --response 12
-heed replay labels.sqlite --task arena/Xq3vB0dPz8KtY2mA/1/0      # both answers of a turn in the arena
 """,
     "heed verify-sampler": """
 heed verify-sampler heed runs/demo/sft/model
