@@ -7,14 +7,11 @@ from files.fields import names
 from files.rows import Rows
 from preferences.formats import (
     annotated,
-    helpsteer,
     judges,
     label_studio,
     native,
-    oasst,
-    openai,
     pairs,
-    ultrafeedback,
+    published,
 )  # fmt: skip
 from preferences.formats.parts import Format, Row, has_fields
 
@@ -74,13 +71,13 @@ _ALL = (
     Format("rankings", "what the reward stage reads", _rankings, native.read_rankings, native.write_rankings),
     Format("consensus", "one ranking per task, of all its labelers", _never, None, native.write_consensus),
     Format("label-studio", "Label Studio's tasks", _label_studio, label_studio.read, None),
-    Format("openai", "OpenAI's comparisons of summaries", _openai, openai.read_summaries, None),
-    Format("webgpt", "WebGPT comparisons", _webgpt, openai.read_webgpt, None),
-    Format("ultrafeedback", "UltraFeedback", _ultrafeedback, ultrafeedback.read, None),
+    Format("openai", "OpenAI's comparisons of summaries", _openai, published.read_summaries, None),
+    Format("webgpt", "WebGPT comparisons", _webgpt, published.read_webgpt, None),
+    Format("ultrafeedback", "UltraFeedback", _ultrafeedback, published.read_ultrafeedback, None),
     Format("ultrafeedback_binarized", "UltraFeedback in pairs", _binarized, pairs.read, None),
-    Format("helpsteer3", "HelpSteer3", _helpsteer3, helpsteer.read_3, None),
-    Format("helpsteer2", "HelpSteer2's preferences", _helpsteer2, helpsteer.read_2, None),
-    Format("oasst", "Open-Assistant's trees", _oasst, oasst.read, None),
+    Format("helpsteer3", "HelpSteer3", _helpsteer3, published.read_helpsteer3, None),
+    Format("helpsteer2", "HelpSteer2's preferences", _helpsteer2, published.read_helpsteer2, None),
+    Format("oasst", "Open-Assistant's trees", _oasst, published.read_oasst, None),
     Format("pandalm", "PandaLM's test set", _pandalm, judges.read_pandalm, None),
     Format("alpacaeval", "AlpacaEval", _alpacaeval, judges.read_alpacaeval, None),
     Format("rewardbench", "RewardBench", _rewardbench, judges.read_rewardbench, None),
