@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import ppo.controller
 from lm.layers import MLP
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
@@ -119,7 +118,6 @@ def outcomes(
         gc.collect()
         before = sum(_live_bytes().values())
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ppo.controller, "CHECK_RATIO_EVERY", 1)  # no passes are kept, which only "fast" does
             worker = OneRank(ppo_config(memory=memory, num_epochs=1), engine, models)
             measured = Measured(worker, patch)
             hook = nn.modules.module.register_module_forward_hook(measured.look)
