@@ -1,4 +1,4 @@
-"""Label Studio's tasks: exports as JSON (a task per row, with its annotations) and JSON_MIN (an annotation per row).
+"""Label Studio's tasks: exports as JSON, a task per row, with its annotations.
 
 An export has no labeling configuration, and users choose the names of fields and questions. What a file does not say is
 read from those names: `prompt` and `response_1`, `answer_b` or a list `responses` hold the texts; `rating_1` or
@@ -47,9 +47,7 @@ from preferences.records import (
     require_moment,
 )
 
-MIN_FIELDS = ("annotator", "annotation_id", "lead_time", "created_at", "updated_at")  # of an annotation in JSON_MIN
 OWN = ("task_id", "warning")  # fields of the tasks' data that are read
-KEYS = ("selected", "ranker", "rating", "number", "choices", "text")  # of the values that are read
 _BUCKET = re.compile(r"(?:.*[^0-9])?([0-9]{1,2})")
 PROMPTS = ("prompt", "instruction", "question", "conversation", "messages", "dialogue", "input", "query")
 LISTS = ("responses", "answers", "completions", "outputs", "candidates", "items")
@@ -98,14 +96,10 @@ class Said:
         return as_note(filled)
 
 
-def _is_min(row: Row) -> bool:
-    return row.keys() >= {*MIN_FIELDS[:3]}
-
-
 def read(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
-    data = object_field(where, row, "data") if not _is_min(row) else {**row}
-    asked = shown_in(where if _is_min(row) else f"{where}: data", data)
-    task = _task(where, asked, data, objective, is_min=_is_min(row))
+    data = object_field(where, row, "data")
+    asked = shown_in(f"{where}: data", data)
+    task = _task(where, asked, data, objective)
     if not is_sound_prompt(where, task.prompt, report):
         return
     for name in ("predictions", "drafts"):
@@ -113,21 +107,15 @@ def read(where: str, row: Row, report: Report, objective: str) -> Iterator[Judge
             report.add(
                 name, where, f"{len(list_field(where, row, name))} {name}, which nobody has submitted", "left out"
             )
-    if _is_min(row):
-        annotation = _of_min(row, asked)
-        is_judged = row["annotator"] is not None or annotation["result"]
-        placed = [(where, annotation)] if is_judged else []
-    else:
-        annotations = objects_field(where, row, "annotations")
-        placed = [(f"{where}: annotations[{number}]", own) for number, own in enumerate(annotations)]
+    annotations = objects_field(where, row, "annotations")
+    placed = [(f"{where}: annotations[{number}]", own) for number, own in enumerate(annotations)]
     placed.sort(key=lambda one: moment_field(one[0], one[1], "created_at"))
     votes = [_vote(place, own, asked, task.objective, report) for place, own in placed]
     if any(votes) or not placed:
         yield JudgedTask(where, task, tuple(vote for vote in votes if vote))
 
 
-def _task(where: str, asked: Shown, data: Row, objective: str, *, is_min: bool) -> Task:
-    skipped = (*asked.fields, *OWN, *(_min_results(data, asked) if is_min else ()), *(MIN_FIELDS if is_min else ()))
+def _task(where: str, asked: Shown, data: Row, objective: str) -> Task:
     return Task(
         task_id=text_field(where, data, "task_id")
         if data.get("task_id") is not None
@@ -136,38 +124,12 @@ def _task(where: str, asked: Shown, data: Row, objective: str, *, is_min: bool) 
         responses=asked.responses,
         sources=(UNKNOWN,) * len(asked.responses),
         objective=objective or OVERALL,
-        details=rest(data, *skipped),
+        details=rest(data, *asked.fields, *OWN),
         warning=data["warning"] if isinstance(data.get("warning"), str) else "",
     )
 
 
 # ---- one annotation ----
-
-
-def _of_min(row: Row, asked: Shown) -> dict[str, Any]:
-    """Returns the annotation of a row of JSON_MIN, in which each control's name has its values."""
-    result = []
-    for name, values in _min_results(row, asked).items():
-        for value in values if isinstance(values, list) else [values]:
-            is_text = isinstance(value, str) and name in NOTES
-            given = {"text": [value]} if is_text else {"choices": [value]} if isinstance(value, str) else value
-            result.append({"from_name": name, "value": given})
-    annotator = row.get("annotator")
-    return {name: row.get(name) for name in MIN_FIELDS} | {"completed_by": annotator, "result": result}
-
-
-def _min_results(row: Row, asked: Shown) -> dict[str, Any]:
-    """Returns the fields of a JSON_MIN row that are results of an annotation, and not data of the task."""
-    found: dict[str, Any] = {}
-    for name, values in row.items():
-        if name in (*asked.fields, *OWN, *MIN_FIELDS, "id", "agreement"):
-            continue
-        items = values if isinstance(values, list) else [values]
-        is_region = bool(items) and all(isinstance(item, Mapping) and {*item} & {*KEYS} for item in items)
-        is_text = isinstance(values, str) and (name in NOTES or bool(verdict_ranks(values, asked)))
-        if is_region or is_text or _flagged_place(name, "", asked) is not None:
-            found[name] = values
-    return found
 
 
 def _vote(where: str, row: Row, asked: Shown, objective: str, report: Report) -> Vote | None:

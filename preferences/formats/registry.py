@@ -30,10 +30,8 @@ def _heed(row: Row) -> str:
 
 
 def _label_studio(row: Row) -> str:
-    if isinstance(row.get("annotations"), list | tuple) and isinstance(row.get("data"), Mapping):
-        return "annotations and data (Label Studio's JSON)"
-    is_min = row.keys() >= {*label_studio.MIN_FIELDS[:3]}
-    return "annotator, annotation_id and lead_time (Label Studio's JSON_MIN)" if is_min else ""
+    is_task = isinstance(row.get("annotations"), list | tuple) and isinstance(row.get("data"), Mapping)
+    return "annotations and data (Label Studio's JSON)" if is_task else ""
 
 
 _rankings = has_fields("task_id", "responses", "ranks", reason="responses and ranks")

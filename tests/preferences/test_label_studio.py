@@ -45,17 +45,8 @@ def test_label_studios_tasks_give_each_annotation() -> None:
     assert found.report.counts() == {"judged again": 2}
 
 
-def test_label_studios_short_form_is_put_in_order_of_time() -> None:
-    """JSON_MIN lists the newest annotation first, and leaves out those that were cancelled."""
-    found = read(SAMPLES / "label_studio_pairwise_min.json", "label-studio")
-    assert said(found) == [one for one in said(read(SAMPLES / "label_studio_pairwise.json", "label-studio")) if one[3]]
-    assert [(one.revision, one.milliseconds) for one in found.judgments] == [(0, 12500), (1, 3000), (0, 2000)]
-    assert len(found.tasks) == 3
-
-
-@pytest.mark.parametrize("name", ["label_studio_ranker.json", "label_studio_ranker_min.json"])
-def test_label_studios_ranker(name: str) -> None:
-    found = read(SAMPLES / name, "label-studio")
+def test_label_studios_ranker() -> None:
+    found = read(SAMPLES / "label_studio_ranker.json", "label-studio")
     assert said(found) == [("When?", "annotator 1", "answer", (2, 3, 1), (), "")]
     assert [task.responses for task in found.tasks.values()] == [("Now.", "Never.", "?")]
 
