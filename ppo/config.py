@@ -201,7 +201,8 @@ class PPOConfig(Config):
     placement: Placement = Field(default=Colocated(), description="Which ranks sample, score and learn.")
     memory: Literal["fast", "balanced", "small"] = Field(
         default="fast",
-        description="What leaves the device while it is not needed; results do not depend on it. `fast`: nothing."
+        description="What leaves the device while it is not needed; results do not depend on it. `fast`: nothing; CPU"
+        " ranks without ZeRO also keep up to 4 GiB of activations of the log-prob pass for the first update."
         " `balanced`: the frozen models, which are reference, reward model and teachers (sharded over the scorers'"
         " CPU memory, gathered to score), the weights of a colocated generator, and the moving average. `small`: as"
         " `balanced`, but the frozen models are gathered layer by layer, and the optimizer states of colocated learners"

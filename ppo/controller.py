@@ -44,6 +44,9 @@ from training.notices import RunError
 from training.packing import Sampler
 
 DEFAULT_MAX_DIFFERENCE = max_difference("bf16", 2)  # nats per token
+# Iterations. The first update normally reuses the forward passes that computed the log-probs, so its ratio is 1. In
+# iterations 0, 16, 32, ... it computes them again, which shows whether passes with and without gradients agree.
+CHECK_RATIO_EVERY = 16
 FOLLOW_EVERY_ITERATIONS = 10  # between samples for the same few prompts, which show how the policy changes
 GoldScores = Callable[[Rollout], Tensor]  # a world's scores [B] of the responses; higher is better
 ScoredBy = Callable[[Rollout], Tensor]  # which objectives score which responses [B, O]
@@ -205,10 +208,11 @@ class PPOController:
         if self.config.advantage.oversample > 1:  # groups that are not kept need no further passes
             rollout, scores, oversampling = self._keep_informative(iteration, rollout, scores())
         first_epoch = minibatches[: self.config.num_minibatches]
+        keeps = iteration % CHECK_RATIO_EVERY > 0  # passes for the first update
         staleness = self._staleness(iteration)
         # Tokens of selected groups, or sampled with older weights, are not draws from this policy.
         tests_draws = not staleness and not oversampling
-        forward_passes = self.roles.start_forward_passes(rollout, first_epoch, tests_draws=tests_draws)
+        forward_passes = self.roles.start_forward_passes(rollout, first_epoch, keeps=keeps, tests_draws=tests_draws)
         scores_BO, outputs = scores(), forward_passes()
         if staleness:
             agreement = sampler_agreement(outputs.logprobs_BR, rollout)

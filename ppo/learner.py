@@ -26,6 +26,7 @@ from lm.transfer import upload
 from lm.weights import ModelFolder, save_model
 from ppo.algorithm import GAE, policy_loss, response_kl_loss, value_loss
 from ppo.config import PPOConfig
+from ppo.kept_passes import NOT_REPEATED, KeptPasses, Repeated, Taken
 from ppo.rank import InitialModels, PackedRollout, Rank, value_source
 from ppo.rollout import (
     Drawn,
@@ -61,35 +62,46 @@ class Learners:
         self.num_shares = ranks.num_ranks // sequence_parallel_size
 
     def start_policy_logprobs(
-        self, rollout: Rollout, minibatches: Sequence[Tensor], *, tests_draws: bool = False
+        self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False, tests_draws: bool = False
     ) -> Pending[Tensor]:
         """Start computing log π of each response token [B, R], nats, at the sampling temperature; 0 at padding.
 
         With `tests_draws`, learners also keep tokens, to test whether they are draws from π (`take_evidence`).
         That requires all responses that were sampled with these weights, not a selection.
 
-        Responses are packed as the updates on `minibatches` (row numbers of the rollout) will pack them.
+        Responses are packed as the updates on `minibatches` (row numbers of the rollout) will pack them. With `keeps`,
+        learners keep passes for the first of those updates to reuse; it must come next (`ppo.kept_passes`).
         """
-        shares = shares_by_update(rollout.num_tokens_B, self.num_shares, self.batch, minibatches)
+        shares, repeated = self._by_update(rollout, minibatches, keeps=keeps)
         drawn = Drawn.of(rollout) if tests_draws else None
         arguments = [
-            (part, share.pass_sizes, drawn and drawn.rows(share.rows))
+            (part, share.pass_sizes, repeated, drawn and drawn.rows(share.rows))
             for part, share in zip(rollout.shares(shares), shares, strict=True)
         ]
         return joined(start_on_groups(self.ranks, Learner.policy_logprobs, arguments), shares)
 
-    def start_values(self, rollout: Rollout, minibatches: Sequence[Tensor]) -> Pending[Tensor]:
+    def start_values(self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False) -> Pending[Tensor]:
         """Start computing the value of the state before each response token [B, R]; 0 at padding.
 
         Responses are packed as for log-probs, unless `forward_tokens` sets another size for passes without gradients.
         """
         if self.batch.forward_tokens:
             shares = shares_of(rollout.num_tokens_B, self.num_shares, self.batch, with_gradients=False)
+            repeated = NOT_REPEATED
         else:
-            shares = shares_by_update(rollout.num_tokens_B, self.num_shares, self.batch, minibatches)
+            shares, repeated = self._by_update(rollout, minibatches, keeps=keeps)
         parts = zip(rollout.shares(shares), shares, strict=True)
-        arguments = [(part, share.pass_sizes) for part, share in parts]
+        arguments = [(part, share.pass_sizes, repeated) for part, share in parts]
         return joined(start_on_groups(self.ranks, Learner.values, arguments), shares)
+
+    def _by_update(
+        self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool
+    ) -> tuple[list[Share], Repeated]:
+        shares = shares_by_update(rollout.num_tokens_B, self.num_shares, self.batch, minibatches)
+        if not keeps:
+            return shares, NOT_REPEATED
+        first, *_ = shares_by_update(rollout.num_tokens_B, self.num_shares, self.batch, minibatches[:1])
+        return shares, Repeated.of(rollout, shares, len(first.pass_sizes))
 
     def update(
         self,
@@ -176,6 +188,7 @@ class Learner(Rank):
             )
         self.average = MovingAverage(self.policy, config.ema.decay, on_cpu=config.memory != "fast")
         self.writer = self.policy.checkpoint_writer()
+        self.kept = KeptPasses(config, self.engines)
         self._sent_digests = dict[str, int]()
         stream = models.pretraining
         self.stream = CausalLMObjective(stream_rows(stream.path, stream.seq_len)) if stream else None
@@ -191,12 +204,17 @@ class Learner(Rank):
         assert "value" in self.engines, f"advantage {self.config.advantage.kind!r} has no value function; 'gae' has one"
         return self.engines["value"]
 
-    def policy_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int], drawn: Drawn | None = None) -> Tensor:
+    def policy_logprobs(
+        self,
+        rollout: Rollout,
+        pass_sizes: Sequence[int],
+        repeated: Repeated = NOT_REPEATED,
+        drawn: Drawn | None = None,
+    ) -> Tensor:
         of_pass = iter(drawn.parts(pass_sizes)) if drawn else repeat(None)
-        with torch.no_grad(), self.policy.cache_weight_casts():
-            return self._by_pass(
-                lambda part: self._logprobs(self.policy.model, part, next(of_pass)), rollout, pass_sizes
-            )
+        return self._measure(
+            "policy", lambda part: self._logprobs(self.policy.model, part, next(of_pass)), rollout, pass_sizes, repeated
+        )
 
     def take_evidence(self) -> Evidence:
         """Returns the evidence from the tokens that this rank has kept since the last call."""
@@ -206,15 +224,34 @@ class Learner(Rank):
         self.tested = []
         return evidence(torch.cat(logits), Draws.cat(draws), self.config.temperature, self.tokenizer.end_ids)
 
+    def _measure(
+        self,
+        name: str,
+        measure: Callable[[Rollout], Tensor],
+        rollout: Rollout,
+        pass_sizes: Sequence[int],
+        repeated: Repeated,
+    ) -> Tensor:
+        """As `_by_pass`, but keeps as many passes for the next update as there is room for."""
+        engine, parts = self.engines[name], rollout.parts(pass_sizes)
+        num_kept = self.kept.reserve(name, repeated)
+        outputs = list[Tensor]()
+        if num_kept:
+            with engine.forward_ahead():
+                outputs += map(measure, parts[:num_kept])
+            self.kept.put(name, parts[:num_kept], outputs)
+        with torch.no_grad(), engine.cache_weight_casts():
+            outputs += map(measure, parts[num_kept:])
+        return self._joined(outputs, pass_sizes)
+
     @torch.no_grad()
     def reference_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
         """Compute log-probs under the reference, which is the policy without its adapters."""
         with without_adapters(self.policy.module):
             return self.policy_logprobs(rollout, pass_sizes)
 
-    def values(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
-        with torch.no_grad(), self.value.cache_weight_casts():
-            return self._by_pass(self._values, rollout, pass_sizes)
+    def values(self, rollout: Rollout, pass_sizes: Sequence[int], repeated: Repeated = NOT_REPEATED) -> Tensor:
+        return self._measure("value", self._values, rollout, pass_sizes, repeated)
 
     def _values(self, rollout: Rollout) -> Tensor:
         note_progress()
@@ -224,14 +261,17 @@ class Learner(Rank):
     def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> Mapping[str, float]:
         """Take one optimizer step of the policy; `update` is its number, counted from 0."""
         self.policy.set_learning_rate(learning_rate)
-        shares = self.policy.accumulate(batch.parts(), lambda part: self._policy_loss(part, batch))
+        kept = self.kept.take("policy")
+        shares = self.policy.accumulate(batch.parts(), lambda part: self._policy_loss(part, batch, kept))
         _, norm = self.policy.step()
         self._say_skipped("policy", self.policy, update)
         return {**_floats(shares), "policy_gradient_norm": norm / self.policy.data_parallel_size}
 
-    def _policy_loss(self, part: PolicyBatch, whole: PolicyBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _policy_loss(self, part: PolicyBatch, whole: PolicyBatch, kept: Taken) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the share of a part in the whole minibatch's loss and metrics."""
-        config, logprobs_BR = self.config, self._logprobs(self.policy.model, part.rollout)
+        config, logprobs_BR = self.config, kept.next(part.rollout)
+        if logprobs_BR is None:
+            logprobs_BR = self._logprobs(self.policy.model, part.rollout)
         loss, sums = policy_loss(
             logprobs_BR,
             upload(part.logprobs_BR, self.device),
@@ -260,16 +300,18 @@ class Learner(Rank):
     def update_value(self, batch: ValueBatch, learning_rate: float, update: int) -> Mapping[str, float]:
         """Take one optimizer step of the value function; `update` is its number, counted from 0."""
         self.value.set_learning_rate(learning_rate)
-        shares = self.value.accumulate(batch.parts(), lambda part: self._value_loss(part, batch))
+        kept = self.kept.take("value")
+        shares = self.value.accumulate(batch.parts(), lambda part: self._value_loss(part, batch, kept))
         _, norm = self.value.step()
         self._say_skipped("value", self.value, update)
         return {**_floats(shares), "value_gradient_norm": norm / self.value.data_parallel_size}
 
-    def _value_loss(self, part: ValueBatch, whole: ValueBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _value_loss(self, part: ValueBatch, whole: ValueBatch, kept: Taken) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the share of a part in the whole minibatch's loss and metrics."""
         assert isinstance(self.config.advantage, GAE), "only GAE has a value function"
+        values_BR = kept.next(part.rollout)
         loss, sums = value_loss(
-            self._values(part.rollout),
+            self._values(part.rollout) if values_BR is None else values_BR,
             upload(part.values_BR, self.device),
             upload(part.returns_BR, self.device),
             upload(part.mask_BR, self.device),

@@ -5,7 +5,7 @@ Shape letters: B responses, O objectives, R response tokens, L rows, T tokens of
 V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -175,10 +175,12 @@ class Rank:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast)
 
     def _by_pass(self, measure: Callable[[Rollout], Tensor], rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
-        """Apply `measure` to each pass. Returns the results of all responses [B, R], without the uncounted row of an
-        empty pass.
-        """
-        outputs = map(measure, rollout.parts(pass_sizes))
+        """Apply `measure` to each pass. Returns the results of all responses [B, R]."""
+        return self._joined(map(measure, rollout.parts(pass_sizes)), pass_sizes)
+
+    @staticmethod
+    def _joined(outputs: Iterable[Tensor], pass_sizes: Sequence[int]) -> Tensor:
+        """Join the passes' outputs to those of all responses [B, R], without the uncounted row of an empty pass."""
         return torch.cat([output.detach()[:size] for output, size in zip(outputs, pass_sizes, strict=True)]).cpu()
 
     def _logprobs(self, model: nn.Module, rollout: Rollout, drawn: Drawn | None = None) -> Tensor:

@@ -115,13 +115,14 @@ class Roles:
         return cls(config, Learners(learning, config.minibatch), generators, scorers, direct, makes_room)
 
     def start_forward_passes(
-        self, rollout: Rollout, minibatches: Sequence[Tensor], *, tests_draws: bool = False
+        self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False, tests_draws: bool = False
     ) -> Pending[ModelOutputs]:
         """Start the forward passes of policy, reference, teachers and value function over a rollout. Its rows are
         packed as the updates on `minibatches` will pack them.
 
-        All passes start together, so scorers and learners on separate ranks work at the same time. For
-        `tests_draws`, see `Learners.start_policy_logprobs`.
+        All passes start together, so scorers and learners on separate ranks work at the same time. With `keeps`,
+        learners keep passes that the first update would repeat. For `tests_draws`, see
+        `Learners.start_policy_logprobs`.
         """
         learners = self.learners
         if self.config.shared_body:  # one pass serves all three models
@@ -134,11 +135,11 @@ class Roles:
             ]
             outputs = joined(ranks.start_split(SharedBodyLearner.measure, arguments), shares)
             return lambda: _of_shared_body(outputs())
-        logprobs = learners.start_policy_logprobs(rollout, minibatches, tests_draws=tests_draws)
+        logprobs = learners.start_policy_logprobs(rollout, minibatches, keeps=keeps, tests_draws=tests_draws)
         ref_logprobs = self.scorers.start_reference_logprobs(rollout, minibatches)
         teachers = self.scorers.start_teacher_logprobs(rollout, minibatches) if self.config.teachers else None
         has_values = self.config.value_optimizer is not None
-        values = learners.start_values(rollout, minibatches) if has_values else None
+        values = learners.start_values(rollout, minibatches, keeps=keeps) if has_values else None
 
         def collect() -> ModelOutputs:
             logprobs_BR, ref_logprobs_BR = logprobs(), ref_logprobs()

@@ -47,6 +47,7 @@ from lm.weights import ModelFolder, save_model
 from ppo.algorithm import GAE, GroupMean, KLConfig, ResponseLoss, TokenLoss, token_weights
 from ppo.config import EMAConfig, PPOConfig, PTXConfig
 from ppo.generator import Generator
+from ppo.kept_passes import Repeated
 from ppo.learner import Learner
 from ppo.rank import InitialModels, ScoreScale, TokenStream
 from ppo.rollout import Drawn, PolicyBatch, ResponseKL, Rollout, ValueBatch, shares_by_update, shares_of
@@ -745,6 +746,7 @@ def train_ppo(split: Split, folder: Path) -> dict[str, Any]:
     value = ValueBatch(ROLLOUT, OLD_VALUES_BR, RETURNS_BR, SCORED_BR, NUM_RESPONSE_TOKENS).shares(shares)[place]
     by_update = shares_by_update(lengths_B, split.num_shares, config.minibatch, everything)
     mine = by_update[place]
+    repeated = Repeated.of(ROLLOUT, by_update, len(mine.pass_sizes))  # the first update takes the passes, without ZeRO
     sampled = replace(ROLLOUT, behaviour_logprobs_BR=OLD_LOGPROBS_BR * ROLLOUT.response_mask_BR)
     drawn = Drawn.of(sampled).rows(mine.rows)
     mine_alone, prompts = sampled.rows(mine.rows), [PROMPTS[row] for row in mine.rows.tolist()]
@@ -753,7 +755,7 @@ def train_ppo(split: Split, folder: Path) -> dict[str, Any]:
         "scores": lambda: scorer.scores(mine_alone, Asked()),
         "reference_logprobs": lambda: scorer.reference_logprobs(mine_alone, mine.pass_sizes),
         "teacher_logprobs": lambda: scorer.teacher_logprobs(mine_alone, mine.pass_sizes),
-        "policy_logprobs": lambda: learner.policy_logprobs(mine_alone, mine.pass_sizes, drawn),
+        "policy_logprobs": lambda: learner.policy_logprobs(mine_alone, mine.pass_sizes, repeated, drawn),
     }
     collectives = {name: num_collectives(run) for name, run in passes.items()}
     of_teachers_BMR = scorer.teacher_logprobs(mine_alone, mine.pass_sizes)

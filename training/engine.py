@@ -37,6 +37,7 @@ from training.distributed import (
 )
 from training.internals import (
     do_not_broadcast_buffers,
+    expect_gradients,
     gradient_norm,
     is_deepspeed_engine,
     release_zero3,
@@ -176,8 +177,8 @@ class Engine(Generic[AnyModule]):
         """Add up the gradients of this rank's micro-batches, which are its share of one global batch; `step` follows.
 
         `loss` returns a micro-batch's share of the loss, and metrics. The share is the micro-batch's sum divided by the
-        count of the whole global batch, so shares add up over micro-batches and ranks however the batch is split.
-        Returns the metrics summed over this rank's micro-batches.
+        count of the whole global batch, so shares add up over micro-batches and ranks however the batch is split. Its
+        passes may already have run in `forward_ahead`. Returns the metrics summed over this rank's micro-batches.
         """
         self.offload.bring_back()  # DeepSpeed steps in the last backward
         sums: dict[str, Tensor] = {}
@@ -201,11 +202,37 @@ class Engine(Generic[AnyModule]):
         with cache_weight_casts(), torch.autocast(self.device.type, enabled=False):
             yield
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether forward passes may run before the `accumulate` that computes their gradients (`forward_ahead`).
+
+        DeepSpeed pairs each forward with the next backward; recomputed and compiled blocks decide in the forward what
+        the backward does.
+        """
+        config = self.config
+        return config.zero_stage == 0 and not (config.checkpoint_activations or config.compile_blocks)
+
+    @contextlib.contextmanager
+    def forward_ahead(self) -> Iterator[None]:
+        """Context for forward passes whose outputs the `loss` of a later `accumulate` uses.
+
+        No weight may change in between, or PyTorch refuses the backward.
+        """
+        assert self.runs_ahead, f"passes cannot run ahead of their updates with {self.config}"
+        with (
+            deterministic_kernels(self.config.deterministic),
+            self.cache_weight_casts(),
+            torch.enable_grad(),
+            self._gradients_reduced(is_last=False),
+        ):
+            yield
+
     @contextlib.contextmanager
     def _gradients_reduced(self, is_last: bool) -> Iterator[None]:
         """Context for the forward and backward of one micro-batch. Ranks reduce their gradients in the last one only.
 
-        DDP decides in the forward whether the backward will reduce gradients, so the forward belongs inside.
+        DDP decides in the forward whether the backward will reduce gradients, so the forward belongs inside, unless it
+        was in `forward_ahead`.
         """
         set_gradient_sync(self._accelerator, is_last)
         is_ddp = self.world_size > 1 and self.config.zero_stage == 0
@@ -218,6 +245,8 @@ class Engine(Generic[AnyModule]):
         self._loss_sum += share.detach()
         if is_last:  # the gradient may still be finite, and DeepSpeed steps inside the backward
             share = share * self._one_or_nan()
+            if self._is_ddp:
+                expect_gradients(self.model)
         # Backends average over ranks; the factor undoes that. All ranks of a sequence group have the same share.
         self._accelerator.backward(share * self.data_parallel_size)
 

@@ -74,6 +74,11 @@ def do_not_broadcast_buffers(model: nn.Module) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
+def expect_gradients(model: Any) -> None:
+    """Tell DDP to reduce the gradients of the next backward, as its forward does. Calling it twice does no harm."""
+    model.reducer.prepare_for_backward([])
+
+
 @contextmanager
 def without_dynamo() -> Iterator[None]:
     """Wrap a model for training without importing TorchDynamo, which takes each process a second or two.

@@ -54,8 +54,8 @@ class Products:
             return self._training(round(mean * len(task.read("comparisons")[0]) * task.batch), 0)
         tokens, counted = task.batch * (self._prompt_tokens() + task.response_tokens), task.batch * task.response_tokens
         frozen = self._forward(tokens, 0) + self._forward(tokens, counted)  # reward model, reference
-        measured = self._forward(tokens, counted) + self._forward(tokens, 0)  # log-probs and values before the update
-        return self._generation() + frozen + measured + self._training(tokens, counted) + self._training(tokens, 0)
+        # Policy and value function are measured by the forward passes of the only update (`ppo.kept_passes`).
+        return self._generation() + frozen + self._training(tokens, counted) + self._training(tokens, 0)
 
     def _prompt_tokens(self) -> int:
         return len(self.task.read("prompts")[0])

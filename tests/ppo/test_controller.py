@@ -39,6 +39,7 @@ class ToyRoles:
         self.policy_batches: list[PolicyBatch] = []
         self.value_batches: list[ValueBatch] = []
         self.rollouts: list[Rollout] = []
+        self.kept: list[bool] = []  # whether passes were to be kept for the first update, by iteration
         self.learning_rates: list[float] = []
         self.num_syncs, self.syncs_before_rollout = 0, list[int]()
         self.learners = self.generators = self.scorers = self
@@ -89,9 +90,10 @@ class ToyRoles:
         return lambda: self.policy_logprobs(rollout)
 
     def start_forward_passes(
-        self, rollout: Rollout, _minibatches: Sequence[Tensor], *, tests_draws: bool
+        self, rollout: Rollout, _minibatches: Sequence[Tensor], *, keeps: bool, tests_draws: bool
     ) -> Pending[ModelOutputs]:
         del tests_draws  # toy models have no logits
+        self.kept.append(keeps)
         found = self.policy_logprobs(rollout), self.reference_logprobs(rollout), self.values(rollout)
         return lambda: ModelOutputs(*found, teacher_logprobs_BMR=torch.zeros(len(rollout), 0, R))
 
@@ -194,6 +196,15 @@ def test_the_score_rises(start: Callable[..., PPOController]) -> None:
     assert kls[0] == 0.0
     assert np.mean(kls[-3:]) > 0.5
     assert roles.num_syncs == 15
+
+
+def test_the_first_iteration_and_every_16th_after_it_measure_twice(start: Callable[..., PPOController]) -> None:
+    """What an iteration does depends on its number alone, so a resumed run does the same."""
+    roles = ToyRoles()
+    controller = start(roles, num_iterations=33)
+    for iteration in range(33):
+        controller.step(iteration)
+    assert [iteration for iteration, keeps in enumerate(roles.kept) if not keeps] == [0, 16, 32]
 
 
 def test_a_large_kl_coefficient_holds_the_policy_back(start: Callable[..., PPOController]) -> None:

@@ -25,6 +25,7 @@ from lm.samplers import engine
 from ppo import learner
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
+from ppo.kept_passes import Repeated
 from ppo.placement import Disaggregated
 from ppo.rank import InitialModels
 from ppo.roles import Roles
@@ -254,8 +255,8 @@ def _touch_after_values(path: Path) -> None:
     """Makes learners of this process write a file once they have computed values; other tests are not affected."""
     values = learner.Learner.values
 
-    def touching(self: learner.Learner, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
-        found = values(self, rollout, pass_sizes)
+    def touching(self: learner.Learner, rollout: Rollout, pass_sizes: Sequence[int], repeated: Repeated) -> Tensor:
+        found = values(self, rollout, pass_sizes, repeated)
         path.touch()
         return found
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ppo.controller
 from lm.layers import MLP
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
@@ -118,6 +119,7 @@ def outcomes(
         gc.collect()
         before = sum(_live_bytes().values())
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ppo.controller, "CHECK_RATIO_EVERY", 1)  # no passes are kept, which only "fast" does
             worker = OneRank(ppo_config(memory=memory, num_epochs=1), engine, models)
             measured = Measured(worker, patch)
             hook = nn.modules.module.register_module_forward_hook(measured.look)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+import ppo.controller
 from cluster.connection import disconnect
 from cluster.group import WorkerGroup
 from ppo.config import PPOConfig
@@ -87,6 +88,35 @@ def one_rank(
         return trained
 
     return build
+
+
+@pytest.mark.parametrize("micro", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_kept_passes_change_no_bit_on_two_ranks(
+    group: WorkerGroup,
+    ppo_config: Callable[..., PPOConfig],
+    models: InitialModels,
+    train: Callable[[Roles, Path], Trained],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    micro: int,
+) -> None:
+    """The second iteration keeps passes, two of each rank or its only one.
+
+    Comes before tests with ZeRO, from which Accelerate does not go back.
+    """
+    changes: dict[str, object] = {"ptx": None} if micro == 4 else {}
+    config = ppo_config(minibatch=8, micro=micro, num_iterations=NUM_ITERATIONS, num_epochs=1, **changes)
+    found: list[Trained] = []
+    for repeated_every in (16, 1):
+        monkeypatch.setattr(ppo.controller, "CHECK_RATIO_EVERY", repeated_every)
+        engine = EngineConfig(precision="fp32", trackers=())
+        roles = Roles.on_groups(config, engine, models, [], learners=group, generators=group, scorers=group)
+        (tmp_path / str(repeated_every)).mkdir()
+        found.append(train(roles, tmp_path / str(repeated_every)))
+        roles.close()
+    (weights, metrics), (expected, expected_metrics) = found
+    assert metrics == expected_metrics
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize(

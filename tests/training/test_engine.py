@@ -128,6 +128,36 @@ def test_steps_equal_adamw_by_hand(
         torch.testing.assert_close(weight, expected_weights[name], atol=2e-5, rtol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("num_ahead", [1, 4])
+def test_passes_that_were_run_ahead_give_the_same_bits(
+    engine: Engine[LanguageModel], ragged: PackedObjective, tiny_config: ModelConfig, num_ahead: int
+) -> None:
+    """The first of four passes, or all of them, come before `accumulate`; other passes come between."""
+    twin = Engine(fresh(tiny_config), OPTIMIZER, ONE_RANK, world_size=1, micro_batch=1)
+    micro_batches = np.split(np.arange(4), 4)
+    for _ in range(2):
+        loss = shares(engine, ragged)
+        with torch.no_grad(), engine.forward_ahead():
+            ahead = [loss(rows) for rows in micro_batches[:num_ahead]]
+        with torch.no_grad():
+            loss(micro_batches[3])
+        engine.accumulate(micro_batches, lambda rows, loss=loss, kept=ahead: kept.pop(0) if kept else loss(rows))
+        accumulate(twin, ragged, micro=1)
+        assert engine.step() == twin.step()
+    expected = full_weights(twin)
+    assert all(torch.equal(weight, expected[name]) for name, weight in full_weights(engine).items())
+    twin.close()
+
+
+def test_only_an_engine_that_pairs_passes_freely_runs_ahead(tiny_config: ModelConfig) -> None:
+    config = ONE_RANK.model_copy(update={"checkpoint_activations": True})
+    recomputing = Engine(fresh(tiny_config), OPTIMIZER, config, world_size=1, micro_batch=1)
+    assert not recomputing.runs_ahead
+    with pytest.raises(AssertionError, match="passes cannot run ahead of their updates"), recomputing.forward_ahead():
+        pass
+    recomputing.close()
+
+
 MUON = OPTIMIZER.model_copy(update={"kind": "muon"})
 
 

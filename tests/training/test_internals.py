@@ -99,6 +99,25 @@ def check_accelerator_state_shared_state_and_reset_state(_: Engine[LanguageModel
     assert internals.is_accelerate_initialised()
 
 
+def check_ddp_reducer_prepare_for_backward(engine: Engine[LanguageModel]) -> None:
+    """Ranks' gradients of a pass that was run in `no_sync` are averaged, also if it is the only one."""
+    module = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+    with internals.without_dynamo():
+        parallel = DistributedDataParallel(module)
+    for is_expected in (False, True, True):
+        module.zero_grad()
+        with parallel.no_sync():
+            outputs = [parallel(torch.full((1, 2), float(engine.rank))) for _ in range(2)]
+        outputs[0].sum().backward()
+        if is_expected:
+            internals.expect_gradients(parallel)
+        outputs[1].sum().backward()
+        assert module.weight.grad is not None
+        assert float(module.weight.grad.mean()) == (2 * 0.5 if is_expected else 2.0 * engine.rank)
+
+
 def check_the_types_name_of_a_model_without_deepspeed(engine: Engine[LanguageModel]) -> None:
     assert not internals.is_deepspeed_engine(engine.model)
 
@@ -243,6 +262,7 @@ Check = Callable[[Engine[LanguageModel]], None]
 WITHOUT_DEEPSPEED: list[Check] = [
     check_gradient_state_set_sync_gradients,
     check_ddp_set_params_and_buffers_to_ignore,
+    check_ddp_reducer_prepare_for_backward,
     check_the_types_name_of_a_model_without_deepspeed,
     check_disable_dynamo_and_get_optimize_ddp_mode_import_nothing,
     check_accelerator_state_shared_state_and_reset_state,
