@@ -235,9 +235,12 @@ class Engine(Generic[AnyModule]):
         was in `forward_ahead`.
         """
         set_gradient_sync(self._accelerator, is_last)
-        is_ddp = self.world_size > 1 and self.config.zero_stage == 0
-        with self._accelerator.no_sync(self.model) if is_ddp and not is_last else contextlib.nullcontext():
+        with self._accelerator.no_sync(self.model) if self._is_ddp and not is_last else contextlib.nullcontext():
             yield
+
+    @property
+    def _is_ddp(self) -> bool:
+        return self.world_size > 1 and self.config.zero_stage == 0
 
     def _backward(self, share: Tensor, is_last: bool) -> None:
         """Add a micro-batch's gradients. If any rank's loss is not finite, all ranks skip the step."""

@@ -14,7 +14,7 @@ from files.conversations import turns_of
 from files.fields import any_text, names
 from files.rows import InvalidRows, Rows, read_source
 from preferences.formats.annotated import by_criterion
-from preferences.formats.label_studio import ALONE
+from preferences.formats.labeling_tools import ALONE
 from preferences.formats.merging import ImportedLabels, ImportedTask, collect_all
 from preferences.formats.parts import Format, Report
 from preferences.formats.registry import FORMATS

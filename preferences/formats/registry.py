@@ -7,6 +7,7 @@ from files.fields import names
 from files.rows import Rows
 from preferences.formats import (
     annotated,
+    argilla,
     judges,
     label_studio,
     native,
@@ -27,6 +28,13 @@ def _heed(row: Row) -> str:
     # One labeler's ranking or annotation; a task holds them in `judgments`.
     is_judgment = "ranks" in row or "labeler" in row or "annotation_id" in row
     return "task_id, prompt and responses" if row.keys() >= {*native.REQUIRED} and not is_judgment else ""
+
+
+def _argilla(row: Row) -> str:
+    if row.keys() >= {"fields", "responses", "suggestions"} and isinstance(row["fields"], Mapping):
+        return "fields, responses and suggestions (Argilla's records)"
+    question = next((name for name in row if name.endswith(argilla.USERS) and name.removesuffix(".users") in row), "")
+    return f"{question.removesuffix('.users')} and {question} (Argilla's records in columns)" if question else ""
 
 
 def _label_studio(row: Row) -> str:
@@ -68,6 +76,7 @@ _ALL = (
     Format("heed", "everything in a label store", _heed, native.read_heed, native.write_heed),
     Format("rankings", "what the reward stage reads", _rankings, native.read_rankings, native.write_rankings),
     Format("consensus", "one ranking per task, of all its labelers", _never, None, native.write_consensus),
+    Format("argilla", "Argilla 2's records", _argilla, argilla.read, None),
     Format("label-studio", "Label Studio's tasks", _label_studio, label_studio.read, None),
     Format("openai", "OpenAI's comparisons of summaries", _openai, published.read_summaries, None),
     Format("webgpt", "WebGPT comparisons", _webgpt, published.read_webgpt, None),

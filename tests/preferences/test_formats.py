@@ -46,6 +46,9 @@ def by_rank(ranking: Ranking) -> tuple[tuple[str, ...], tuple[int, ...], str]:
 EXPECTED: dict[str, list[Any]] = {
     "heed": [(("b", "a"), (1, 2), "ann")],
     "rankings": [(("b", "a", "c"), (1, 2, 2), "ann")],
+    "argilla": [
+        (("A crow.", "A rook.", "A cow."), (1, 1, 2), "u1"), (("A cow.", "A crow.", "A rook."), (1, 2, 3), "u2"),
+    ],
     "label-studio": [
         (("A crow.", "A cow."), (1, 2), "annotator 1"), (("A cow.", "A crow."), (1, 1), "bo@example.org"),
     ],
@@ -450,6 +453,7 @@ def test_a_malformed_judgment_is_refused(change: dict[str, Any], words: str) -> 
 REQUIRED = {
     "heed": "task_id prompt responses",
     "rankings": "task_id prompt responses ranks labeler",
+    "argilla": "fields responses suggestions",
     "label-studio": "data annotations",
     "hh": "chosen rejected",
     "trl_unpaired": "prompt completion label",
@@ -480,7 +484,7 @@ def test_a_missing_field_is_named(name: str, field: str) -> None:
 def test_the_other_fields_may_be_missing(name: str) -> None:
     needed = REQUIRED[name].split() + (["prompt"] if name == "trl" else [])
     found = read(name, {field: ROWS[name][field] for field in needed})
-    skips = {"label-studio": 1}
+    skips = {"argilla": 1, "label-studio": 1}
     assert len(found.judgments) == {"helpsteer3": 1, "heed": 0}.get(name, len(EXPECTED[name]) + skips.get(name, 0))
 
 
@@ -504,7 +508,9 @@ def test_one_revision_with_two_contents_is_refused() -> None:
 
 
 def test_names_of_formats() -> None:
-    with pytest.raises(ValueError, match=r"format 'hhh': one of heed, rankings, label-studio, openai, .* was expected"):
+    with pytest.raises(
+        ValueError, match=r"format 'hhh': one of heed, rankings, argilla, label-studio, openai, .* was expected"
+    ):
         format_to_read("hhh")
     with pytest.raises(ValueError, match="format 'prompts': one of heed"):
         format_to_read("prompts")

@@ -253,11 +253,12 @@ def test_formats_of_pairs_report_single_responses(judged):
 
 
 def test_a_tools_question_without_a_number_is_about_the_only_response():
-    results = [
-        {"from_name": "quality", "to_name": "response", "value": {"rating": 4}},
-        {"from_name": "flags", "to_name": "response", "value": {"choices": ["rude"]}},
-    ]
-    data = {"prompt": "Why?", "response": "So."}
-    row = {"data": data, "annotations": [{"completed_by": 1, "result": results}]}
-    (vote,) = [vote for one in format_to_read("label-studio").read("line 1", row, Report(), "") for vote in one.votes]
+    row = {
+        "fields": {"prompt": "Why?", "response": "So."},
+        "metadata": {},
+        "suggestions": {},
+        "responses": {"quality": [{"value": 4, "user_id": "u1"}], "flags": [{"value": ["rude"], "user_id": "u1"}]},
+        "status": "completed",
+    }
+    (vote,) = [vote for one in format_to_read("argilla").read("line 1", row, Report(), "") for vote in one.votes]
     assert (vote.ranks, vote.ratings, vote.flags) == ((1,), (4,), (("rude",),))

@@ -62,7 +62,7 @@ def test_a_reward_model_trains_on_real_dialogues(tmp_path: Path, tiny_config: Mo
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValidationError, match="format 'hhh': one of heed, rankings, label-studio, openai"):
+    with pytest.raises(ValidationError, match="format 'hhh': one of heed, rankings, argilla, label-studio, openai"):
         RankingsConfig(source="a.jsonl", format="hhh")
     with pytest.raises(ValidationError, match="format 'prompts': one of"):
         RankingsConfig(source="a.jsonl", format="prompts")
