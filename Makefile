@@ -143,7 +143,7 @@ format: $(STAMP)  ## Format the code and apply the linter's safe fixes.
 	$(BIN)/ruff format
 
 reference: $(STAMP)  ## Rewrite docs/reference from the code.
-	$(BIN)/python -m heed.reference
+	$(BIN)/python -m benchmarks.reference
 
 docs: $(STAMP)  ## Build the pages of docs/ as a site into site/; the search needs a server.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict

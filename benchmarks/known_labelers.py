@@ -8,7 +8,7 @@ to the last. An inattentive labeler answers without reading, in under a second: 
 random (`lazy_random`). An attentive one sometimes ties a whole task.
 
 They see what people see, the texts in the order shown, so they can answer through any interface: `judged` calls them
-directly, `preferences.scripted` uses a store, `preferences.page.client` a server. All draws follow from (seed, labeler,
+directly, `preferences.scripted` uses a store, `benchmarks.label_client` a server. All draws follow from (seed, labeler,
 task) and (seed, response), so every interface gets the same answers.
 """
 

@@ -24,7 +24,7 @@ from heed.commands.compare import compare, judge_again, judge_quality, verdicts
 from heed.commands.complete import complete
 from heed.commands.evaluate import evaluate
 from heed.commands.export import export_app, merge_adapter
-from heed.commands.inspect import inspect_app
+from heed.commands.inspect import inspect
 from heed.commands.jobs import jobs_app, submit
 from heed.commands.label import label_app
 from heed.commands.measure import measure_app
@@ -344,7 +344,7 @@ def few_shot(
 
 app.command(rich_help_panel=RESEARCH)(replay)
 app.command("verify-sampler", rich_help_panel=RESEARCH)(verify_sampler)
-app.add_typer(inspect_app, name="inspect", rich_help_panel=LOOK)
+app.command(rich_help_panel=LOOK)(inspect)
 
 
 def main() -> None:

@@ -1,103 +1,21 @@
-"""Inspect a model: what its heads attend to, where its parameters are, what a token costs, and the memory of a pass.
+"""Inspect a model: where its parameters are, what a token costs, and the memory of a pass.
 
 Memory is a count of the tensors that autograd keeps from the forward to the backward pass. Korthikanti et al. (arXiv
 2205.05198, eq. 1) count 34 s·b·h + 5 a·s²·b bytes per layer for a GPT with dropout in fp16. This is the same count for
 this code: its norms keep their input, SwiGLU keeps three widths, dropout is optional, and fused attention (on a GPU)
 keeps no attention weights. `tests/lm/test_inspection.py` compares every term with what PyTorch saves.
 
-Shape letters: L layers, B batch, T query tokens, S key tokens, N heads, H head dim. In the memory formulas, c is the
-bytes per number in a matrix product, s those in the residual stream; D width, G key-value heads, M MLP width,
-T tokens of a row.
+In the memory formulas, c is the bytes per number in a matrix product, s those in the residual stream; N heads, H head
+dim, D width, G key-value heads, M MLP width, T tokens of a row.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from lm.attention import Attention, CrossAttention, CrossAttentionCache, attend
 from lm.config import ModelConfig
-from lm.model import Transformer
 from lm.source import on_meta
 from lm.weights import PRETRAINED
-
-
-@torch.inference_mode()
-def attention_weights(
-    stack: Transformer, tokens_BT: Tensor, cross_cache: CrossAttentionCache | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Returns softmax(Q Kᵀ / √H) of every head: self-attention [L, B, N, T, T], and attention to an encoder
-    [L, B, N, T, S] or None. Rows sum to 1.
-    """
-    self_weights: list[Tensor] = []
-    across: list[Tensor] = []
-
-    def look(attention: Attention, inputs: tuple[Any, ...]) -> None:
-        x_BTD, rotary, mask_BTT = inputs[:3]
-        q_BNTH, k_BGTH, _ = attention.project(x_BTD, rotary)
-        self_weights.append(_weights(q_BNTH, k_BGTH, mask_BTT))
-
-    def look_across(attention: CrossAttention, inputs: tuple[Any, ...]) -> None:
-        x_BTD, seen, layer = inputs
-        across.append(_weights(attention.queries(x_BTD), seen.keys[layer], seen.real_BS[:, None]))
-
-    with ExitStack() as watching:
-        for module in stack.modules():
-            if isinstance(module, Attention):
-                watching.enter_context(module.register_forward_pre_hook(look))
-            elif isinstance(module, CrossAttention):
-                watching.enter_context(module.register_forward_pre_hook(look_across))
-        stack.hidden(tokens_BT, None, cross_cache)
-    return torch.stack(self_weights), torch.stack(across) if across else None
-
-
-@dataclass(frozen=True)
-class HeadAttention:
-    """Mean attention weights of a head, from 0 to 1: to the preceding token, the first token, and the token itself."""
-
-    layer: int
-    head: int
-    preceding: float
-    first: float
-    itself: float
-
-
-def measure_heads(stack: Transformer, texts: Iterable[Sequence[int]]) -> list[HeadAttention]:
-    """Returns every head's mean weights in self-attention, over all texts' tokens from the third on.
-
-    For the first two tokens, some of the three coincide. The list is empty if no text has three tokens.
-    """
-    sums_3LN, count = torch.zeros(3, 1, 1), 0
-    for tokens in texts:
-        if len(tokens) < 3:
-            continue
-        weights_LNTT = attention_weights(stack, torch.tensor([list(tokens)]))[0][:, 0]
-        to_preceding = weights_LNTT.diagonal(-1, dim1=-2, dim2=-1)[..., 1:]
-        to_itself = weights_LNTT.diagonal(0, dim1=-2, dim2=-1)[..., 2:]
-        sums_3LN = sums_3LN + torch.stack([to_preceding, weights_LNTT[..., 2:, 0], to_itself]).double().sum(dim=-1)
-        count += len(tokens) - 2
-    if not count:
-        return []
-    preceding_LN, first_LN, itself_LN = (sums_3LN / count).tolist()
-    rows = zip(preceding_LN, first_LN, itself_LN, strict=True)
-    return [
-        HeadAttention(layer, head, *means)
-        for layer, of_layer in enumerate(rows)
-        for head, means in enumerate(zip(*of_layer, strict=True))
-    ]
-
-
-def _weights(q_BNTH: Tensor, k_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
-    """Computes attention weights: with unit vectors as values, `attend` returns them."""
-    T, S = q_BNTH.shape[2], k_BGSH.shape[2]
-    unit_BGSS = torch.eye(S, dtype=q_BNTH.dtype, device=q_BNTH.device).expand(*k_BGSH.shape[:2], S, S)
-    if mask_BTS is not None and mask_BTS.dim() == 3:
-        mask_BTS = mask_BTS.expand(-1, T, -1)
-    return attend(q_BNTH, k_BGSH, unit_BGSS, mask_BTS)
 
 
 @dataclass(frozen=True)

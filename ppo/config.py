@@ -419,13 +419,6 @@ class PPOConfig(Config):
         return (self.prompts,) if isinstance(self.prompts, DataConfig) else self.prompts
 
     @property
-    def only_source(self) -> DataConfig:
-        """The only source of the prompts. Raises: ValueError if there are several."""
-        if len(self.prompt_sources) > 1:
-            raise ValueError(f"ppo.prompts has {len(self.prompt_sources)} sources; one was expected here")
-        return self.prompt_sources[0]
-
-    @property
     def named_sources(self) -> tuple[PromptSource, ...]:
         """The sources of prompts if `prompts` is a list; () if it is a single table, which needs no name."""
         return () if isinstance(self.prompts, DataConfig) else self.prompts

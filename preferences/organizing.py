@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from sqlalchemy import Connection, select
 
-from preferences import assignment, overlap, recording
+from preferences import assignment, recording
 from preferences.rows import parts
 from preferences.schema import tasks
 
@@ -32,13 +32,13 @@ def set_num_labelers(
 
     Raises: ValueError for a number that is not possible.
     """
-    overlap.set_num_labelers(connection, positions, num_labelers, now)
+    assignment.set_num_labelers(connection, positions, num_labelers, now)
     _log(connection, by, f"set the labelers per task to {num_labelers} for", positions, now)
 
 
 def set_archived(connection: Connection, positions: Sequence[int], *, is_archived: bool, by: str, now: float) -> None:
     """Archives tasks, or takes them out of the archive."""
-    overlap.set_archived(connection, positions, is_archived=is_archived)
+    assignment.set_archived(connection, positions, is_archived=is_archived)
     _log(connection, by, "archived" if is_archived else "took out of the archive", positions, now)
 
 

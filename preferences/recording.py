@@ -14,7 +14,7 @@ from typing import Any
 
 from sqlalchemy import Connection, func, insert, select
 
-from preferences import adjudication, assignment, leases, overlap, search
+from preferences import adjudication, assignment, leases, search
 from preferences.leases import AssignmentState, LeaseLostError
 from preferences.names import NOT_PEOPLE, pseudonym_of
 from preferences.records import NO_LOCATIONS, Judgment, Locations, Task, named
@@ -89,7 +89,7 @@ def _changed_numbers(connection: Connection, wanted: Sequence[Values], known: Ma
     ids = [row["task_id"] for row in wanted]
     asked = {name: row["num_labelers"] for name, row in zip(ids, wanted, strict=True)}
     at = {name: known[name]["position"] for name in ids if name in known and known[name]["num_labelers"] != asked[name]}
-    numbers = overlap.num_wanted(connection, sorted(at.values()))
+    numbers = assignment.num_wanted(connection, sorted(at.values()))
     return {name: numbers[position] for name, position in at.items()}
 
 
@@ -212,7 +212,7 @@ def _record(
         leases.release(connection, by_kind["skip"] + by_kind["void"])
         leases.grant(connection, who, by_kind["undo"], now, expires_at)
         if any(state.is_surplus for some in states.values() for state in some):
-            overlap.balance(connection, sorted(states), now)
+            assignment.balance(connection, sorted(states), now)
         adjudication.refresh(connection, sorted({row["task"] for row in new if row["kind"] != "skip"}))
     return len(new)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Subquery, and_, case, func, or_, select
 
+from preferences.assignment import IS_WANTED
 from preferences.leases import Lease, display_order
 from preferences.names import name_in
-from preferences.overlap import IS_WANTED
 from preferences.rankings import current_judgments, ranking_of, why_excluded
 from preferences.records import Coverage, Judgment, Message, Progress, Ranking, ShownTask, StoredTask
 from preferences.rows import Values, as_judgment, as_task, messages, parts

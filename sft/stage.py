@@ -21,13 +21,11 @@ from lm.model import LanguageModel
 from lm.source import ModelSource, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import WithNewHead, purpose_of
-from preferences.statistics.estimates import Interval
 from sft.demonstrations import Limit, Rows, demonstration_lengths, demonstration_parts, split_pair
-from sft.translation import TranslationResults, translate, write_and_score
 from stages.contract import Parent, Stage
 from stages.data import token_folder
 from stages.plan import Planner, Training
-from stages.reports.parts import Cell, Row, StageReport, StageReporter, Table
+from stages.reports.parts import StageReport, StageReporter
 from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import (
     GRADIENT_NORM,
@@ -37,12 +35,12 @@ from stages.reports.stage_report import (
     stage_block,
     train_and_heldout,
 )
-from stages.reports.text import count, count_of, number, percent
-from stages.run import JobView, StageRun
+from stages.reports.text import count, number, percent
+from stages.run import StageRun
 from stages.sizes import Lengths
 from training.config import LayersConfig
 from training.data import DataConfig, OnOverlong, Overlong, SourceRows, overlong_field, untold
-from training.engine import Engine, StageContext, build_engine
+from training.engine import StageContext, build_engine
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.objectives import PackedObjective, PairsObjective
 from training.packing import Packed, best_fit
@@ -70,12 +68,6 @@ class SFTConfig(LayersConfig):
     )
     on_overlong: OnOverlong = overlong_field()
     num_epochs: float = Field(default=1.0, gt=0, description="Passes over the demonstrations.")
-    translation_beams: int = Field(
-        default=0,
-        ge=0,
-        description="For an encoder-decoder: after training, translate the held-out sources greedily and by beam search"
-        " with this many beams, and score both by BLEU and chrF; 0 = no translations.",
-    )
 
 
 def train(context: StageContext, config: SFTConfig, start: Path, data: TokenFolders) -> None:
@@ -100,7 +92,6 @@ def train(context: StageContext, config: SFTConfig, start: Path, data: TokenFold
     weights = engine.weights_for_file()
     if engine.is_main:
         save_trained(context.folder, plain, engine.module, weights, tokenizer, config.lora, start)
-    translation = translate_heldout(engine, context, config, data.heldout)
     if engine.is_main:
         context.write_results(
             SFTResults(
@@ -111,7 +102,6 @@ def train(context: StageContext, config: SFTConfig, start: Path, data: TokenFold
                 packing_efficiency=packing_efficiency(training, config.seq_len),
                 overlong=read_overlong(data.training) or None,
                 sources=read_sources(data.training, data.heldout),
-                translation=translation,
             )
         )
     engine.barrier()
@@ -129,22 +119,6 @@ def policy_source(start: Path, config: SFTConfig, seed: int) -> ModelSource[Lang
         dropped=config.dropped_layers,
         added=config.added_layers,
     )
-
-
-def translate_heldout(
-    engine: Engine[Any], context: StageContext, config: SFTConfig, heldout: Path
-) -> TranslationResults | None:
-    """Translate the held-out sources with the saved model, each rank its share, and score them on rank 0."""
-    if not config.translation_beams:
-        return None
-    engine.barrier()  # until the model is saved
-    pairs, size = Pairs(Sequences.read(heldout)), engine.world_size
-    pairs_of_rank = [pairs[row] for row in range(engine.rank, len(pairs), size)]
-    shares = engine.gather(translate(context.model_folder, pairs_of_rank, config.translation_beams, config.seq_len - 1))
-    if not engine.is_main:
-        return None
-    rows = [shares[row % size][row // size] for row in range(len(pairs))]
-    return write_and_score(context.folder, rows, config.translation_beams, context.seed)
 
 
 def make_objective(
@@ -223,15 +197,6 @@ def preflight(run: StageRun, config: SFTConfig) -> None:
             run.tell(f"sft, {name}: {overlong} (sft.seq_len is {config.seq_len})")
 
 
-def check(config: SFTConfig, job: JobView) -> None:
-    """Check that a model that is to translate has an encoder to read with."""
-    if config.translation_beams and job.model is not None and job.model.kind != "encoder-decoder":
-        raise ValueError(
-            f"sft.translation_beams is {config.translation_beams}, but model.kind is {job.model.kind!r}; only an"
-            " 'encoder-decoder' translates"
-        )
-
-
 def plan(planner: Planner, config: SFTConfig) -> Training:
     is_decoder = planner.model.kind == "decoder"
     rows = _num_packed_rows(planner, config) if is_decoder else None
@@ -239,8 +204,6 @@ def plan(planner: Planner, config: SFTConfig) -> Training:
         rows = sum(planner.sizes.num_rows(data) for data in config.demonstrations)
         if is_decoder:
             planner.sizes.assume("upper bound: one conversation per row; packing puts several in a row")
-    if config.translation_beams:
-        planner.sizes.assume("the translations of held-out sources after the training are not counted")
     return Training(
         "rows",
         config,
@@ -281,7 +244,6 @@ class SFTResults:
     packing_efficiency: float
     overlong: Overlong | None = None  # of the demonstrations
     sources: tuple[SourceRows, ...] = ()  # of the demonstrations, if rows are unusual
-    translation: TranslationResults | None = None
 
 
 def sft_report(stage: StageFolder) -> StageReport:
@@ -300,34 +262,12 @@ def sft_report(stage: StageFolder) -> StageReport:
     if results.overlong:
         facts.append(("Demonstrations", str(results.overlong)))
     facts += [rows.fact for rows in results.sources]
-    tables = () if results.translation is None else (_translations(results.translation),)
     detail = f"nats per token, {before} before"
     return StageReport(
-        (stage_block(stage, facts, figures), *tables),
+        (stage_block(stage, facts, figures),),
         headlines=(headline_of(stage, "heldout_loss", "SFT held-out loss", loss, number(loss), detail),),
         sentence=f"SFT reaches a held-out loss of {number(loss)} nats per token.",
     )
-
-
-def _translations(translation: TranslationResults) -> Table:
-    named = {
-        "greedy": translation.greedy,
-        f"{translation.num_beams} beams": translation.beam,
-        "beams − greedy": translation.beam_above_greedy,
-    }
-    rows = tuple(
-        Row((name,), (_cell(scores.bleu), _cell(scores.chrf), _cell(scores.exact_match, 100)))
-        for name, scores in named.items()
-    )
-    signatures = "; ".join(translation.signatures)
-    caption = f"{count_of(translation.num_sentences, 'held-out sentence')}, 95% intervals over sentences; {signatures}"
-    columns = ("decoding", "BLEU", "chrF", "exact, %")
-    return Table(caption, columns, rows, title="Translations")
-
-
-def _cell(interval: Interval, unit: float = 1) -> Cell:
-    value, low, high = (number(unit * end) for end in (interval.mean, interval.low, interval.high))
-    return Cell(value, f"{low} to {high}")
 
 
 SFT_REPORTER = StageReporter(
@@ -345,7 +285,6 @@ STAGE = Stage(
     tokenizer=load_tokenizer,
     model_kinds=("decoder", "encoder-decoder"),
     context_tokens=lambda config: {"seq_len": config.seq_len},
-    check=check,
     preflight=preflight,
     plan=plan,
     title=lambda _: "SFT",

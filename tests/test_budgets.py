@@ -18,10 +18,10 @@ from pydantic import BaseModel
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from benchmarks.reference import _sections
 from files.importing import PACKAGES
 from heed.cli import app
 from heed.jobs.job_file import load_job
-from heed.reference import _sections
 
 ROOT = Path(__file__).parents[1]
 TESTS_OF_WEIGHT = {"test_budgets.py", "test_reference.py"}  # what they name is not set by anybody

@@ -1,8 +1,8 @@
 """A policy of the arena: what it is, and how it answers, piece by piece.
 
 A local model computes each answer alone, one token after another, and several answers take turns. So an answer's tokens
-depend on the weights, the conversation, the seed and the settings, not on who else was asking, and `heed replay` finds
-them again. The price is throughput: a batch would read the weights once for all its answers.
+depend on the weights, the conversation, the seed and the settings, which are recorded, and not on who else was asking.
+The price is throughput: a batch would read the weights once for all its answers.
 """
 
 import hashlib

@@ -57,11 +57,10 @@ def import_labels(
 ) -> None:
     """Import judgments into a label store: all of a file or nothing. Repeating an import changes nothing."""
     from files.rows import InvalidRows, read_source
-    from preferences.formats.registry import AUTO, format_to_read, rows_of, sniff
+    from preferences.formats.registry import AUTO, format_to_read, sniff
 
     if not check and not store:
         raise ValueError("--store is missing; a label store, or --check to store nothing, was expected")
-    file = rows_of(file)
     if form == AUTO:
         guessed, why = sniff(read_source(file, split=split, subset=subset), file)
         console.print(f"format: {guessed.name} ({guessed.description}): {why}")

@@ -5,6 +5,7 @@ section 3.4). The default noise makes ours agree as often on samples of the demo
 which need no trained model, differ more in quality: labelers agree on 75% of their pairs.
 """
 
+import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -15,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from files.atomic import write_jsonl
 from heed.worlds.answers import write_answer
-from heed.worlds.arithmetic import calculations, calls
 from heed.worlds.corpus import draw_rows, write_text
 from heed.worlds.gold import gold_score, graded_rows, num_answers
 from heed.worlds.grammar import CATEGORIES
@@ -51,6 +51,20 @@ TEXT_WORDS = (30, 100)  # of the shortest and longest text to pretrain on
 FLAW_RATE, SECOND_FLAW_RATE = 0.75, 0.25  # shares of demonstrations with a flaw, and of those with another
 NUM_GRADED_HELDOUT = 180  # graded answers without noise
 GRADE_NOISE = 0.2  # share of grades that are random
+OPERATORS = {"+": "plus", "-": "minus", "*": "times"}
+# As the environment `calculator` describes it (ppo/environments/tools.py).
+CALCULATOR = {
+    "type": "function",
+    "function": {
+        "name": "calculate",
+        "description": "Returns the value of an arithmetic expression.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "description": "such as (3 + 4) * 2"}},
+            "required": ["expression"],
+        },
+    },
+}
 _FAVOURITES = tuple(word for tag in ("animal", "food", "color", "place", "feeling") for word in CATEGORIES[tag])
 
 
@@ -226,7 +240,7 @@ class PlaygroundWorld:
     def _calculation_files(self, seed: int) -> Iterator[NamedRows]:
         num_rows = self.config.num_calculations
         if num_rows:
-            for name, draw in (("calculations", calculations), ("calculation_calls", calls)):
+            for name, draw in (("calculations", calculations), ("calculation_calls", calculator_calls)):
                 yield name, draw(num_rows, random.Random(f"{seed}/{name}"))
 
     def _texts(self, num_texts: int, rng: random.Random, seen: set[str]) -> list[dict[str, Any]]:
@@ -261,3 +275,34 @@ def _messages(prompt: str, response: str | None = None) -> list[dict[str, str]]:
     if response is not None:
         messages.append({"role": "assistant", "content": response})
     return messages
+
+
+# ---- sums in words, and demonstrations that call a calculator for them ----
+
+
+def calculations(number: int, rng: random.Random) -> list[dict[str, Any]]:
+    """Returns prompts with the answer that a verifier compares; sums may repeat, so each has an id."""
+    return [{"prompt_id": f"sum-{place}", **_sum_asked(*_sum_of(rng))} for place in range(number)]
+
+
+def calculator_calls(number: int, rng: random.Random) -> list[dict[str, Any]]:
+    """Returns demonstrations whose response calls the tool `calculate`."""
+    found = []
+    for _ in range(number):
+        first, operator, second = _sum_of(rng)
+        arguments = json.dumps({"expression": f"{first} {operator} {second}"})
+        call = {"type": "function", "function": {"name": "calculate", "arguments": arguments}}
+        messages = _sum_asked(first, operator, second)["messages"]
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        found.append({"messages": [*messages, answer], "tools": [CALCULATOR]})
+    return found
+
+
+def _sum_of(rng: random.Random) -> tuple[int, str, int]:
+    return rng.randrange(1, 100), rng.choice(list(OPERATORS)), rng.randrange(1, 100)
+
+
+def _sum_asked(first: int, operator: str, second: int) -> dict[str, Any]:
+    answer = {"+": first + second, "-": first - second, "*": first * second}[operator]
+    question = f"What is {first} {OPERATORS[operator]} {second}?"
+    return {"messages": [{"role": "user", "content": question}], "answer": answer}

@@ -27,7 +27,6 @@ from preferences.formats.labeling_tools import (
 from preferences.formats.parts import (
     UNKNOWN,
     JudgedTask,
-    Project,
     Report,
     Row,
     Vote,
@@ -195,6 +194,3 @@ def _report_suggestions(where: str, row: Row, report: Report, *, is_flat: bool) 
     given = [name for name in values if values[name] is not None]
     if given:
         report.add("suggestions", where, f"for {', '.join(given)}, by a program", "left out")
-
-
-PROJECT = Project("records.json", None, ".argilla/dataset.json")

@@ -16,7 +16,7 @@ from files.rows import InvalidRows, Rows, read_source
 from preferences.formats.annotated import by_criterion
 from preferences.formats.labeling_tools import ALONE
 from preferences.formats.merging import ImportedLabels, ImportedTask, collect_all
-from preferences.formats.parts import Format, Project, Report
+from preferences.formats.parts import Format, Report
 from preferences.formats.registry import FORMATS
 from preferences.recording import Import
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, NO_LOCATIONS, Locations, Message, Task, named
@@ -64,8 +64,8 @@ def export(
 ) -> tuple[Report, int]:
     """Writes a batch ("" = all batches) to `path`. Returns the report and the number of rows.
 
-    A format that has a project is written as such a folder if the path has no suffix. Labelers appear under their
-    pseudonyms, or under their names if `with_names`. With a `criterion`, its ratings take the place of the ranks.
+    Labelers appear under their pseudonyms, or under their names if `with_names`. With a `criterion`, its ratings take
+    the place of the ranks.
 
     Raises: ValueError for a batch without tasks, for a path that exists, and if nothing fits the format.
     """
@@ -79,10 +79,7 @@ def export(
     if criterion:
         stored, judgments = by_criterion(form, stored, judgments, criterion, report)
     rows = form.write(stored, judgments, report)
-    if form.project is not None and form.project.files is not None and not path.suffix:
-        num_rows = _write_project(path, rows, form.project, form.project.files(stored, judgments))
-    else:
-        num_rows = write_rows(path, rows)
+    num_rows = write_rows(path, rows)
     if not num_rows:
         counts = ", ".join(f"{count} x {kind}" for kind, count in report.counts().items())
         raise ValueError(f"nothing can be written as {form.name}: {counts or 'there are no judgments'}")
@@ -113,25 +110,6 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> int:
             return _write_table(temporary, list(rows), is_folder=not suffix)
         with _text_file(temporary, is_packed=suffix.endswith(".gz")) as file:
             return _write_json(file, rows) if suffix.startswith(".jsonl") else _write_list(file, list(rows))
-
-
-def _write_project(path: Path, rows: Iterable[dict[str, Any]], project: Project, files: Mapping[str, str]) -> int:
-    """Writes a folder with the rows and the project's other files; nothing without rows. Returns their number.
-
-    Raises: ValueError for a path that exists.
-    """
-    if path.exists():
-        raise ValueError(f"{path}: already exists; a new path was expected")
-    found = list(rows)
-    if not found:
-        return 0
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_folder(path) as temporary:
-        temporary.mkdir(exist_ok=True)
-        for name, text in files.items():
-            (temporary / name).parent.mkdir(exist_ok=True)
-            (temporary / name).write_text(text, encoding="utf-8")
-        return write_rows(temporary / project.rows_name, found)
 
 
 @contextmanager

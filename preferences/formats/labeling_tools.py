@@ -7,16 +7,14 @@ first response. What cannot be placed is kept in the judgment's note.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from files.fields import any_text, kind_of, list_field, names, number_field, shown
-from preferences.formats.merging import final_rankings
 from preferences.formats.parts import Report, Row, Vote, as_note, ranks_of
-from preferences.rankings import current_judgments, why_excluded
-from preferences.records import MAX_MILLISECONDS, MAX_RESPONSES, Judgment, Kind, Message, StoredTask, require_moment
+from preferences.records import MAX_MILLISECONDS, MAX_RESPONSES, Kind, Message, require_moment
 
 PROMPTS = ("prompt", "instruction", "question", "conversation", "messages", "dialogue", "input", "query")
 LISTS = ("responses", "answers", "completions", "outputs", "candidates", "items")
@@ -266,48 +264,3 @@ def ranks_in_order(where: str, groups: Iterable[Sequence[Any]], asked: Shown) ->
                 raise ValueError(f"{where}: {shown(option)} names {wrong}; each of {[*asked.names]} once was expected")
             ranks[place] = rank
     return tuple(ranks[place] for place in range(len(asked.names))) if len(ranks) == len(asked.names) else ()
-
-
-# ---- writing ----
-
-
-def held_judgments(
-    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
-) -> Iterator[tuple[StoredTask, list[Judgment]]]:
-    """Yields each task with its final judgments and its current skips, which these tools can hold; reports the rest."""
-    skips: dict[str, list[Judgment]] = {}
-    current = current_judgments(judgments)
-    for skip in current.skips:
-        reason = skip.note or SKIPPED  # of somebody who was erased
-        skips.setdefault(skip.task_id, []).append(replace(skip, note=reason))
-    final: dict[str, list[Judgment]] = {}
-    for judgment in current.final:
-        final.setdefault(judgment.task_id, []).append(judgment)
-    kept = [judgment for judgment in judgments if judgment.kind != "skip" or judgment not in current.skips]
-    for _ in final_rankings([one.task for one in stored], kept, report):
-        pass  # it reports what is not final
-    for one in stored:
-        if why_excluded(one.task):
-            if not final.get(one.task.task_id):
-                where = f"task {one.task.task_id!r}"
-                report.add(why_excluded(one.task), where, "it measures labelers and is not training data", "left out")
-        else:
-            yield one, final.get(one.task.task_id, []) + skips.get(one.task.task_id, [])
-
-
-def turns_as_text(where: str, prompt: Sequence[Message], report: Report) -> list[dict[str, str]]:
-    """Returns the turns with their calls of tools as text, which is all that these tools show. Reports such turns."""
-    found = next((turn for turn, message in enumerate(prompt) if message.more or message.role == "tool"), None)
-    if found is not None:
-        done = "written as text"
-        report.add("tool calls", where, f"turn {found + 1} of the prompt calls, names or answers a tool", done)
-    return [{"role": message.role, "content": message.text} for message in prompt]
-
-
-def response_names(num: int) -> list[str]:
-    return [f"response_{number}" for number in range(1, num + 1)]
-
-
-def all_flags(judgments: Iterable[Judgment]) -> list[str]:
-    """Returns every flag that somebody set, in order."""
-    return sorted({flag for judgment in judgments for flags in judgment.flags for flag in flags})

@@ -103,30 +103,14 @@ Write = Callable[[Sequence[StoredTask], Sequence[Judgment], Report], Iterator[di
 
 
 @dataclass(frozen=True)
-class Project:
-    """A labeling tool's folder: `rows_name` holds the rows as a JSON list, next to other files, by name.
-
-    Without `files` the folder is only read.
-    """
-
-    rows_name: str
-    files: Callable[[Sequence[StoredTask], Sequence[Judgment]], Mapping[str, str]] | None
-    marks: str  # one of the files, by which a folder is recognised
-
-
-@dataclass(frozen=True)
 class Format:
-    """A published format. `recognise` returns why a row looks like this format, or "" if it does not.
-
-    A format with a `project` is written as such a folder if the path has no suffix.
-    """
+    """A published format. `recognise` returns why a row looks like this format, or "" if it does not."""
 
     name: str
     description: str
     recognise: Callable[[Row], str]
     read: Read | None  # None: it is only written
     write: Write | None  # None: the format cannot represent what a store contains
-    project: Project | None = None
 
 
 def has_fields(*names: str, reason: str, text: str = "") -> Callable[[Row], str]:

@@ -2,21 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, islice
-from pathlib import Path
 
 from files.fields import names
 from files.rows import Rows
 from preferences.formats import (
     annotated,
     argilla,
-    helpsteer,
     judges,
     label_studio,
     native,
-    oasst,
-    openai,
     pairs,
-    ultrafeedback,
+    published,
 )  # fmt: skip
 from preferences.formats.parts import Format, Row, has_fields
 
@@ -42,10 +38,8 @@ def _argilla(row: Row) -> str:
 
 
 def _label_studio(row: Row) -> str:
-    if isinstance(row.get("annotations"), list | tuple) and isinstance(row.get("data"), Mapping):
-        return "annotations and data (Label Studio's JSON)"
-    is_min = row.keys() >= {*label_studio.MIN_FIELDS[:3]}
-    return "annotator, annotation_id and lead_time (Label Studio's JSON_MIN)" if is_min else ""
+    is_task = isinstance(row.get("annotations"), list | tuple) and isinstance(row.get("data"), Mapping)
+    return "annotations and data (Label Studio's JSON)" if is_task else ""
 
 
 _rankings = has_fields("task_id", "responses", "ranks", reason="responses and ranks")
@@ -82,22 +76,15 @@ _ALL = (
     Format("heed", "everything in a label store", _heed, native.read_heed, native.write_heed),
     Format("rankings", "what the reward stage reads", _rankings, native.read_rankings, native.write_rankings),
     Format("consensus", "one ranking per task, of all its labelers", _never, None, native.write_consensus),
-    Format("argilla", "Argilla 2's records", _argilla, argilla.read, None, argilla.PROJECT),
-    Format(
-        "label-studio",
-        "Label Studio's tasks",
-        _label_studio,
-        label_studio.read,
-        label_studio.write,
-        label_studio.PROJECT,
-    ),
-    Format("openai", "OpenAI's comparisons of summaries", _openai, openai.read_summaries, None),
-    Format("webgpt", "WebGPT comparisons", _webgpt, openai.read_webgpt, None),
-    Format("ultrafeedback", "UltraFeedback", _ultrafeedback, ultrafeedback.read, None),
+    Format("argilla", "Argilla 2's records", _argilla, argilla.read, None),
+    Format("label-studio", "Label Studio's tasks", _label_studio, label_studio.read, None),
+    Format("openai", "OpenAI's comparisons of summaries", _openai, published.read_summaries, None),
+    Format("webgpt", "WebGPT comparisons", _webgpt, published.read_webgpt, None),
+    Format("ultrafeedback", "UltraFeedback", _ultrafeedback, published.read_ultrafeedback, None),
     Format("ultrafeedback_binarized", "UltraFeedback in pairs", _binarized, pairs.read, None),
-    Format("helpsteer3", "HelpSteer3", _helpsteer3, helpsteer.read_3, None),
-    Format("helpsteer2", "HelpSteer2's preferences", _helpsteer2, helpsteer.read_2, None),
-    Format("oasst", "Open-Assistant's trees", _oasst, oasst.read, None),
+    Format("helpsteer3", "HelpSteer3", _helpsteer3, published.read_helpsteer3, None),
+    Format("helpsteer2", "HelpSteer2's preferences", _helpsteer2, published.read_helpsteer2, None),
+    Format("oasst", "Open-Assistant's trees", _oasst, published.read_oasst, None),
     Format("pandalm", "PandaLM's test set", _pandalm, judges.read_pandalm, None),
     Format("alpacaeval", "AlpacaEval", _alpacaeval, judges.read_alpacaeval, None),
     Format("rewardbench", "RewardBench", _rewardbench, judges.read_rewardbench, None),
@@ -127,14 +114,6 @@ def format_to_read(name: str) -> Format:
 def format_to_write(name: str) -> Format:
     """Returns a format that can be written. Raises: ValueError if it is unknown or cannot represent a store."""
     return _named(name, [form for form in _ALL if form.write is not None])
-
-
-def rows_of(source: str) -> str:
-    """Returns the file with the rows, if a source is the folder of a labeling tool's project; otherwise the source."""
-    for form in _ALL:
-        if form.project is not None and (Path(source) / form.project.marks).is_file():
-            return str(Path(source) / form.project.rows_name)
-    return source
 
 
 def _named(name: str, known: Sequence[Format]) -> Format:

@@ -1,1 +1,1 @@
-"""The labeling server: pages for labelers and leads, an HTTP API, and its client."""
+"""The labeling server: pages for labelers and leads, and an HTTP API."""

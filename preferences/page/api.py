@@ -1,4 +1,7 @@
-"""The HTTP API: everything that the pages do, for programs. `/api/openapi.json` describes it."""
+"""The HTTP API, by which programs label, add tasks, adjudicate, and read statistics and exports.
+
+`/api/openapi.json` describes it. Leads organize work and people on the pages.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

@@ -26,9 +26,7 @@ from preferences.page.api_bodies import describe_answers
 from preferences.page.arena import Arena
 from preferences.page.arena_pages import ArenaPages
 from preferences.page.config import LabelingConfig
-from preferences.page.instruction_pages import InstructionPages
-from preferences.page.labeler_pages import TOO_LATE, QuestionPages, Questions, SignInPages, TaskPages
-from preferences.page.lead_api import LeadApi
+from preferences.page.labeler_pages import TOO_LATE, InstructionPages, QuestionPages, Questions, SignInPages, TaskPages
 from preferences.page.lead_pages import LeadPages, PeoplePages
 from preferences.page.search_pages import SearchPages
 from preferences.page.security import MAX_BODY_BYTES, Attempts, Harden, TooManyTriesError
@@ -78,7 +76,6 @@ def make_app(
     site = Site(config, accounts, questions.num_waiting, has_arena=arena is not None)
     routers = [
         Api(service, accounts, lead, attempts).router,
-        LeadApi(accounts, lead).router,
         InstructionPages(site, service).router,
         TaskPages(site, service).router,
         QuestionPages(site, questions).router,

@@ -40,7 +40,7 @@ MAX_LEFT = 1_000  # a page counts at most this many remaining tasks
 # linked on the Progress page
 EXPORTS = (
     "heed", "rankings", "consensus", "trl", "trl_unpaired", "hh", "criteria", "turns", "grouped", "edits",
-    "demonstrations", "label-studio",
+    "demonstrations",
 )  # fmt: skip
 EXAMPLES_PER_KIND = 5  # shown on the page for each kind of warning of an export; the report's file has all
 

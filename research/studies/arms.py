@@ -294,10 +294,11 @@ def _rejection(name: str, job: JobConfig, folder: Path, best_of: int) -> Arm:
     """Returns a rejection arm: as many samples as a policy gradient's; the batches, rate and epochs of SFT."""
     ppo, sft = job.section_of(PPO), job.section_of(SFT)
     num_prompts = max(MIN_PROMPTS, ppo.num_iterations * ppo.rollout_batch_size // best_of)
+    (prompts,) = ppo.prompt_sources
     section = {
         "init_from": str(folder / "base" / "sft" / "model"),
         "reward_from": str(folder / "reward-full" / "reward" / "model"),
-        "prompts": {**ppo.only_source.model_dump(mode="json", exclude_defaults=True), "max_rows": num_prompts},
+        "prompts": {**prompts.model_dump(mode="json", exclude_defaults=True), "max_rows": num_prompts},
         "num_samples": best_of,
         "max_new_tokens": ppo.max_new_tokens,
         "seq_len": sft.seq_len,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from benchmarks.reference import FOLDER, MKDOCS, ROOT, _models, pages, with_nav
 from heed.jobs.job import BUILT_IN_JOB
-from heed.reference import FOLDER, MKDOCS, ROOT, _models, pages, with_nav
 from preferences.page.config import LabelingConfig
 
 

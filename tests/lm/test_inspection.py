@@ -11,18 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.attention import attention_weights, measure_heads
 from lm import attention
 from lm.config import ModelConfig
 from lm.encoder import EncoderDecoder, MaskedLanguageModel
 from lm.inspection import (
     Pass,
-    attention_weights,
     block_bytes,
     cache_bytes_per_token,
     ends_bytes,
     flops_per_source_token,
     flops_per_token,
-    measure_heads,
     parameter_table,
 )
 from lm.layers import ExpertMaps, Fp32Linear, sequence_keys

@@ -15,6 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from benchmarks.alarm_rates import PEOPLE, People, people_run
+from benchmarks.label_client import answer_in_turns
 from lm.tokenizer import Tokenizer
 from ppo import loop
 from ppo.config import PPOConfig
@@ -23,7 +24,6 @@ from ppo.rank import InitialModels
 from ppo.report import report
 from ppo.roles import Roles
 from preferences import database
-from preferences.page.client import answer_in_turns
 from preferences.page.config import LabelingConfig
 from preferences.records import Answer, Message, ShownTask, Task
 from preferences.store import LabelStore

@@ -252,18 +252,6 @@ def test_formats_of_pairs_report_single_responses(judged):
     assert turns[2]["labels"] == [0, 0]
 
 
-def test_label_studio(judged, sqlite_tables, tmp_path):
-    export(judged, format_to_write("label-studio"), tmp_path / "project", with_names=True)
-    written = (tmp_path / "project" / "label_config.xml").read_text()
-    assert ("rating_1" in written, "rank" in written.lower()) == (True, False)
-    found = collect_all(format_to_read("label-studio"), read_source(str(tmp_path / "project" / "tasks.json")))
-    with LabelStore(shutil.copy(sqlite_tables, tmp_path / "other.db")) as other:
-        store_found(other, found, "b")
-        said = [(one.labeler, one.task_id, one.ratings, one.flags, one.note) for one in other.judgments("b")]
-    assert sorted(said) == sorted((one.labeler, one.task_id, one.ratings, one.flags, one.note)
-                                  for one in judged.judgments("b"))  # fmt: skip
-
-
 def test_a_tools_question_without_a_number_is_about_the_only_response():
     row = {
         "fields": {"prompt": "Why?", "response": "So."},

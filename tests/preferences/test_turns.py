@@ -130,7 +130,7 @@ def test_malformed_rows_are_refused_by_field(rated, message):
 
 def test_what_cannot_hold_them_says_so(store):
     answer(store, "ann")
-    for name in ("rankings", "trl", "criteria", "label-studio"):
+    for name in ("rankings", "trl", "criteria"):
         report = Report()
         assert rows_of(store, name, report)
         assert report.counts()["turns"] == 1, name
@@ -159,17 +159,11 @@ def test_conversations_with_tools_are_exported_unchanged(store):
         assert found.task.prompt == PROMPT, name
 
 
-def test_formats_of_plain_turns_leave_them_out_or_write_text(store):
+def test_transcripts_leave_them_out(store):
     answer(store, "ann")
     report = Report()
     assert rows_of(store, "hh", report) == []
     assert report.counts()["not a transcript"] == 1
-    report = Report()
-    (row,) = rows_of(store, "label-studio", report)
-    shown = row["data"]["prompt"]
-    assert shown[2]["content"] == 'Let me look.\nsearch({"query": "Dante\'s death", "limit": 3})'
-    assert all(turn.keys() == {"role", "content"} for turn in shown)
-    assert report.outcomes()["tool calls (written as text)"] == 1
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from benchmarks.parity import Case
+from benchmarks.translation import translate
 from lm.config import ModelConfig
 from lm.encoder import EncoderDecoder
 from lm.generation import generate
@@ -163,14 +164,13 @@ def test_a_t5_is_tuned_and_translates_as_transformers_has_it(tmp_path: Path) -> 
             "demonstrations": write_data(tmp_path / "train.jsonl", PAIRS * 4), "chat_template": "plain",
             "heldout": write_data(tmp_path / "heldout.jsonl", PAIRS), "seq_len": 64, "num_epochs": 2,
             "batch": {"batch_size": 4, "micro_batch_size": 2}, "optimizer": {"learning_rate": 0.0001},
-            "translation_beams": 2,
         }
     )  # fmt: skip
     context = StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
     with torch.enable_grad():
         train(context, config, tmp_path / "t5", sft_tokens(tmp_path, config, tmp_path / "t5", has_source=True))
     results = json.loads((tmp_path / "run" / "results.json").read_text())
-    rows = [json.loads(line) for line in (tmp_path / "run" / "translations.jsonl").open()]
+    rows = translate(tmp_path / "run" / "model", PAIRS, num_beams=2, max_new_tokens=63)
     for model, loss in (("t5", "heldout_loss_before"), ("run/model", "heldout_loss")):
         theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / model).eval()
         assert theirs.generation_config.decoder_start_token_id == 0

@@ -33,7 +33,7 @@ ROOT = Path.cwd()
 CARRIED = ROOT / ".first_quarter"  # what prepare.sh made
 NEEDED = (  # what the wheels contain, by import name
     "pydantic", "sqlalchemy", "alembic", "tomli_w", "tenacity", "hjson", "jsonschema", "attrs", "datasets", "einops",
-    "msgpack", "cpuinfo", "requests", "httpx", "gguf", "sacrebleu", "ray", "deepspeed",
+    "msgpack", "cpuinfo", "requests", "httpx", "gguf", "ray", "deepspeed",
 )  # fmt: skip
 RESERVED_SECONDS = 3  # for writing and printing the results
 

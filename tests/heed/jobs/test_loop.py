@@ -22,6 +22,7 @@ import pytest
 import tomli_w
 import uvicorn
 
+from benchmarks.label_client import LabelClient, answer_in_turns
 from benchmarks.postgres_server import PostgresServer
 from cluster.connection import connect, disconnect
 from evaluation.compare.folder import CompareConfig
@@ -65,7 +66,6 @@ from ppo.stage import was_measured
 from preferences import database, organizing
 from preferences.accounts import Accounts
 from preferences.page.app import make_app
-from preferences.page.client import LabelClient, answer_in_turns
 from preferences.page.config import LabelingConfig
 from preferences.records import Answer, Labeler, Message, Task
 from preferences.statistics.estimates import Interval

@@ -14,6 +14,7 @@ import pytest
 import tomli_w
 import torch
 
+from benchmarks.label_client import answer_in_turns
 from cluster.connection import connect, disconnect
 from files.hashes import derive_seed
 from heed.jobs import recovery
@@ -28,7 +29,6 @@ from lm.tokenizer import Tokenizer
 from lm.weights import WithNewHead, load_model, save_model
 from ppo.people import PeopleChecks
 from ppo.stage import was_measured
-from preferences.page.client import answer_in_turns
 from preferences.page.config import LabelingConfig
 from reward.sampling import SamplingSpec, sample_policy
 from tests.models import load_language_model

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.guessing_game import Game, GuessingGame
-from heed.worlds.arithmetic import TOOL
+from heed.worlds.world import CALCULATOR
 from lm.tool_calls import read_tool_calls
 from ppo.environments import tools
 from ppo.environments.environment import Environment, Episode, Reply
@@ -27,7 +27,7 @@ def contents(reply: Reply) -> list[str]:
 
 
 def test_the_playgrounds_demonstrations_offer_the_same_calculator() -> None:
-    assert [*Calculator().tools] == [TOOL]
+    assert [*Calculator().tools] == [CALCULATOR]
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ import pytest
 import uvicorn
 from fastapi.testclient import TestClient
 
+from benchmarks.label_client import LabelClient
 from cluster.processes import free_port
 from preferences.accounts import Accounts, Role
 from preferences.page.app import make_app
-from preferences.page.client import LabelClient
 from preferences.page.config import LabelingConfig
 from preferences.page.serve import listening, server_settings
 from preferences.records import Answer, Labeler, ShownTask, Skip, Task

@@ -136,10 +136,10 @@ def test_a_closed_account_does_not_come_back_by_a_link(site, role):
         opened.accounts.open_session("mal")
 
 
-def test_closing_an_account_through_the_api_ends_its_sessions_and_link(site):
+def test_closing_an_account_ends_its_sessions_with_the_api_and_its_link(site):
     opened = site()
-    eve, ann, link = opened.call("eve"), opened.call("ann"), opened.accounts.invite("ann", "labeler")
-    assert eve.post("/api/accounts/state", json={"name": "ann", "state": "closed"}).status_code == 204
+    ann, link = opened.call("ann"), opened.accounts.invite("ann", "labeler")
+    opened.accounts.set_state("ann", "closed", by="eve")
     assert ann.post("/api/lease").status_code == 401
     assert opened.client().post(f"/welcome/{link}").status_code == 410
 
@@ -224,7 +224,7 @@ def test_what_leads_do_is_kept_and_shown(site):
     eve = opened.call("eve")
     opened.accounts.invite("cy", "labeler", by="eve")
     opened.accounts.revoke("cy", by="eve")
-    eve.post("/api/accounts/state", json={"name": "bob", "state": "closed"})
+    opened.accounts.set_state("bob", "closed", by="eve")
     eve.get("/api/judgments/main")
     acts = [(act.actor, act.action, act.subject) for act in opened.accounts.audit_log()]
     assert acts[:4] == [
@@ -562,7 +562,6 @@ def test_texts_that_cannot_be_stored_in_json(site, text):
         (ann, "/api/answers", f'{{"form": {sent.replace(asked["task"], text)}, "ranks": [1, 2]}}'),
         (ann, "/api/skips", f'{{"form": {sent}, "reason": "{text}"}}'),
         (ann, "/api/undos", f'{{"task": "{text}", "revision": 1}}'),
-        (eve, "/api/accounts/state", f'{{"name": "{text}", "state": "closed"}}'),
         (eve, "/api/tasks", f'{{"batch": "{text}", "tasks": [{task % ("n1", "hi")}]}}'),
         (eve, "/api/tasks", f'{{"batch": "main", "tasks": [{task % (text, "hi")}]}}'),
         (eve, "/api/tasks", f'{{"batch": "main", "tasks": [{task % ("n1", text)}]}}'),

@@ -9,10 +9,11 @@ import httpx
 import pytest
 
 from benchmarks.known_labelers import FLAG, TRAITS, KnownLabeler, Size, draw_tasks
+from benchmarks.label_client import LabelClient, answer_in_turns
 from cluster.processes import free_port
-from preferences.page.client import LabelClient, answer_in_turns
 from preferences.page.config import LabelingConfig
 from preferences.records import Labeler, Skip, dense_ranks
+from preferences.store import LabelStore
 
 CAREFUL = KnownLabeler(TRAITS[0], seed=0)
 CONFIG = LabelingConfig(flags=(FLAG,), task_order="arrival")
@@ -107,19 +108,13 @@ def test_what_was_not_acknowledged_is_sent_again_and_stored_once(run_server, tmp
             assert [judgment.kind for judgment in running.store.judgments("b")] == [kind] * 4
 
 
-def test_the_labeler_in_the_docs_labels(run_server, tmp_path):
+def test_the_labeler_in_the_docs_labels(tmp_path):
     text = (Path(__file__).parents[3] / "docs/labels-server.md").read_text(encoding="utf-8")
-    (code,) = (block for block in text.split("```") if block.startswith("python\nfrom preferences.page.client "))
-    with run_server(str(tmp_path / "labels.db"), LabelingConfig()) as running:
-        running.store.add_tasks([task for task, _ in draw_tasks(Size(2, 0, 0), 0)[:2]], batch="b", num_labelers=1)
-        running.join("eve")
-        exec(
-            code.removeprefix("python")
-            .replace("http://127.0.0.1:8100", running.address)
-            .replace("KEY", running.keys["eve"]),
-            {},
-        )
-        judged = {one.task_id: one.ranks for one in running.store.judgments("b")}
-        for stored in running.store.tasks("b"):
+    (code,) = (block for block in text.split("```") if block.startswith("python\nfrom preferences.records "))
+    with LabelStore(str(tmp_path / "labels.sqlite")) as store:
+        store.add_tasks([task for task, _ in draw_tasks(Size(2, 0, 0), 0)[:2]], batch="main", num_labelers=1)
+        exec(code.removeprefix("python").replace("labels.sqlite", str(tmp_path / "labels.sqlite")), {})
+        judged = {one.task_id: one.ranks for one in store.judgments("main")}
+        for stored in store.tasks("main"):
             shorter = [sum(len(other) < len(text) for other in stored.task.responses) for text in stored.task.responses]
             assert judged[stored.task.task_id] == dense_ranks([1 + count for count in shorter])

@@ -3,7 +3,7 @@
 import re
 
 from preferences.page.config import LabelingConfig
-from preferences.page.instruction_pages import Line, changes
+from preferences.page.labeler_pages import Line, changes
 from preferences.records import Message, Task
 
 CONFIG = LabelingConfig(asks_ratings=False, task_order="arrival", instructions="Rank.\n\nTies are fine.")

@@ -4,10 +4,8 @@ import html
 import time
 
 import pytest
-from fastapi.testclient import TestClient
 
 from preferences.formats.registry import FORMATS
-from preferences.page.app import make_app
 from preferences.page.config import LabelingConfig
 from preferences.page.service import EXPORTS
 from preferences.records import Answer, Message, Task
@@ -30,14 +28,6 @@ def say(world, name, canonical, batch="main"):
 @pytest.fixture
 def eve(visit):
     return visit("eve", PLAIN)
-
-
-@pytest.fixture
-def api(world):
-    client = TestClient(make_app(world.store, world.accounts, PLAIN, clock=world.clock))
-    token = client.post("/api/session", json={"name": "eve", "key": world.keys["eve"]}).json()["token"]
-    client.headers["Authorization"] = f"Bearer {token}"
-    return client
 
 
 def posted(client, path, page="/lead", **fields):
@@ -237,27 +227,3 @@ def test_a_lead_searches_and_changes_what_is_found(world, visit, eve):
     for path in ("/lead/search", "/lead/queue"):
         assert ann.get(path).status_code == 403
     assert posted(ann, "/lead/tasks", "/answers", action="archive", query="", which="all").status_code == 403
-
-
-def test_programs_organize_labeling_too(world, api):
-    disagree(world, "t1", "t2")
-    assert api.get("/api/queue").json()["num_left"] == 2
-    assert api.post("/api/batches/labelers", json={"batch": "main", "num_labelers": 3}).status_code == 204
-    assert api.post("/api/tasks/labelers", json={"task_ids": ["t2"], "num_labelers": 4}).status_code == 204
-    assert [one.num_labelers for one in world.store.tasks("main")] == [3, 4]
-    assert api.post("/api/batches/closed", json={"batch": "main", "is_closed": True}).status_code == 204
-    assert api.post("/api/tasks/tags", json={"task_ids": ["t1"], "tags": ["x"]}).status_code == 204
-    assert api.post("/api/tasks/archived", json={"task_ids": ["t1"], "is_archived": True}).status_code == 204
-    told = api.get("/api/progress").json()
-    assert told["batches"]["main"] == {
-        "is_closed": True, "requires": [], "num_left": 2, "hours": None, "finished_at": None, "num_days": 0,
-        "reason": "no estimate yet: 4 answers in the last 14 days, 20 are needed",
-    }  # fmt: skip
-    assert [person["name"] for person in told["people"]] == ["ann", "bob"]
-    for path, body in (
-        ("batches/closed", {"batch": "x", "is_closed": True}),
-        ("tasks/tags", {"task_ids": ["x"], "tags": []}),
-    ):
-        assert api.post(f"/api/{path}", json=body).status_code == 409
-    del api.headers["Authorization"]
-    assert api.get("/api/queue").status_code == 401

@@ -14,9 +14,9 @@ import pytest
 from scipy import stats
 
 from benchmarks.known_labelers import FLAG, REASON, TRAITS, KnownLabeler, Size, draw_tasks, judged
+from benchmarks.label_client import answer_in_turns
 from benchmarks.label_truth import held_against_truth, is_covered
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
-from preferences.page.client import answer_in_turns
 from preferences.page.config import LabelingConfig
 from preferences.records import Task
 from preferences.scripted import answer_all

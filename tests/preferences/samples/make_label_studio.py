@@ -89,12 +89,11 @@ def main(url: str, email: str, password: str, folder: Path) -> None:
                 task.raise_for_status()
                 for annotation in annotations:
                     client.post(f"/api/tasks/{task.json()['id']}/annotations", json=annotation).raise_for_status()
-            for kind, suffix in (("JSON", ""), ("JSON_MIN", "_min")):
-                query = {"exportType": kind, "download_all_tasks": "true"}
-                found = client.get(f"/api/projects/{project}/export", params=query)
-                found.raise_for_status()
-                text = json.dumps(found.json(), indent=1) + "\n"
-                (folder / f"label_studio_{name}{suffix}.json").write_text(text, encoding="utf-8")
+            query = {"exportType": "JSON", "download_all_tasks": "true"}
+            found = client.get(f"/api/projects/{project}/export", params=query)
+            found.raise_for_status()
+            text = json.dumps(found.json(), indent=1) + "\n"
+            (folder / f"label_studio_{name}.json").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

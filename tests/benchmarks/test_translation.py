@@ -1,6 +1,5 @@
-"""BLEU and chrF of translations, against values by hand and sacrebleu's own, and a whole job that translates."""
+"""BLEU and chrF of translations, against values by hand and sacrebleu's own."""
 
-import json
 import math
 import random
 from pathlib import Path
@@ -8,21 +7,13 @@ from pathlib import Path
 import pytest
 import sacrebleu
 
-from heed.jobs.job_file import load_job
+from benchmarks.translation import TranslationResults, score_translations, translate
 from lm.config import ModelConfig
 from lm.encoder import EncoderDecoder
 from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
-from sft.stage import Pairs, SFTConfig, translate_heldout
-from sft.translation import TRANSLATIONS, TranslationResults, score_translations, translate
-from tests.token_files import sft_tokens
-from training.config import EngineConfig
-from training.data import DataConfig
-from training.engine import StageContext
-from training.tokens import Sequences
 
-ROOT = Path(__file__).parents[2]
 SHAPE = ModelConfig(
     kind="encoder-decoder", vocab_size=288, max_position_embeddings=24, hidden_size=16, num_hidden_layers=1,
     num_encoder_layers=1, num_attention_heads=2, intermediate_size=24,
@@ -77,55 +68,14 @@ def test_without_a_single_error_the_share_of_exact_translations_still_has_a_widt
     assert 0.8 < found.beam.exact_match.low < 0.9
 
 
-def test_only_a_model_with_an_encoder_can_be_asked_to_translate() -> None:
-    with pytest.raises(ValueError, match=r"sft\.translation_beams is 4, but model\.kind is 'decoder'"):
-        load_job(ROOT / "configs" / "jobs" / "debug.toml", ["sft.translation_beams=4"])
-
-
-def test_each_rank_translates_its_share_and_rank_0_scores_all_in_order(
-    tmp_path: Path, masking_tokenizer: Tokenizer
-) -> None:
-    """Three ranks one after another, in this process; rank 0 comes last and gathers what the others said."""
-    (tmp_path / "pairs.jsonl").write_text(
-        "".join(
-            json.dumps({"prompt": f"{word} fox", "completion": word}) + "\n" for word in ["one", "two", "far", "in"]
-        )
-    )
+def test_each_source_is_translated_greedily_and_by_beam_search(tmp_path: Path, masking_tokenizer: Tokenizer) -> None:
     model = load(RandomInit(lambda: EncoderDecoder(SHAPE), 1))
-    save_model(tmp_path / "model", model, model.state_dict(), masking_tokenizer)
-    data = (DataConfig(source=str(tmp_path / "pairs.jsonl")),)
-    config = SFTConfig.model_validate(
-        {
-            "demonstrations": data, "heldout": data, "chat_template": "plain", "seq_len": 24, "translation_beams": 2,
-            "batch": {"batch_size": 2, "micro_batch_size": 2}, "optimizer": {"learning_rate": 0.1},
-        }
-    )  # fmt: skip
-    tokens = sft_tokens(tmp_path, config, tmp_path / "model", has_source=True)
-    context = StageContext(tmp_path, 3, 3, EngineConfig())
-    said = list[object]()
-    for rank in (2, 1, 0):
-        found = translate_heldout(OneOfThree(rank, said), context, config, tokens.heldout)  # type: ignore[arg-type]
-        assert (found is None) == (rank > 0)
-    rows = [json.loads(line) for line in (tmp_path / TRANSLATIONS).open()]
-    assert [row["source"] for row in rows] == ["one fox", "two fox", "far fox", "in fox"]
-    assert [row["reference"] for row in rows] == ["one", "two", "far", "in"]
+    save_model(tmp_path / "model", model, model.state_dict(), masking_tokenizer.with_template("plain"))
+    pairs = [(f"{word} fox", word) for word in ("one", "two", "far", "in")]
+    rows = translate(tmp_path / "model", pairs, num_beams=2, max_new_tokens=23)
+    assert [(row["source"], row["reference"]) for row in rows] == pairs
     assert len({row["greedy"] for row in rows}) > 1
-    # One process that translates all of them finds the same.
-    sequences = Sequences.read(tokens.heldout)
-    assert translate(tmp_path / "model", list(Pairs(sequences)), 2, 23) == rows
-
-
-class OneOfThree:
-    """What `translate_heldout` needs of an engine. `said` is what the ranks before this one gathered."""
-
-    world_size = 3
-
-    def __init__(self, rank: int, said: list[object]) -> None:
-        self.rank, self.said = rank, said
-        self.is_main = rank == 0
-
-    def barrier(self) -> None: ...
-
-    def gather(self, value: object) -> list[object]:
-        self.said.insert(0, value)
-        return self.said
+    assert [translate(tmp_path / "model", [pair], num_beams=2, max_new_tokens=23)[0] for pair in pairs] == rows
+    assert [translate(tmp_path / "model", [pair], num_beams=1, max_new_tokens=23)[0]["beam"] for pair in pairs] == [
+        row["greedy"] for row in rows
+    ]

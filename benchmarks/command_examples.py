@@ -96,7 +96,6 @@ heed few-shot models/SmolLM2-135M-Instruct.gguf configs/few_shot/grammar.jsonl -
 """,
     "heed replay": """
 heed replay runs/demo --iteration 17 --response 12
-heed replay labels.sqlite --task arena/Xq3vB0dPz8KtY2mA/1/0      # both answers of a turn in the arena
 """,
     "heed verify-sampler": """
 heed verify-sampler heed runs/demo/sft/model
@@ -165,12 +164,8 @@ heed measure tax runs/demo/pretrain/model runs/demo/ppo/model --text heldout.txt
 heed measure harness runs/mine/ppo/model --task hellaswag --limit 200
 heed measure harness runs/mine/ppo/model --task my_task --include my_tasks
 """,
-    "heed inspect model": """
-heed inspect model runs/mine/sft/model
-heed inspect model configs/jobs/demo.toml
-""",
-    "heed inspect attention": """
-heed inspect attention runs/demo/sft/model "Mia has a red kite." --layer 1 --png attention.png
-heed inspect attention runs/demo/pretrain/model "Mia has a kite." --texts runs/demo/world/data/pretrain_heldout.jsonl
+    "heed inspect": """
+heed inspect runs/mine/sft/model
+heed inspect configs/jobs/demo.toml
 """,
 }

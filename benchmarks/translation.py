@@ -1,4 +1,6 @@
-"""Translations of an encoder-decoder's held-out sources, greedy and by beam search, scored by BLEU and chrF.
+"""Translates held-out sources with an encoder-decoder, greedily and by beam search, and scores both by BLEU and chrF:
+
+    python -m benchmarks.translation runs/translation/sft/model runs/translation/world/data/translations_heldout.jsonl
 
 The scores are sacrebleu's (arXiv 1804.08771), with its default tokenization, so they compare with published ones that
 have the same signature. BLEU is Papineni et al. 2002, ACL P02-1040; chrF is Popović 2015, W15-3049, with β = 2.
@@ -6,18 +8,21 @@ have the same signature. BLEU is Papineni et al. 2002, ACL P02-1040; chrF is Pop
 Shape letters: N resamples of the sentences, C sentences, S statistics of all systems.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
+from rich.table import Table
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
 from files.atomic import write_jsonl
 from lm.encoder import EncoderDecoder
 from lm.generation import generate
-from lm.progress import note_progress
 from lm.sampling import Choice
 from lm.search import beam_search
 from lm.source import load_for_inference
@@ -25,11 +30,9 @@ from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
 from preferences.statistics.estimates import LEVEL, Floats, Interval
 from preferences.statistics.intervals import percentiles, resampled_sums, share_interval
+from stages.progress import results_console
 
 NUM_RESAMPLES = 2_000
-TRANSLATIONS = "translations.jsonl"  # {"source", "reference", "greedy", "beam"} per held-out sentence
-
-Pair = tuple[Sequence[int], Sequence[int]]  # the tokens of a source and of its reference
 
 
 @dataclass(frozen=True)
@@ -56,15 +59,15 @@ class TranslationResults:
     signatures: tuple[str, ...]
 
 
-def translate(folder: Path, pairs: Sequence[Pair], num_beams: int, max_new_tokens: int) -> list[dict[str, str]]:
+def translate(
+    folder: Path, pairs: Sequence[tuple[str, str]], num_beams: int, max_new_tokens: int
+) -> list[dict[str, str]]:
     """Translate each pair's source with the model in `folder`, greedily and with `num_beams` beams.
 
-    Returns rows of `TRANSLATIONS`. Raises: ValueError as `generate`.
+    Returns a row {"source", "reference", "greedy", "beam"} per pair. Raises: ValueError as `generate`.
     """
-    if not pairs:
-        return []
     model, tokenizer = load_for_inference(ModelFolder(folder, EncoderDecoder)), Tokenizer.load(folder)
-    sources = [list(source) for source, _ in pairs]
+    sources = [tokenizer.encode_prompt([{"role": "user", "content": source}]) for source, _ in pairs]
     by_length = sorted(range(len(sources)), key=lambda row: len(sources[row]))
     generated = generate(
         model,
@@ -78,7 +81,6 @@ def translate(folder: Path, pairs: Sequence[Pair], num_beams: int, max_new_token
     greedy = dict(zip(by_length, generated.responses, strict=True))
     rows = []
     for row, (source, reference) in enumerate(pairs):
-        note_progress()
         best, *_ = beam_search(
             model,
             sources[row],
@@ -87,16 +89,10 @@ def translate(folder: Path, pairs: Sequence[Pair], num_beams: int, max_new_token
             start_id=tokenizer.target_start_id,
             end_ids=tokenizer.end_ids,
         )
-        texts = {"source": source, "reference": reference, "greedy": greedy[row], "beam": best.response}
-        rows.append({name: tokenizer.decode(tokens).strip() for name, tokens in texts.items()})
+        written = {"greedy": greedy[row], "beam": best.response}
+        texts = {name: tokenizer.decode(tokens).strip() for name, tokens in written.items()}
+        rows.append({"source": source, "reference": reference} | texts)
     return rows
-
-
-def write_and_score(folder: Path, rows: Sequence[dict[str, str]], num_beams: int, seed: int) -> TranslationResults:
-    """Write `TRANSLATIONS` into the folder, and score them."""
-    write_jsonl(folder / TRANSLATIONS, rows)
-    references, greedy, beam = ([row[name] for row in rows] for name in ("reference", "greedy", "beam"))
-    return score_translations(references, greedy, beam, num_beams, seed)
 
 
 def score_translations(
@@ -143,3 +139,44 @@ def _corpus_scores(
 
 def _interval(value: float, resampled_N: Floats) -> Interval:
     return Interval(value, *percentiles(resampled_N, LEVEL))
+
+
+def table_of(results: TranslationResults) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("decoding", "BLEU", "chrF", "exact match, %"):
+        table.add_column(column)
+    named = {
+        "greedy": results.greedy,
+        f"{results.num_beams} beams": results.beam,
+        "beams - greedy": results.beam_above_greedy,
+    }
+    for name, scores in named.items():
+        table.add_row(name, _cell(scores.bleu), _cell(scores.chrf), _cell(scores.exact_match, 100))
+    return table
+
+
+def _cell(interval: Interval, unit: float = 1) -> str:
+    value, low, high = (f"{unit * end:.2f}" for end in (interval.mean, interval.low, interval.high))
+    return f"{value} ({low} to {high})"
+
+
+def main(
+    model: Annotated[Path, typer.Argument(help="The model's directory.")],
+    pairs: Annotated[Path, typer.Argument(help='A JSONL file of {"prompt": source, "completion": reference}.')],
+    beams: Annotated[int, typer.Option(min=1, help="Beams of the beam search.")] = 4,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Limit of a translation.")] = 63,
+    out: Annotated[Path | None, typer.Option(help="A JSONL file for the translations.")] = None,
+) -> None:
+    """Print BLEU, chrF and the share of exact translations, with 95% intervals over sentences."""
+    given = [json.loads(line) for line in pairs.read_text(encoding="utf-8").splitlines()]
+    rows = translate(model, [(row["prompt"], row["completion"]) for row in given], beams, max_new_tokens)
+    if out is not None:
+        write_jsonl(out, rows)
+    references, greedy, beam = ([row[name] for row in rows] for name in ("reference", "greedy", "beam"))
+    results = score_translations(references, greedy, beam, beams, seed=0)
+    results_console().print(table_of(results))
+    results_console().print(f"{results.num_sentences} sentences; {'; '.join(results.signatures)}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,8 +1,8 @@
-"""Writes docs/reference from the code: `python -m heed.reference`, or `make reference`.
+"""Writes docs/reference from the code: `python -m benchmarks.reference`, or `make reference`.
 
 One page per section of a job, with a heading per key, and one page per command, from the descriptions of config fields
-and the help of commands; heed/examples.py has the commands' examples. It also updates the list of pages in mkdocs.yml.
-A test checks that all of it is current.
+and the help of commands; benchmarks/command_examples.py has the commands' examples. It also updates the list of pages
+in mkdocs.yml. A test checks that all of it is current.
 """
 
 import json
@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from heed.examples import EXAMPLES
+from benchmarks.command_examples import EXAMPLES
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
@@ -269,7 +269,8 @@ def command_pages() -> dict[str, str]:
     commands = _commands()
     names = {command.name for command in commands}
     if names != set(EXAMPLES):
-        raise ValueError(f"heed/examples.py: examples of each command were expected; {sorted(names ^ set(EXAMPLES))}")
+        odd = sorted(names ^ set(EXAMPLES))
+        raise ValueError(f"benchmarks/command_examples.py: examples of each command were expected; {odd}")
     parts = [_HEADER, "# All commands", "`heed COMMAND --help` shows a command's options in the terminal."]
     for panel in dict.fromkeys(command.panel for command in commands):
         rows = [f"| [`{c.name}`]({c.page}) | {_cell(_first_sentence(c.help))} |" for c in commands if c.panel == panel]
