@@ -2,7 +2,7 @@
 
 The modules, in the order in which to read them:
 
-    what is compared      inputs, policies, verdicts
+    what is compared      inputs, policies, verdicts, contamination
     comparing             compare/, judges/, statistics/
     measures              measures/
     benchmarks            suites/, evaluate/, harness (lm-evaluation-harness)
