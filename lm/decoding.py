@@ -22,7 +22,7 @@ from lm.attention import CrossAttentionCache, KVCache, Mask, OwnKeys, TokenWrite
 from lm.block import BlockInputs, run_blocks
 from lm.config import ModelConfig
 from lm.encoder import EncoderDecoder
-from lm.layers import compute_dtype
+from lm.layers import Fp32Linear, compute_dtype
 from lm.model import LanguageModel
 from lm.native.decoder import NativeSteps, what_native_steps_miss
 from lm.tensor_parallel import LanguageModelPart
@@ -110,7 +110,8 @@ def prepacked(model: nn.Module, num_rows: int) -> Iterator[None]:
 
     The weights must not change inside it. The copies take as much memory as the weights.
     """
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear) and gains(module.weight)]
+    products = [m for m in model.modules() if isinstance(m, nn.Linear) and not isinstance(m, Fp32Linear)]
+    linears = [module for module in products if gains(module.weight)]
     for linear in linears:
         linear.forward = PrepackedLinear(linear, num_rows)  # type: ignore[assignment]
     try:
@@ -232,7 +233,18 @@ def fixed_steps(model: LanguageModel | EncoderDecoder, kind: StepKind) -> FixedS
             raise ValueError('steps is "fixed", which only a decoder takes; "auto" or "eager" was expected')
         return None
     helps = _is_on_gpu(model) and not torch.is_autocast_enabled(model.head.weight.device.type)
+    helps = helps and not _waits_for_experts(model)
     return FixedSteps(model) if kind == "fixed" or (kind == "auto" and helps) else None
+
+
+def _waits_for_experts(model: LanguageModel) -> bool:
+    """Whether grouped products read on the CPU where each expert's rows end, which no recording can: all but bf16 on
+    GPUs of compute capability 9 and 10 (PyTorch's GroupedBlas.cpp).
+    """
+    weight = model.head.weight
+    return model.config.num_experts > 0 and not (
+        weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
+    )
 
 
 def _is_on_gpu(model: LanguageModel) -> bool:
@@ -299,7 +311,9 @@ def rows_in(free: int, config: ModelConfig, itemsize: int, max_rows: int, num_co
     """Returns how many sequences fit in `free` bytes, at least 1. A tenth of the memory stays free."""
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
     # Activations of a pass over prompts, and per row the cache, logits and what is drawn from them in fp32.
-    width = 3 * config.intermediate_size + 6 * config.hidden_size + 2 * heads * config.head_dim
+    experts = 3 * config.num_experts_per_tok * (config.hidden_size + config.moe_intermediate_size)
+    mlp = max(3 * config.intermediate_size, experts if config.num_experts else 0)
+    width = mlp + 6 * config.hidden_size + 2 * heads * config.head_dim
     cache = 2 * config.num_hidden_layers * config.num_key_value_heads * num_columns * config.head_dim
     row = itemsize * (cache + 2 * config.vocab_size) + 16 * config.vocab_size
     rows = max(1, int(0.9 * free - itemsize * PROMPT_TOKENS * width) // row)

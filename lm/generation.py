@@ -81,7 +81,8 @@ def generate(
     check_room(model, prompts, limits)
     check_sources(model, sources, len(prompts))
     taken = decoding_steps(model, steps) if isinstance(steps, str) else steps
-    max_rows = max_rows or SAMPLED_AT_ONCE[model.head.weight.device.type]
+    # `rows_that_fit` does not count what an encoder-decoder keeps of its sources.
+    max_rows = max_rows or SAMPLED_AT_ONCE[model.head.weight.device.type if sources is None else "cpu"]
     run = _Run(model, prompts, sources, limits, end_ids, choice, seeds, stop, max_rows, taken)
     with prepacked(model, run.max_rows) if taken is None else nullcontext():
         while run.has_work():

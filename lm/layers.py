@@ -329,8 +329,27 @@ class ExpertMaps(nn.Module):
         """Returns [S, F]. The rows of expert e end before row `ends_E[e]`."""
         dtype = compute_dtype(x_SD)
         weight = self.weight if self.weight.dtype == dtype else cast_weight(self.weight)
-        weight_EFD = weight.unflatten(0, (self.num_experts, -1))
-        return F.grouped_mm(x_SD.to(dtype), weight_EFD.transpose(1, 2), offs=ends_E)
+        return _Grouped.apply(x_SD.to(dtype), weight, ends_E)  # type: ignore[no-untyped-call]
+
+
+class _Grouped(torch.autograd.Function):
+    """x W_eᵀ by expert. Saves the weight itself: a view of it would keep what ZeRO-3 has gathered until the backward
+    pass.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x_SD: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(x_SD, weight, ends_E)
+        return F.grouped_mm(x_SD, weight.unflatten(0, (len(ends_E), -1)).transpose(1, 2), offs=ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_SF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_SD, weight, ends_E = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        gradient_SF, weight_EFD = gradient_SF.contiguous(), weight.unflatten(0, (len(ends_E), -1))
+        of_x = F.grouped_mm(gradient_SF, weight_EFD, offs=ends_E) if needs_x else None
+        of_weight = F.grouped_mm(gradient_SF.T, x_SD, offs=ends_E).flatten(0, 1) if needs_weight else None
+        return of_x, of_weight, None
 
 
 @Replaceable

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from cluster.remote import Handle, Pending
 from files.rows import Row
 from lm.attention import Attention
+from lm.experts import Mixture
 from lm.layers import MLP, align_heads, round_products
 from lm.model import LanguageModel
 from lm.progress import note_progress
@@ -311,7 +312,8 @@ class ShardedModel(Generic[AnyModule]):
         self.module = on_meta(source.build).eval().requires_grad_(False)
         set_types(self.module)
         self._timeout_seconds = timeout_seconds
-        layers = {name: m for name, m in self.module.named_modules() if by_layer and isinstance(m, Attention | MLP)}
+        kinds = Attention | MLP | Mixture
+        layers = {name: m for name, m in self.module.named_modules() if by_layer and isinstance(m, kinds)}
         self._rest, *self._layers = _bundles(self.module, ["", *layers], device)
         for layer, bundle in zip(layers.values(), self._layers, strict=True):
             layer.register_forward_pre_hook(lambda _module, _args, bundle=bundle: bundle.bring())

@@ -1,6 +1,5 @@
 """`--fail-if "b worse than a by .02"`: whether an evaluation shows that a model got worse, as an exit code for CI."""
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,10 +45,13 @@ class Gate:
         rows = [*primary(suite.statistics.algorithms, suite), *primary(suite.statistics.differences, suite)]
         row = next((row for row in rows if {row.a, row.b} == {self.new, self.old}), None)
         shown = None if row is None else row.conclusion if row.a == self.new else row.conclusion.turned
-        if row is None or shown is None or math.isnan(shown.low):
+        if row is None and any({self.new, self.old} == {*pair} for pair in suite.statistics.same_answers):
+            return NOT_WORSE, f"{suite.suite}: {self.new} is not worse than {self.old}: they gave the same answers."
+        if row is None or shown is None or not shown.low < shown.high:  # unknown, or without a spread
             why = shown.reason if shown and shown.reason else "no interval"
             return UNDECIDED, f"{suite.suite}: undecided whether {self.new} is worse than {self.old}: {why}."
-        code = NOT_WORSE if shown.low >= -self.margin else WORSE if shown.high < -self.margin else UNDECIDED
+        # An end at 0 is where the test stopped, not where the interval ends.
+        code = NOT_WORSE if shown.low > -self.margin else WORSE if shown.high < -self.margin else UNDECIDED
         by = f" by more than {self.margin:g}" if self.margin else ""
         said = {NOT_WORSE: "shown not to be", WORSE: "shown to be", UNDECIDED: "not shown to be, nor shown not to be,"}[
             code

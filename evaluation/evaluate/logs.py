@@ -246,7 +246,8 @@ def _harness_rows(file: Path, group: str) -> dict[str, Sample]:
 def _harness_prompt(row: Mapping[str, Any]) -> Messages:
     """Returns the first request's context; one that a chat template has not rendered yet is a list in JSON."""
     arguments: Any = row.get("arguments")
-    first = arguments.get("gen_args_0", {}).get("arg_0", "") if isinstance(arguments, dict) else arguments
+    first = arguments.get("gen_args_0", "") if isinstance(arguments, dict) else arguments
+    first = first.get("arg_0", "") if isinstance(first, dict) else first
     while isinstance(first, list) and first and not isinstance(first[0], dict):
         first = first[0]
     if isinstance(first, str) and first.startswith('[{"role"'):
@@ -288,7 +289,7 @@ def _inspect_log(path: Path) -> Any:
 def _inspect_sample(where: str, row: Mapping[str, Any]) -> Sample:
     values: dict[str, float] = {}
     failures: dict[str, str] = {}
-    for scorer, score in (row.get("scores") or {}).items():
+    for scorer, score in (object_field(where, row, "scores") if row.get("scores") else {}).items():
         value = score.get("value") if isinstance(score, dict) else score
         for key, part in value.items() if isinstance(value, dict) else [("", value)]:
             measure, number = f"{scorer}/{key}" if key else scorer, _number(part)
@@ -300,7 +301,8 @@ def _inspect_sample(where: str, row: Mapping[str, Any]) -> Sample:
     failure = "" if values or failures else "the log has no score"
     if error:
         failure = f"the log has an error: {error.get('message') if isinstance(error, dict) else error}"
-    asked, answer = _messages(row.get("input", "")), str((row.get("output") or {}).get("completion", ""))
+    output = object_field(where, row, "output") if row.get("output") else {}
+    asked, answer = _messages(row.get("input", "")), str(output.get("completion", ""))
     digest = json_hash([dict(message) for message in asked], row.get("target"))
     cluster = _cluster(row.get("metadata"))
     return Sample(where, asked, answer, values, failures, failure, cluster, digest=digest)

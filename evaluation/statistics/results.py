@@ -258,11 +258,12 @@ class AlgorithmPair:
     num_prompts: int
     num_clusters: int
     num_prompts_missing: int
+    reason: str = ""  # why nothing can be concluded, as of a pair's conclusion
 
     @property
     def different(self) -> bool:
         """Whether one of the two is shown to be better."""
-        return self.win_rate.low > 0.5 or self.win_rate.high < 0.5
+        return not self.reason and (self.win_rate.low > 0.5 or self.win_rate.high < 0.5)
 
     @property
     def ahead_first(self) -> "AlgorithmPair":

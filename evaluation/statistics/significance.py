@@ -38,7 +38,8 @@ _Z_BETA = NormalDist().inv_cdf(POWER)
 _DRAWS_PER_CHUNK = 1_000
 _LEAST = math.ulp(0.0)
 _ROUNDING = 1e-9
-_LEAST_QUANTILE = 1e-3
+_ALIKE = 2e-6  # spread of gains, of the largest, that is rounding: `studentised_ratios` sees none below 1e-6
+_LEAST_QUANTILE, _MOST_QUANTILE = 1e-3, 1e3
 
 
 class EqualityTest:
@@ -96,6 +97,8 @@ class EqualityTest:
             return 0.0
         most = 1.0
         while beyond(most) > 0:
+            if most > _MOST_QUANTILE:  # with four parts, even the widest interval may only touch ½
+                return most
             most *= 2
         return float(scipy.optimize.brentq(beyond, most / 2 if most > 1 else _LEAST_QUANTILE, most, xtol=1e-4))
 
@@ -203,7 +206,7 @@ class GainTest:
         self.p = max(student, SignFlips(sum_C / largest, seed=seed).p) if largest else 1.0
         residual_C = sum_C - float(x_P.mean()) * size_C
         spread = float((residual_C**2).mean()) ** 0.5
-        if largest and spread <= _ROUNDING * largest:
+        if largest and spread <= _ALIKE * largest:
             self.p = max(self.p, (1 - UNSEEN) ** len(sum_C))
         elif largest and abs(float((residual_C**3).mean())) > MAX_SKEW * spread**3 * math.sqrt(len(sum_C)):
             mean, self._error, self._t_N = studentised_ratios(sum_C, size_C, seed=seed, num_resamples=NUM_PERMUTATIONS)

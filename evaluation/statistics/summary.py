@@ -105,6 +105,10 @@ def _judge(
 ) -> JudgeSummary:
     comparisons = comparisons_of(rows, names, clusters)
     pairs = [(a, b) for a, b in combinations(range(len(names)), 2) if len(comparisons.between(a, b))]
+    ratings = rate(comparisons, anchor=names[0], seed=seed) if len(comparisons) else None
+    bias = position_bias(comparisons)
+    if ratings is not None and (reason := why_none(bias)):
+        ratings = replace(ratings, policies=(), reason=reason)
     return JudgeSummary(
         judge=judge,
         num_prompts=len(comparisons.prompts),
@@ -113,8 +117,8 @@ def _judge(
         num_failed=len(rows) - len(comparisons),
         pairs=_pairs(rows, comparisons, pairs, clusters, seed),
         algorithms=_algorithms(rows, comparisons, runs, seed),
-        ratings=rate(comparisons, anchor=names[0], seed=seed) if len(comparisons) else None,
-        position_bias=position_bias(comparisons),
+        ratings=ratings,
+        position_bias=bias,
         flips=flips(rows, clusters),
         labelers=labelers_agree(rows, judge, clusters),
     )
@@ -161,9 +165,14 @@ def _pairs(
 
 def _conclusion(rate: WinRate, bias: PositionBias) -> Conclusion:
     """Returns what a pair's verdicts show, which is nothing if they follow position, or know only one order."""
-    if reason := follows_position(bias) or (bias.reason if bias.reason == ONE_ORDER else ""):
+    if reason := why_none(bias):
         return Conclusion("none", reason=reason)
     return Conclusion.of(Interval(rate.mean - 0.5, rate.low - 0.5, rate.high - 0.5))
+
+
+def why_none(bias: PositionBias) -> str:
+    """Says why verdicts allow no conclusion; "" if they do."""
+    return follows_position(bias) or (bias.reason if bias.reason == ONE_ORDER else "")
 
 
 def follows_position(bias: PositionBias) -> str:
@@ -200,6 +209,7 @@ def _algorithms(rows: Sequence[Verdict], comparisons: Comparisons, runs: Runs, s
             num_prompts=len(prompts),
             num_clusters=len(np.unique(cluster_P)),
             num_prompts_missing=len(kept_P) - len(prompts),
+            reason=why_none(position_bias(_between(comparisons, runs[a], runs[b]))),
         )
         tests.append((pair, test))
     p_M = np.array([test.p for _, test in tests])
@@ -213,6 +223,13 @@ def _algorithms(rows: Sequence[Verdict], comparisons: Comparisons, runs: Runs, s
         )
         for (pair, test), holm_p, level in zip(tests, holm(p_M).tolist(), holm_levels(p_M).tolist(), strict=True)
     )
+
+
+def _between(comparisons: Comparisons, runs_a: Sequence[str], runs_b: Sequence[str]) -> Comparisons:
+    """Returns the verdicts on a run of a and a run of b."""
+    of_a, of_b = ([comparisons.policies.index(run) for run in runs] for runs in (runs_a, runs_b))
+    a_V, b_V = comparisons.a_V, comparisons.b_V
+    return comparisons.where((np.isin(a_V, of_a) & np.isin(b_V, of_b)) | (np.isin(a_V, of_b) & np.isin(b_V, of_a)))
 
 
 def _preferences(comparisons: Comparisons, runs_a: Sequence[str], runs_b: Sequence[str]) -> Floats:
@@ -341,6 +358,7 @@ def _order_key(verdict: Verdict) -> tuple[object, ...]:
 
 FOLLOWS_POSITION = 0.9  # share of verdicts for one position: each policy then wins at least 80% more there
 NO_ORDER = "the order in which responses were shown is not known for any verdict"
+FEW_ORDERS = "the order is known for some verdicts only, and no two policies were shown in both"
 ONE_ORDER = "no two policies were shown in both orders, so position bias cannot be separated from strength"
 
 Item = tuple[str, tuple[str, int], tuple[str, int]]
@@ -368,7 +386,7 @@ def position_bias(comparisons: Comparisons) -> PositionBias:
     orders = np.bincount(np.unique(stratum_V) // 2, minlength=int(pair_V.max()) + 1)
     used_V = orders[pair_V] == 2
     if not used_V.any():
-        return _unknown_bias(ONE_ORDER)
+        return _unknown_bias(ONE_ORDER if known_V[comparisons.won_V != 0.5].all() else FEW_ORDERS)
     _, first_P, prompt_V = np.unique(comparisons.prompt_V[known_V][used_V], return_index=True, return_inverse=True)
     _, cluster_P = np.unique(comparisons.cluster_V[known_V][used_V][first_P], return_inverse=True)
     return _bias_over_strata(won_V[used_V], stratum_V[used_V], prompt_V, cluster_P)

@@ -53,8 +53,10 @@ def verdict_weights(comparisons: Comparisons) -> Floats:
     """Returns the weight [V] of each verdict in the results on its two policies; a pair's add up to its number of
     prompts.
 
-        1/n              for n verdicts on the prompt, if an order is unknown or all verdicts have the same
-        P/(2·P_o) / n    otherwise, for n verdicts on the prompt in order o, which P_o of the P prompts were shown in
+        1/n              for n verdicts on the prompt, if their order is unknown (such as of two equal texts) or the
+                         same for all verdicts on the pair
+        P/(2·P_o) / n    otherwise, for n verdicts on the prompt in order o, which P_o of the P prompts with a known
+                         order were shown in
 
     So the win rate is the mean of both orders' win rates, in which a preference for a position cancels, however often
     each order was shown.
@@ -63,15 +65,16 @@ def verdict_weights(comparisons: Comparisons) -> Floats:
     low_V, high_V = np.minimum(comparisons.a_V, comparisons.b_V), np.maximum(comparisons.a_V, comparisons.b_V)
     _, pair_V = np.unique(low_V * len(comparisons.policies) + high_V, return_inverse=True)
     first_V = np.where(turned_V, -comparisons.first_V, comparisons.first_V)
-    has_first, has_second, has_unknown = (np.bincount(pair_V, first_V == side) > 0 for side in (1, -1, 0))
-    by_order_V = (has_first & has_second & ~has_unknown)[pair_V]
+    has_first, has_second = (np.bincount(pair_V, first_V == side) > 0 for side in (1, -1))
+    by_order_V = (has_first & has_second)[pair_V] & (first_V != 0)
     num_prompts = len(comparisons.prompts)
-    stratum_V = 2 * pair_V + (by_order_V & (first_V < 0))
+    stratum_V = 3 * pair_V + by_order_V * np.where(first_V < 0, 2, 1)
     cells, cell_V, num_cell = np.unique(
         stratum_V * num_prompts + comparisons.prompt_V, return_inverse=True, return_counts=True
     )
     of_stratum = np.bincount(cells // num_prompts)
-    of_pair = np.bincount(np.unique(pair_V * num_prompts + comparisons.prompt_V) // num_prompts)
+    known = np.unique((pair_V * num_prompts + comparisons.prompt_V)[by_order_V])
+    of_pair = np.bincount(known // max(num_prompts, 1), minlength=len(has_first))
     of_prompts_V = np.where(by_order_V, of_pair[pair_V] / (2 * of_stratum[stratum_V]), 1.0)
     return np.asarray(of_prompts_V / num_cell[cell_V], dtype=np.float64)
 

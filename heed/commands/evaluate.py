@@ -119,7 +119,12 @@ def evaluate(
             samples,
         )
         wanted = Evaluation(models, suite or [], data or [], judge, baseline, training_data or [], max_items, how)
-        report = evaluate_models(wanted, folder)
+        try:
+            report = evaluate_models(wanted, folder)
+        except (OSError, RuntimeError) as error:
+            if gate is None:
+                raise
+            raise ValueError(f"--fail-if: undecided, since the evaluation failed: {error}") from error  # 1 is "worse"
     _print_results(report)
     console.print(str(folder / "report.html"), markup=False)
     if gate is not None:

@@ -124,6 +124,7 @@ COUNTERPARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "n_positions": ("max_position_embeddings",),
         "num_heads": ("num_attention_heads",),
         "num_layers": ("num_hidden_layers",),
+        "num_local_experts": ("num_experts",),
         "rms_norm_eps": ("norm_eps",),
     },
 }

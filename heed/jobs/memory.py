@@ -102,7 +102,8 @@ class Counts:
     moments: int  # AdamW's two per trained parameter, Muon's one
     trained_layers: int  # blocks, not parameters
     largest: int  # of the largest tensor
-    block: int  # of a block's attention and MLP
+    block: int  # of the largest block's attention and MLP
+    blocks: int  # of all blocks' attention and MLP
     kept_whole: int  # of all tensors that ZeRO-3 does not shard
     has_adapters: bool
 
@@ -160,6 +161,7 @@ def count(
     by_muon = muon_matrices(trained) if optimizer.kind == "muon" else []
     num_trained = sum(sizes[name] for name in trained)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
+    in_blocks = [sum(p.numel() for part in (b.attention, b.mlp) for p in part.parameters()) for b in blocks]
     return Counts(
         config,
         total=sum(sizes.values()),
@@ -169,7 +171,8 @@ def count(
         moments=2 * num_trained - sum(sizes[name] for name in by_muon),
         trained_layers=num_layers,
         largest=max(sizes.values()),
-        block=max(sum(p.numel() for part in (b.attention, b.mlp) for p in part.parameters()) for b in blocks),
+        block=max(in_blocks),
+        blocks=sum(in_blocks),
         kept_whole=sum(size for size in sizes.values() if size <= KEPT_WHOLE),
         has_adapters=lora is not None,
     )
@@ -300,10 +303,10 @@ def sampling_phase(
     }
 
 
-def rows_at_once(config: ModelConfig, layout: Layout, free: int, rows: int, seq_len: int) -> int:
+def rows_at_once(config: ModelConfig, layout: Layout, free: int, rows: int, seq_len: int, most: int = 0) -> int:
     """Returns how many of `rows` generation runs at once in `free` bytes. On a GPU it runs fewer instead of failing."""
     is_limited = layout.is_gpu and free > 0
-    rows = min(rows, SAMPLED_AT_ONCE["cuda" if layout.is_gpu else "cpu"])
+    rows = min(rows, most or SAMPLED_AT_ONCE["cuda" if layout.is_gpu else "cpu"])
     return rows_in(free, config, layout.compute_bytes, rows, seq_len) if is_limited else rows
 
 
@@ -438,15 +441,13 @@ def generator(models: PPOModels, layout: Layout, work: PPOWork, other_bytes: int
         phases["sync"] = {"weights on their way": arriving, "a rank's parts of them": arriving // size}
         P, config = parameters_of_part(config, size), config_of_part(config, size)
     rows, seq_len = work.rollout_rows * size, work.prompt_tokens + work.response_tokens
-    if work.max_rows:
-        rows = min(rows, work.max_rows)
     if work.engine_share:  # if the weights are larger than its share, the GPU would have to be larger
         least = round(work.engine_share * work.gpu_bytes)
         held = {"vLLM": least if c * P <= least else round(c * P / work.engine_share)}
-        rows = min(rows, SAMPLED_AT_ONCE["cuda"])
+        rows = min(rows, work.max_rows or SAMPLED_AT_ONCE["cuda"])
         return Memory(held, {"generate": {}, **phases}, sampled_at_once=rows)
     free = work.gpu_bytes - RESERVED_BYTES - other_bytes - c * P if work.gpu_bytes else 0
-    rows = rows_at_once(config, layout, free, rows, seq_len)
+    rows = rows_at_once(config, layout, free, rows, seq_len, work.max_rows)
     phases["generate"] = sampling_phase(config, layout, P, rows, work.prompt_tokens, work.response_tokens)
     return Memory({"generator": c * P}, phases, sampled_at_once=rows)
 
@@ -472,7 +473,7 @@ def scorer(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
         whole = replace(of, split_among=1)
         a_pass = max(forward_bytes(config, whole), logit_bytes(config, layout, whole, logits, with_gradient=False))
         # Autocast keeps what is outside the blocks in fp32, such as an embedding that is also the head.
-        in_blocks, wide = config.num_hidden_layers * counts.block, 4 if layout.is_autocast else layout.compute_bytes
+        in_blocks, wide = counts.blocks, 4 if layout.is_autocast else layout.compute_bytes
         outside, size = wide * (counts.total - in_blocks), layout.compute_bytes * in_blocks
         size += outside
         phases[f"score by the {name}"] = phase = {"a pass": a_pass}

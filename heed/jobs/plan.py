@@ -29,6 +29,7 @@ from lm.sequence_parallel import check_sequence_split
 from lm.transfer import MAX_TOKENS
 from ppo.plan import PPOIteration
 from preferences.store import LabelStore
+from reward.sampling import BATCH
 from stages.data import PROMPTS_AT_ONCE
 from stages.plan import Planner, Sampling, Training, Work
 from stages.reports.text import count_of
@@ -137,7 +138,7 @@ def _sampling(work: Sampling, times: Times) -> StagePlan:
     widths = {"reference": c, "reward model": 2 if layout.is_gpu else 4}
     held = {"weights": c * counts.total} | {name: widths[name] * counts.total for name in work.measured_by}
     free = times.hardware.memory_bytes - per_rank.RESERVED_BYTES - sum(held.values())
-    rows = per_rank.rows_at_once(model, layout, free, PROMPTS_AT_ONCE * work.at_once, seq_len)
+    rows = per_rank.rows_at_once(model, layout, free, min(BATCH, PROMPTS_AT_ONCE * work.at_once), seq_len)
     phases = {"generate": per_rank.sampling_phase(model, layout, counts.total, rows, seq_len - new, new)}
     if work.measured_by:
         phases["measure"] = per_rank.measuring_phase(model, layout, seq_len, new)

@@ -59,6 +59,10 @@ class Qwen3MoeFamily(MixtureFamily):
 class OlmoeFamily(MixtureFamily):
     """OLMoE (arXiv 2409.02060): RMSNorm of all heads' queries or keys together, experts in every layer."""
 
+    @property
+    def classes(self) -> Mapping[str, str]:
+        return {"language": "OlmoeForCausalLM"}  # transformers has no classifier of this family
+
     def to_hf(self, config: ModelConfig) -> Fields:
         fields = super().to_hf(config)
         del fields["head_dim"]  # hidden_size / num_attention_heads

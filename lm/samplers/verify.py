@@ -336,7 +336,7 @@ def explanations(trial: Trial, generated: Generated, version: int) -> Iterator[t
     for number in older:
         head = {"head.weight": weights_of(trial.policy(number))["head.weight"]}
         yield OLD_HEAD, truth(with_weights(policy, {**weights, **head}), *rollout)
-    for first, second in _pairs(policy.config.num_hidden_layers):
+    for first, second in _pairs(policy.config):
         exchanged = with_weights(policy, with_exchanged(weights, first, second))
         yield layers_exchanged(first, second), truth(exchanged, *rollout)
     for name, others in (other_templates(trial) | _without_ends(trial)).items():
@@ -385,9 +385,9 @@ def _without_ends(trial: Trial) -> dict[str, list[list[int]]]:
     return {f"{OTHER_TEMPLATE}: without what begins a response": prompts} if prompts != trial.prompts else {}
 
 
-def _pairs(num_layers: int) -> list[tuple[int, int]]:
-    pairs = sorted(combinations(range(num_layers), 2), key=lambda pair: (pair[1] - pair[0], pair))
-    return pairs[:MAX_EXCHANGES]
+def _pairs(config: ModelConfig) -> list[tuple[int, int]]:
+    pairs = sorted(combinations(range(config.num_hidden_layers), 2), key=lambda pair: (pair[1] - pair[0], pair))
+    return [(a, b) for a, b in pairs if config.has_experts(a) == config.has_experts(b)][:MAX_EXCHANGES]
 
 
 @dataclass(frozen=True)

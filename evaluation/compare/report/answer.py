@@ -17,7 +17,7 @@ from evaluation.compare.report.measures import Styles, hacking_answer
 from evaluation.compare.results import CompareResults, PolicyResults
 from evaluation.measures.kl import largest_shift
 from evaluation.policies import BEST_OF_N
-from evaluation.statistics.results import AlgorithmPair, JudgeSummary, PairSummary, Rating, Ratings, Summary
+from evaluation.statistics.results import AlgorithmPair, Conclusion, JudgeSummary, PairSummary, Rating, Ratings, Summary
 from evaluation.statistics.significance import ALPHA, holm_level
 from evaluation.statistics.summary import follows_position
 from evaluation.statistics.win_rates import TOO_FEW
@@ -161,7 +161,10 @@ def _of_algorithms(judge: JudgeSummary) -> list[str]:
             f"{interval_name(pair)} over seeds and prompts {share_ends(rate.low, rate.high)};"
             f" {p_value(pair.holm_p)}; {prompts}"
         )
-        if pair.different:
+        if pair.reason:
+            why = pair.reason.replace("the judge", f"the judge {judge.judge}", 1)
+            sentences.append(f"Cannot tell which of the algorithms {a} and {b} is better: {why}.")
+        elif pair.different:
             sentences.append(
                 f"As algorithms, {a} is preferred to {b} {percent(rate.mean)} of the time by the judge {judge.judge},"
                 f" over {runs} ({interval_text})."
@@ -236,9 +239,27 @@ def is_beyond_kl(pair: PairSummary, kl_ends: Mapping[str, float]) -> bool:
     return abs(pair.win_rate.mean - 0.5) > _kl_limit(pair, kl_ends)
 
 
+def within_kl(summary: Summary, kl_ends: Mapping[str, float]) -> Summary:
+    """Returns the summary without a verdict on pairs whose win rate is further from 50% than their KL allows."""
+
+    def gated(pair: PairSummary) -> PairSummary:
+        if not (pair.different and is_beyond_kl(pair, kl_ends)):
+            return pair
+        reason = (
+            f"a win rate of {percent(pair.win_rate.mean)} is further from 50% than the"
+            f" {points(_kl_limit(pair, kl_ends))} points that their KL allows (Pinsker's inequality, with the upper end"
+            " of the KL's interval), so chance is part of it"
+        )
+        return replace(pair, different=False, conclusion=Conclusion("none", reason=reason))
+
+    judges = (replace(judge, pairs=tuple(map(gated, judge.pairs))) for judge in summary.judges)
+    return replace(summary, judges=tuple(judges))
+
+
 def _beyond_kl(judge: JudgeSummary, styles: Styles, kl_ends: Mapping[str, float]) -> list[str]:
     """Says for each of several pairs that differ by more than their KL allows that this is open."""
-    pairs = [pair for pair in judge.pairs if pair.different and is_beyond_kl(pair, kl_ends)]
+    kinds = ("better", "worse", "none")
+    pairs = [pair for pair in judge.pairs if pair.conclusion.kind in kinds and is_beyond_kl(pair, kl_ends)]
     return [_of_two(pair, judge.judge, styles, kl_ends=kl_ends)[1] for pair in pairs]
 
 
@@ -321,7 +342,8 @@ def _of_many(judge: JudgeSummary, num_policies: int, styles: Styles) -> tuple[To
         return "unclear", f"There is no ranking of all policies by the judge {judge.judge}: {islands(ratings, styles)}."
     if not ratings.policies:
         return "unclear", f"There is no ranking by the judge {judge.judge}: {ratings.reason}."
-    if reason := follows_position(judge.position_bias):
+    none = [pair.conclusion.reason for pair in judge.pairs if pair.conclusion.kind == "none"]
+    if reason := follows_position(judge.position_bias) or next(iter(none), ""):
         return "unclear", f"Cannot tell which policy is best by the judge {judge.judge}: {reason}."
     ordered = by_rating(ratings)
     leaders = [f"{styles[r.policy].title} ({rank_range(r)})" for r in ordered if r.best_rank == 1]

@@ -129,9 +129,9 @@ def hacking_answer(hacking: RewardHacking, names: Names) -> Answer:
     """Says what the gains show about the trained policy against the initial one; that may be nothing."""
     proxy, judge = hacking.overall.proxy, hacking.overall.judge
     rose = f"the score that {names.algorithm} was trained on rose by {_gained(proxy)}"
-    if math.isnan(proxy.low) or math.isnan(judge.low):
+    if any(math.isnan(gain.low) and math.isnan(gain.high) for gain in (proxy, judge)):  # one infinite end is NaN, too
         return Answer("unclear", "Nothing can be said about reward hacking: there are too few prompts for an interval.")
-    if proxy.low <= 0:
+    if not proxy.low > 0:
         return Answer(
             "unclear",
             f"Nothing can be said about reward hacking: {names.algorithm} has not clearly raised the score that it was"

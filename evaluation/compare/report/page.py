@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.compare.folder import VERDICTS, ComparisonFolder, read_comparison
-from evaluation.compare.report.answer import answer_of, answer_of_run, warnings_of
+from evaluation.compare.report.answer import answer_of, answer_of_run, warnings_of, within_kl
 from evaluation.compare.report.measures import Styles, hacking_section, measure_tables
 from evaluation.compare.report.quality import quality_section
 from evaluation.compare.report.sections import Sections, every_pair, meta_of
@@ -77,19 +77,26 @@ def render(
     """Returns the page, and the contents of report.json. The limits are on the prompts and characters of the sample
     browser.
     """
-    summary = as_shown(summary_of(comparison), comparison.judges)
+    kl_ends = kl_ends_of(comparison)
+    summary = within_kl(as_shown(summary_of(comparison), comparison.judges), kl_ends)
     styles = policy_styles(comparison.about)
     results = results_of(comparison, summary) if any(one.kind == TRAINED for one in comparison.about) else None
     samples = samples_of(comparison, styles, max_prompts=max_prompts, max_characters=max_characters)
     entries = comparison.settings.get("judges", [])
     people = [entry["name"] for entry in entries if are_people(entry)]
-    corrected = corrected_win_rates(summary, comparison.verdicts, people, clusters_of(comparison.prompts))
+    seen = {name: set(prompt_ids) for name, prompt_ids in comparison.seen.items()}
+    clean = [
+        row
+        for row in comparison.verdicts
+        if not any(row.prompt_id in seen.get(policy, ()) for policy in (row.policy_a, row.policy_b))
+    ]
+    corrected = corrected_win_rates(summary, clean, people, clusters_of(comparison.prompts))
     quality, texts = quality_section(entries, corrected)
     page = Page(
         kicker="Heed comparison",
         title=comparison.name,
         meta=meta_of(summary),
-        answer=answer_of_run(results) if results else answer_of(summary, styles, kl_ends_of(comparison)),
+        answer=answer_of_run(results) if results else answer_of(summary, styles, kl_ends),
         picture=every_pair(summary, styles),
         sections=(
             *Sections(summary, styles).all(),
