@@ -50,8 +50,8 @@ class Experts(nn.Module):
 
     def forward(self, x_ND: Tensor, experts_NK: Tensor) -> Tensor:
         """Returns what each of a token's experts makes of it, [N, K, D]."""
-        # The CPU waits for no GPU whose products of groups are direct (`lm.decoding.fixed_steps`). Each pair has its own
-        # row, so gradients add up in a fixed order.
+        # The CPU waits for no GPU with direct products of groups (`lm.decoding.fixed_steps`). Each pair has a row
+        # of its own, so gradients add up in a fixed order.
         E, own_S = self.up.num_experts, experts_NK.flatten() - self.first
         experts_S, order_S = torch.where((own_S >= 0) & (own_S < E), own_S, E).sort(stable=True)
         every_E = torch.arange(E, device=x_ND.device)

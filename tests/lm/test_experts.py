@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lm import decoding
 from lm.config import ModelConfig
-from lm.decoding import decoding_steps
+from lm.decoding import decoding_steps, fixed_steps, prepacked
 from lm.experts import Mixture
 from lm.generation import generate
 from lm.inspection import flops_per_token, parameter_table
@@ -150,3 +151,35 @@ def test_what_experts_do_not_go_with_is_refused() -> None:
 def test_a_shape_without_a_meaning_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig.model_validate({**SHAPE, **changes})
+
+
+def test_a_pass_keeps_the_weight_itself_and_no_view_of_what_was_gathered() -> None:
+    """ZeRO-3 frees a gathered weight after its pass, which a saved view would keep."""
+    layer = mixture().decoder.blocks[0].mlp
+    assert isinstance(layer, Mixture)
+    saved = list[Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (saved.append(tensor), tensor)[1], lambda tensor: tensor
+    ):
+        layer(torch.randn(1, 4, 16))
+    weights = list(layer.experts.parameters())
+    stored = {weight.untyped_storage().data_ptr() for weight in weights}
+    of_weights = [tensor for tensor in saved if tensor.untyped_storage().data_ptr() in stored]
+    assert len(of_weights) == 2
+    assert all(any(tensor is weight for weight in weights) for tensor in of_weights)
+
+
+def test_a_recorded_step_needs_products_that_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "_is_on_gpu", lambda _: True)
+    for capability, dtype, records in (((9, 0), "bf16", True), ((9, 0), "fp32", False), ((8, 0), "bf16", False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device, found=capability: found)
+        model = mixture().to({"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
+        assert (fixed_steps(model, "auto") is not None) == records
+
+
+def test_a_router_stays_in_fp32_when_weights_are_prepacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = list[torch.nn.Module]()
+    monkeypatch.setattr(decoding, "gains", lambda _: True)
+    monkeypatch.setattr(decoding, "PrepackedLinear", lambda linear, _rows: (packed.append(linear), linear.forward)[1])
+    with prepacked(mixture(), 4):
+        assert len(packed) == 3 * 2 + 1  # attention's maps, and the head
