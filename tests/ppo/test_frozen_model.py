@@ -34,6 +34,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": partial(LanguageModel, config(tie_word_embeddings=True)),
     "untied": partial(LanguageModel, config(tie_word_embeddings=False)),
     "learned positions": partial(LanguageModel, config(positions="learned", norm="layer")),
+    "experts": partial(
+        LanguageModel, config(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=(0,))
+    ),
     "scores": partial(ScalarModel, config(), labels=("kind", "brief")),
     "encoder": partial(SequenceClassifier, config(kind="encoder", positions="learned", norm="layer"), ("score",)),
 }
@@ -57,6 +60,8 @@ def test_a_model_in_shards_gives_the_bits_of_the_whole_one(name: str, by_layer: 
         for _ in range(2):
             assert all(tensor.is_meta for tensor in held(sharded.module).values())
             with sharded.in_use():
+                in_blocks = [tensor for name, tensor in held(sharded.module).items() if ".blocks." in name]
+                assert all(tensor.is_meta for tensor in in_blocks if tensor.dim() > 1) == by_layer
                 assert torch.equal(sharded.module(tokens_BT), expected)
     assert all(tensor.is_meta for tensor in held(sharded.module).values())
 
