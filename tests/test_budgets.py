@@ -38,8 +38,8 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "heed": Budget(13_200, 60, 27),
-    "evaluation": Budget(13_990, 64, 14),
+    "heed": Budget(13_210, 60, 27),
+    "evaluation": Budget(14_080, 64, 14),
     "classify": Budget(1_580, 8, 30),
     "sft": Budget(840, 4, 36),
     "dpo": Budget(1_470, 7, 25),
@@ -49,7 +49,7 @@ BUDGETS = {
     "stages": Budget(3_340, 18, 0),
     "cluster": Budget(2_490, 14, 6),
     "training": Budget(3_950, 15, 39),
-    "lm": Budget(12_930, 55, 47),
+    "lm": Budget(12_970, 55, 47),
     "preferences": Budget(16_040, 71, 33),
     "files": Budget(2_420, 11, 0),
     "configs": Budget(130, 2, 0),

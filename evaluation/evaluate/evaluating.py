@@ -64,7 +64,7 @@ UNCHANGING = ("models", "suites", "seed", "precision", "max_new_tokens", "max_it
 @dataclass(frozen=True)
 class Evaluation:
     """The input of an evaluation: specs as `heed evaluate` takes them. Without suites, models are logs of other tools.
-    `max_items` 0 means all.
+    `max_items` 0 means all. With `every_task`, logs must have the same tasks.
     """
 
     models: Sequence[str]
@@ -75,6 +75,7 @@ class Evaluation:
     training_data: Sequence[str]
     max_items: int
     how: Answering
+    every_task: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,11 @@ def _prepare(wanted: Evaluation) -> _Prepared:
     if wanted.data and not wanted.suites:
         raise ValueError(f"--data {wanted.data[0]}: logs have their items; no --data, or --suite NAME, was expected")
     logs = None if wanted.suites else open_logs(wanted.models)
-    opened = suites_of(logs[0], wanted.how.tell) if logs else [open_suite(name) for name in wanted.suites]
+    opened = (
+        suites_of(logs[0], wanted.how.tell, every_task=wanted.every_task)
+        if logs
+        else [open_suite(name) for name in wanted.suites]
+    )
     suites = [repeated(suite, wanted.how.num_samples) for suite in opened]
     names = [suite.name for suite in suites]
     if len(set(names)) < len(names):

@@ -52,9 +52,20 @@ class Gate:
             return UNDECIDED, f"{suite.suite}: undecided whether {self.new} is worse than {self.old}: {why}."
         # An end at 0 is where the test stopped, not where the interval ends.
         code = NOT_WORSE if shown.low > -self.margin else WORSE if shown.high < -self.margin else UNDECIDED
-        by = f" by more than {self.margin:g}" if self.margin else ""
+        by = f" by more than {self._margin(row.measure, suite)}" if self.margin else ""
         said = {NOT_WORSE: "shown not to be", WORSE: "shown to be", UNDECIDED: "not shown to be, nor shown not to be,"}[
             code
         ]
         gain = difference_text(row.difference if row.a == self.new else -row.difference, row.measure, suite)
         return code, f"{suite.suite}: {self.new} is {said} worse than {self.old}{by} in {row.measure} ({gain})."
+
+    def _margin(self, measure: str, suite: SuiteReport) -> str:
+        """Raises: ValueError for a margin of 100 points or more."""
+        if not any(value.unit == "share" for value in suite.statistics.values if value.measure == measure):
+            return f"{self.margin:g}"
+        if self.margin >= 1:
+            raise ValueError(
+                f'--fail-if "{self.new} worse than {self.old} by {self.margin:g}": {measure} of {suite.suite} is a'
+                " share, from 0 to 1; .02, which is 2 points, was expected"
+            )
+        return f"{100 * self.margin:g} points"

@@ -81,10 +81,14 @@ def open_logs(specs: Sequence[str]) -> tuple[list[LoggedModel], Mapping[str, Seq
 
 def _open(name: str, spec: str) -> LoggedModel:
     path = Path(spec)
+    if not path.exists():
+        raise ValueError(f"model {name!r}: {spec}: no such file or folder")
     if path.is_dir() and any(path.rglob("samples_*.jsonl")):
         return LoggedModel(name, spec, "lm-evaluation-harness", *_harness(name, path))
     if path.is_file() and path.suffix in (".eval", ".json"):
         return LoggedModel(name, spec, "inspect_ai", _inspect(path), frozenset())
+    if path.is_file() and _SAMPLES.fullmatch(path.name):
+        raise ValueError(f"model {name!r}: {spec}: one file of lm-evaluation-harness; its folder was expected")
     if path.is_file() and path.suffix == ".jsonl":
         return LoggedModel(name, spec, "OpenAI evals", _events(path), frozenset())
     raise ValueError(
@@ -93,22 +97,29 @@ def _open(name: str, spec: str) -> LoggedModel:
     )
 
 
-def suites_of(logs: Sequence[LoggedModel], tell: Callable[[str], None]) -> list[Suite]:
+def suites_of(logs: Sequence[LoggedModel], tell: Callable[[str], None], *, every_task: bool = False) -> list[Suite]:
     """Returns the tasks that all logs have, as suites, and says which others are left out.
 
-    Raises: ValueError if there is none, or if logs hold different items under the same id.
+    Raises: ValueError if there is none, or with `every_task` if a log lacks one; and if logs hold different items under
+        the same id.
     """
     every = list(dict.fromkeys(task for log in logs for task in log.samples))
     common = [task for task in every if all(task in log.samples for log in logs)]
     if not common:
         listed = "; ".join(f"{log.name} has {', '.join(log.samples)}" for log in logs)
         raise ValueError(f"the logs have no task in common: {listed}")
-    if left_out := [task for task in every if task not in common]:
-        tell(f"left out, since not all logs have them: {', '.join(left_out)}")
-    return [_suite(task, logs) for task in common]
+    lacking = {task: [log.name for log in logs if task not in log.samples] for task in every if task not in common}
+    if lacking:
+        listed = "; ".join(
+            f"{task}, which {' and '.join(names)} lack{'s' * (len(names) == 1)}" for task, names in lacking.items()
+        )
+        if every_task:
+            raise ValueError(f"--fail-if: the logs differ in their tasks: {listed}; the same tasks were expected")
+        tell(f"left out: {listed}")
+    return [_suite(task, logs, tell) for task in common]
 
 
-def _suite(task: str, logs: Sequence[LoggedModel]) -> Suite:
+def _suite(task: str, logs: Sequence[LoggedModel], tell: Callable[[str], None]) -> Suite:
     samples = [(item_id, one) for log in logs for item_id, several in log.samples[task].items() for one in several]
     first: dict[str, Sample] = {}
     for item_id, sample in samples:
@@ -118,6 +129,11 @@ def _suite(task: str, logs: Sequence[LoggedModel]) -> Suite:
                 f"{sample.where}: item {item_id!r} of {task} asks something else than in {known.where}; logs of"
                 " the same items were expected"
             )
+    if others := {item_id for item_id, sample in samples if sample.messages != first[item_id].messages}:
+        tell(
+            f"{task}: the prompts of {len(others):,} of {len(first):,} items differ between the logs: other few-shot"
+            " examples or chat templates are part of what is compared"
+        )
     measures = [_measure(name, samples, logs) for name in dict.fromkeys(n for _, s in samples for n in s.values)]
     if not measures:
         raise ValueError(f"{samples[0][1].where}: task {task} has no metric that is a number per item")

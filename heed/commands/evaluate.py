@@ -118,7 +118,9 @@ def evaluate(
             partial(console.print, markup=False),
             samples,
         )
-        wanted = Evaluation(models, suite or [], data or [], judge, baseline, training_data or [], max_items, how)
+        wanted = Evaluation(
+            models, suite or [], data or [], judge, baseline, training_data or [], max_items, how, gate is not None
+        )
         try:
             report = evaluate_models(wanted, folder)
         except (OSError, RuntimeError) as error:

@@ -205,7 +205,7 @@ def test_logs_of_inspect_in_its_own_format(heed_main: Call, tmp_path: Path) -> N
     [
         ([1] * 30, [0] * 30, "b worse than a", 1),
         ([1] * 30, [0] * 30, "a worse than b", 0),
-        ([1] * 30, [0] * 30, "b worse than a by 1", 0),
+        ([1] * 30, [0] * 30, "b worse than a by 2", 2),  # points are hundredths
         ([1, 0] * 15, [0, 1] * 15, "b worse than a by .02", 2),
         ([1, 0] * 15, [0, 1] * 15, "b worse than a by .9", 0),
         ([1], [0], "b worse than a", 2),
@@ -221,6 +221,28 @@ def test_the_exit_code_says_whether_a_model_got_worse(
     code, said = heed_main("evaluate", *specs, "--out", str(tmp_path / "out"), "--fail-if", gate)
     assert code == expected, said
     assert " worse than " in said
+
+
+def test_a_task_that_one_log_lacks_is_named_and_is_no_success(heed_main: Call, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        harness_log(tmp_path / name, [1, 0] * 20)
+    harness_log(tmp_path / "a", [1] * 40, task="other")
+    command = ["evaluate", f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}", "--out"]
+    code, said = heed_main(*command, str(tmp_path / "out"))
+    assert (code, "left out: other, which b lacks" in said) == (0, True), said
+    code, said = heed_main(*command, str(tmp_path / "gated"), "--fail-if", "b worse than a by .5")
+    assert (code, "differ in their tasks: other, which b lacks" in said.replace("\n", " ")) == (2, True), said
+
+
+def test_other_prompts_for_the_same_documents_are_told(heed_main: Call, tmp_path: Path) -> None:
+    folders = [harness_log(tmp_path / name, [1, 0] * 20) for name in ("a", "b")]
+    (log,) = folders[1].glob("samples_*.jsonl")
+    log.write_text(log.read_text(encoding="utf-8").replace('"arg_0": "', '"arg_0": "Example: 1. '), encoding="utf-8")
+    code, said = heed_main("evaluate", *(f"{f.name}={f}" for f in folders), "--out", str(tmp_path / "out"))
+    assert code == 0, said
+    assert "the prompts of 40 of 40 items differ" in said.replace("\n", " ")
+    code, said = heed_main("evaluate", f"a={log}", f"b={folders[0]}")
+    assert (code, "its folder was expected" in said.replace("\n", " ")) == (2, True), said
 
 
 def test_a_gate_that_names_no_model_is_refused_before_anything_is_read(heed_main: Call) -> None:
