@@ -51,7 +51,8 @@ class Gate:
             why = shown.reason if shown and shown.reason else "no interval"
             return UNDECIDED, f"{suite.suite}: undecided whether {self.new} is worse than {self.old}: {why}."
         # An end at 0 is where the test stopped, not where the interval ends.
-        code = NOT_WORSE if shown.low > -self.margin else WORSE if shown.high < -self.margin else UNDECIDED
+        is_not_worse = shown.low >= -self.margin if self.margin else shown.low > 0
+        code = NOT_WORSE if is_not_worse else WORSE if shown.high < -self.margin else UNDECIDED
         by = f" by more than {self.margin:g}" if self.margin else ""
         said = {NOT_WORSE: "shown not to be", WORSE: "shown to be", UNDECIDED: "not shown to be, nor shown not to be,"}[
             code
