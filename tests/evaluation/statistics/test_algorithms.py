@@ -122,7 +122,7 @@ def test_holm_widens_a_difference_of_algorithms_that_it_takes_back() -> None:
     """Three algorithms: the smallest p of three pairs is multiplied by three."""
     for seed in range(60):
         generator = np.random.default_rng(seed)
-        runs = {name: [f"{name}/1", f"{name}/2"] for name in ("a", "b", "c")}
+        runs = {name: [f"{name}/{n}" for n in range(3)] for name in ("a", "b", "c")}
         names = [name for own in runs.values() for name in own]
         rows = [
             Verdict(
