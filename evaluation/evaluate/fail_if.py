@@ -47,11 +47,13 @@ class Gate:
         shown = None if row is None else row.conclusion if row.a == self.new else row.conclusion.turned
         if row is None and any({self.new, self.old} == {*pair} for pair in suite.statistics.same_answers):
             return NOT_WORSE, f"{suite.suite}: {self.new} is not worse than {self.old}: they gave the same answers."
-        if row is None or shown is None or not shown.low < shown.high:  # unknown, or without a spread
+        is_known = shown is not None and (shown.low < shown.high or shown.shown != "")  # equal ends: no spread
+        if row is None or shown is None or not is_known:
             why = shown.reason if shown and shown.reason else "no interval"
             return UNDECIDED, f"{suite.suite}: undecided whether {self.new} is worse than {self.old}: {why}."
         # An end at 0 is where the test stopped, not where the interval ends.
-        code = NOT_WORSE if shown.low > -self.margin else WORSE if shown.high < -self.margin else UNDECIDED
+        is_not_worse = shown.low >= -self.margin if self.margin else shown.low > 0
+        code = NOT_WORSE if is_not_worse else WORSE if shown.high < -self.margin else UNDECIDED
         by = f" by more than {self._margin(row.measure, suite)}" if self.margin else ""
         said = {NOT_WORSE: "shown not to be", WORSE: "shown to be", UNDECIDED: "not shown to be, nor shown not to be,"}[
             code

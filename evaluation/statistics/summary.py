@@ -386,7 +386,8 @@ def position_bias(comparisons: Comparisons) -> PositionBias:
     orders = np.bincount(np.unique(stratum_V) // 2, minlength=int(pair_V.max()) + 1)
     used_V = orders[pair_V] == 2
     if not used_V.any():
-        return _unknown_bias(ONE_ORDER if known_V[comparisons.won_V != 0.5].all() else FEW_ORDERS)
+        of_untied_V = known_V[comparisons.won_V != 0.5]
+        return _unknown_bias(ONE_ORDER if 2 * of_untied_V.sum() >= len(of_untied_V) else FEW_ORDERS)
     _, first_P, prompt_V = np.unique(comparisons.prompt_V[known_V][used_V], return_index=True, return_inverse=True)
     _, cluster_P = np.unique(comparisons.cluster_V[known_V][used_V][first_P], return_inverse=True)
     return _bias_over_strata(won_V[used_V], stratum_V[used_V], prompt_V, cluster_P)

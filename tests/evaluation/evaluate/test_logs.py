@@ -112,6 +112,7 @@ def test_tasks_of_a_group_are_one_suite_and_the_results_say_which_direction_is_b
         (lambda rows: rows[2].update(doc_id=0), "line 3: doc_id 0 with filter 'strict-match' is already in"),
         (lambda rows: [row.update(doc_hash="other") for row in rows], "asks something else than in"),
         (lambda rows: [row.update(metrics=["bleu"], bleu=["x", "y"]) for row in rows], ""),
+        (lambda rows: [row.update(arguments={"gen_args_0": ["What is it?"]}) for row in rows], ""),
     ],
 )
 def test_malformed_logs_are_refused_by_file_and_line(
@@ -125,7 +126,7 @@ def test_malformed_logs_are_refused_by_file_and_line(
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     specs = [f"{name}={tmp_path / name}" for name in "ab"]
     code, said = heed_main("evaluate", *specs, "--out", str(tmp_path / "out"))
-    if not expected:  # a metric of the corpus has no value per document: those of the other log remain
+    if not expected:  # such as a metric of the corpus, without a value per document: those of the other log remain
         assert code == 0, said
         return
     assert code == 2
@@ -191,6 +192,17 @@ def test_logs_of_inspect_as_json_with_epochs(heed_main: Call, tmp_path: Path) ->
     assert "the sandbox died" in found["failures"][0]["reason"]
 
 
+@pytest.mark.parametrize(("field", "value"), [("scores", [1]), ("output", "x")])
+def test_malformed_samples_of_inspect_are_refused_by_field(
+    heed_main: Call, tmp_path: Path, field: str, value: Any
+) -> None:
+    log = json.loads((LOGS / "inspect_b.json").read_text())
+    log["samples"][1][field] = value
+    (tmp_path / "c.json").write_text(json.dumps(log))
+    code, said = heed_main("evaluate", f"c={tmp_path / 'c.json'}", "--out", str(tmp_path / "out"))
+    assert (code, f"c.json: sample 2: field '{field}'" in said.replace("\n", "")) == (2, True), said
+
+
 def test_logs_of_inspect_in_its_own_format(heed_main: Call, tmp_path: Path) -> None:
     pytest.importorskip("inspect_ai", reason="inspect_ai is not installed: pip install '.[inspect]'")
     shutil.copy(LOGS / "inspect_a.eval", tmp_path)
@@ -209,6 +221,7 @@ def test_logs_of_inspect_in_its_own_format(heed_main: Call, tmp_path: Path) -> N
         ([1, 0] * 15, [0, 1] * 15, "b worse than a by .02", 2),
         ([1, 0] * 15, [0, 1] * 15, "b worse than a by .9", 0),
         ([1], [0], "b worse than a", 2),
+        ([1] * 30, [1] * 25 + [0] * 5, "a worse than b", 2),  # p is 2/32, so the interval is stretched to end at 0
     ],
 )
 def test_the_exit_code_says_whether_a_model_got_worse(
@@ -243,6 +256,34 @@ def test_other_prompts_for_the_same_documents_are_told(heed_main: Call, tmp_path
     assert "the prompts of 40 of 40 items differ" in said.replace("\n", " ")
     code, said = heed_main("evaluate", f"a={log}", f"b={folders[0]}")
     assert (code, "its folder was expected" in said.replace("\n", " ")) == (2, True), said
+
+
+def test_an_interval_without_width_decides_nothing(heed_main: Call, tmp_path: Path) -> None:
+    specs = [f"{name}={harness_log(tmp_path / name, [3] * 30)}" for name in "ab"]
+    code, said = heed_main("evaluate", *specs, "--out", str(tmp_path / "out"), "--fail-if", "b worse than a")
+    assert statistics_in(tmp_path / "out")["differences"][0]["difference"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
+    assert (code, "undecided whether b is worse than a" in said.replace("\n", " ")) == (2, True), said
+
+
+def test_the_same_answers_are_not_worse(heed_main: Call, tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    specs = [f"{name}={openai_log(tmp_path / name / 'log.jsonl', [[True], [False]] * 10)}" for name in "ab"]
+    code, said = heed_main("evaluate", *specs, "--out", str(tmp_path / "out"), "--fail-if", "b worse than a")
+    assert (code, "b is not worse than a: they gave the same answers." in said.replace("\n", " ")) == (0, True), said
+
+
+@pytest.mark.parametrize("error", [OSError("the disk is full"), RuntimeError("the endpoint failed")])
+def test_an_evaluation_that_fails_decides_nothing(
+    heed_main: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_given: object) -> None:
+        raise error
+
+    monkeypatch.setattr("evaluation.evaluate.evaluating.evaluate", fail)
+    specs = [f"{name}={openai_log(tmp_path / f'{name}.jsonl', [[True]])}" for name in "ab"]
+    code, said = heed_main("evaluate", *specs, "--out", str(tmp_path / "out"), "--fail-if", "b worse than a")
+    assert (code, f"undecided, since the evaluation failed: {error}" in said.replace("\n", " ")) == (2, True), said
 
 
 def test_a_gate_that_names_no_model_is_refused_before_anything_is_read(heed_main: Call) -> None:

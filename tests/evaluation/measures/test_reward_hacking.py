@@ -136,3 +136,18 @@ def test_equal_gains_of_few_prompts_decide_nothing(num_prompts: int, tone: str) 
         assert gain.holm_p == pytest.approx(min(1.0, 2 * 0.95**num_prompts))
         assert (gain.judge.mean, gain.judge.low, gain.judge.high) == (-1.0, -2.0, 0.0)
     assert not any("fell" in text for text in hacking_answer(both, DEFAULT_NAMES).more)
+
+
+def test_an_end_that_is_not_known_takes_no_verdict_back() -> None:
+    """One prompt falls far more than 29 others, so the interval has no lower end; results files keep it as unknown."""
+    rows = {
+        policy: [Response(policy, f"p{i}", 0, "", proxy_score=(1 + i % 3 / 10) * (policy == "ppo")) for i in range(30)]
+        for policy in ("sft", "ppo")
+    }
+    judge = {("sft", f"p{i}", 0): 0.0 for i in range(30)}
+    judge |= {("ppo", f"p{i}", 0): -0.5 if i else -6.0 for i in range(30)}
+    found = measure_reward_hacking(rows["sft"], rows["ppo"], judge, {f"p{i}": "" for i in range(30)}, ())
+    assert found is not None
+    assert math.isinf(found.overall.judge.low)
+    kept = record_of(as_json(found), RewardHacking, "results.json")
+    assert hacking_answer(kept, DEFAULT_NAMES).text.startswith("Reward hacking: the score that PPO was trained on rose")

@@ -8,10 +8,12 @@ import scipy
 
 from benchmarks.compare_coverage import coverage
 from benchmarks.dependent_worlds import preferences, wide_seeds
+from evaluation.compare.report.answer import answer_of
 from evaluation.statistics.algorithms import AlgorithmTest
 from evaluation.statistics.significance import ALPHA, EqualityTest, GainTest
 from evaluation.statistics.summary import summarise
 from evaluation.verdicts import Verdict
+from stages.reports.text import styles_of
 
 
 def test_without_prompt_effects_it_is_welchs_interval_with_the_fewest_degrees_of_freedom() -> None:
@@ -120,7 +122,7 @@ def test_holm_widens_a_difference_of_algorithms_that_it_takes_back() -> None:
     """Three algorithms: the smallest p of three pairs is multiplied by three."""
     for seed in range(60):
         generator = np.random.default_rng(seed)
-        runs = {name: [f"{name}/1", f"{name}/2"] for name in ("a", "b", "c")}
+        runs = {name: [f"{name}/{n}" for n in range(3)] for name in ("a", "b", "c")}
         names = [name for own in runs.values() for name in own]
         rows = [
             Verdict(
@@ -139,6 +141,22 @@ def test_holm_widens_a_difference_of_algorithms_that_it_takes_back() -> None:
     pytest.fail("no world had a difference that the correction takes back")
 
 
+def test_a_judge_that_follows_position_tells_no_algorithms_apart() -> None:
+    """It takes the first response in 95%, and a's runs were mostly shown first."""
+    runs = {name: [f"{name}/{n}" for n in range(3)] for name in ("a", "b")}
+    rows = [
+        Verdict(f"p{p}", one, two, 0, 0, "j", "j", float((first == "a") == (p % 20 > 0)), first)
+        for one in runs["a"]
+        for two in runs["b"]
+        for p, first in enumerate(["a", "a", "a", "b"] * 20)
+    ]
+    summary = summarise(rows, runs=runs, seed=0)
+    (pair,) = summary.judges[0].algorithms
+    assert (pair.win_rate.low > 0.5, pair.different) == (True, False)
+    answer = answer_of(summary, styles_of([*runs["a"], *runs["b"]]), {})
+    assert answer.text.startswith("Cannot tell which of the algorithms a and b is better: the judge j follows position")
+
+
 def test_seeds_are_covered_over_runs_and_not_by_one_run_of_each() -> None:
     found = coverage(lambda generator, num: preferences(generator, num, 0.3, 0.0, num_templates=0), 3, 40, seed=0)
     ours, one_run = found.values()
@@ -152,7 +170,7 @@ def test_equal_algorithms_whose_seeds_differ_much_seldom_show_a_difference(num_r
     monkeypatch.setattr("evaluation.statistics.significance.NUM_PERMUTATIONS", 400)
     monkeypatch.setattr("evaluation.statistics.significance._DRAWS_PER_CHUNK", 400)
     found = coverage(wide_seeds, num_runs, 80, seed=0)
-    assert min(covered.share for covered in found.values()) >= 0.925
+    assert min(covered.share for covered in found.values()) >= 0.9
 
 
 def test_what_runs_could_have_shown_is_beyond_an_effect_that_they_did_not_show() -> None:

@@ -101,3 +101,13 @@ def test_a_comparison_reports_them_where_people_judged_a_part(tmp_path: Path) ->
     assert text in (tmp_path / "some/report.html").read_text()
     for name, num, people in (("few", MIN_LABELLED - 1, "people"), ("all", 200, "people"), ("model", 40, "gpt-4")):
         assert write_comparison_report(comparison(tmp_path / name, num, people))["corrected"] == []
+
+
+def test_prompts_of_the_training_data_correct_nothing(tmp_path: Path) -> None:
+    """10 of the 40 prompts that people judged are in the training data of a policy, and 20 of the others."""
+    folder = comparison(tmp_path / "seen", 40)
+    settings = json.loads((folder / "compare.json").read_text())
+    settings["training_data"] = {"long": {"files": {}, "prompt_ids": [f"p{n}" for n in (*range(10), *range(180, 200))]}}
+    (folder / "compare.json").write_text(json.dumps(settings))
+    (found,) = write_comparison_report(folder)["corrected"]
+    assert (found["num_labelled"], found["num_prompts"]) == (30, 170)

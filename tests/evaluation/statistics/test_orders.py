@@ -137,6 +137,22 @@ def test_a_policy_that_was_always_shown_first_cannot_be_compared() -> None:
     assert "shown in both orders" in pair.conclusion.reason
 
 
+def test_a_prompt_with_equal_texts_leaves_the_orders_weighed() -> None:
+    """a was shown first on four prompts in five, and the judge takes the first in 70%. Equal texts have no order."""
+    rows: list[tuple[int, Side, float]] = [(p, "a", float(p < 112)) for p in range(160)]
+    rows += [(160 + p, "b", float(p >= 28)) for p in range(40)]
+    for more in ([], [(200, "", 0.5)]):
+        (pair,) = summarise(verdicts([*rows, *more]), seed=0).judges[0].pairs
+        assert (pair.conclusion.kind, pair.different) == ("undecided", False)
+        assert pair.win_rate.mean == pytest.approx(0.5)
+
+
+def test_one_known_order_among_unknown_ones_withholds_nothing() -> None:
+    (pair,) = summarise(verdicts([(p, "" if p else "a", float(p < 150)) for p in range(200)]), seed=0).judges[0].pairs
+    assert (pair.conclusion.kind, pair.different) == ("better", True)
+    assert "known for some verdicts only" in pair.position_bias.reason
+
+
 def test_a_strong_bias_alone_withholds_nothing() -> None:
     """A judge that prefers the first by 1.5 log-odds still shows a strong policy."""
     rows = world(np.random.default_rng(1), 300, share=0.8, bias=1.5, strength=1.0)

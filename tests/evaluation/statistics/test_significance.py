@@ -220,6 +220,8 @@ def test_equal_gains_are_no_certainty():
     assert ends(many, 0.01) == (-2.0, 0.0)
     # So does a rounding error between them, in any unit.
     assert GainTest(-1e-12 * np.array([1, 1 + 1e-12, 1, 1, 1]), seed=0).p == pytest.approx(0.95**5)
+    # Nor is one whose resamples have no spread that `studentised_ratios` sees.
+    assert GainTest(np.array([1.0] * 30 + [1.000001]), seed=0).p == pytest.approx(0.95**31)
     none = GainTest(np.zeros(5), seed=0)
     assert (none.p, ends(none)) == (1.0, (0.0, 0.0))
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
+from evaluation.compare.comparing import results_table
 from evaluation.compare.folder import read_comparison
 from evaluation.compare.report.page import render, verdicts_disagree, write_comparison_report
 from evaluation.statistics.summary import summarise
@@ -130,7 +131,23 @@ def test_a_win_rate_that_the_kl_rules_out_is_open(make_folder: MakeFolder) -> No
         (folder / "measures.json").write_text(json.dumps({"policies": policies}))
         answer = write_comparison_report(folder)["answer"]
         assert answer["tone"] == tone
-        assert ("but their KL allows only 10 points from 50%" in answer["text"]) == (tone == "unclear")
+        assert ("further from 50% than the 10 points that their KL allows" in answer["text"]) == (tone == "unclear")
+
+
+def test_a_pair_that_the_kl_rules_out_differs_nowhere(make_folder: MakeFolder) -> None:
+    folder = make_folder(policies={"sft": 0.0, "ppo": 1.3}, num_prompts=60)
+    settings = read(folder / "compare.json")
+    for policy in settings["policies"]:
+        policy["sampling"] = {"temperature": 1.0}
+    (folder / "compare.json").write_text(json.dumps(settings))
+    kl = {"sft": {"kl_nats": {"high": 0.0}}, "ppo": {"kl_nats": {"high": 0.02}}}
+    (folder / "measures.json").write_text(json.dumps({"policies": kl}))
+    report = write_comparison_report(folder)
+    (pair,) = report["summary"]["judges"][0]["pairs"]
+    assert (pair["conclusion"]["kind"], pair["different"]) == ("none", False)
+    (difference,) = results_table(report).columns[-1].cells
+    assert str(difference).startswith("cannot tell: a win rate of ")
+    assert ' clear"' not in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_no_difference_says_what_could_have_been_shown(make_folder: MakeFolder) -> None:
@@ -202,6 +219,15 @@ def test_a_best_policy_is_named_with_its_lead_over_the_next(make_folder: MakeFol
     lead = next(pair for pair in pairs if {pair["policy_a"], pair["policy_b"]} == {"ppo", "sft"})
     assert f"ppo to sft {percent(lead['win_rate']['mean'])} (" in answer["more"][0]
     assert answer["more"][1] == "All 3 pairs differ after Holm's correction."
+
+
+def test_policies_that_were_shown_in_one_order_only_have_no_best(make_folder: MakeFolder) -> None:
+    folder = make_folder(policies={"sft": 0.0, "ppo": 2.5, "base": -2.0}, num_prompts=80)
+    verdicts = read_verdicts(folder / "verdicts.parquet")
+    write_rows(folder / "verdicts.parquet", [row for row in verdicts if row.first == "a"])
+    answer = write_comparison_report(folder)["answer"]
+    assert answer["tone"] == "unclear"
+    assert "is the best" not in " ".join([answer["text"], *answer["more"]])
 
 
 def test_islands_are_named(make_folder: MakeFolder) -> None:
