@@ -48,8 +48,8 @@ heed judge runs/mine/compare people:labels.sqlite
 heed judge runs/mine/compare strict=judge.py:score
 """,
     "heed judge-quality": """
-heed judge-quality judge.py:score LLMBar/Natural/dataset.json --out runs/judge-quality
-heed judge-quality gpt-4=https://api.example.org/v1#gpt-4 mt_bench_human.jsonl --max-tasks 200
+heed judge-quality judge.py:score LLMBar/Dataset/LLMBar/Natural/dataset.json --out runs/judge-quality
+heed judge-quality 'gpt-4=https://api.example.org/v1#gpt-4' mt_bench_human.jsonl --max-tasks 200
 heed judge-quality runs/mine/reward/model rankings.jsonl
 """,
     "heed evaluate": """
