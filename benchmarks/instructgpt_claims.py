@@ -8,7 +8,7 @@ The claims and rules were fixed before any test was computed (the models' means 
 
 - A claim is a number x per question: a weighted sum of means over models, all answering this question under one prompt
   type. Questions are independent, and all models answer the same ones, so the comparison is paired.
-- "above 0" and "below 0" are tested by `GainTest` of x: the larger p of Student's and the sign-flip test.
+- "above 0" and "below 0" are tested by `GainTest` of x.
 - "within b" is tested by the same test of x - b and x + b: inside, p is the larger of both; outside, the nearer one's.
 - Holm's correction is over all claims. A claim is decided if its corrected p is below 5%: borne out if the mean of x is
   where the claim says, contradicted if it is on the other side. Any other claim is undecided.

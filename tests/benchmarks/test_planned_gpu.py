@@ -72,8 +72,8 @@ def time_rows() -> Iterator[tuple[str, float, float]]:
     for name, fields, tokens in (("0.5B", QWEN, 256), ("1.3B", LLAMA13, 192), ("8B", LLAMA8, 128)):
         counts, found = count(whole(fields)), STEPS[f"generation_{name.lower().replace('.', '')}"]
         seq_len = 256 + tokens
-        all_tokens = times(1).sampling(counts, 128, seq_len, tokens)
-        prompts = times(1).sampling(counts, 128, seq_len, 0)  # reads all tokens as prompts
+        all_tokens = times(1).sampling(counts, 128, 128, seq_len, tokens)
+        prompts = times(1).sampling(counts, 128, 128, seq_len, 0)  # reads all tokens as prompts
         planned = (all_tokens - prompts * 256 / seq_len) / tokens
         yield f"a token of 128 rows, {name}", planned * 1000, found["kept_ms_per_token"]
     yield from ppo_rows()
@@ -86,7 +86,7 @@ def ppo_rows() -> Iterator[tuple[str, float, float]]:
     passes = [of.forward(model, tokens, 448, share) for share in (head, head, 0.0, 0.0)]
     updates = {name: 4 * of.step(counts, tokens / 4, tokens // 16, 448, share) for name, share in
                (("policy", head), ("value", 0.0))}  # fmt: skip
-    yield "PPO, sampling", 1000 * of.sampling(counts, 512, 448, 256), 1000 * found["sampling_seconds"]
+    yield "PPO, sampling", 1000 * of.sampling(counts, 512, 128, 448, 256), 1000 * found["sampling_seconds"]
     yield "PPO, scoring", 1000 * sum(passes), 1000 * found["scoring_seconds"]
     for name, seconds in updates.items():
         yield f"PPO, {name} updates", 1000 * seconds, 1000 * found[f"{name}_updates_seconds"]

@@ -103,7 +103,7 @@ def test_the_docs_show_what_the_published_samples_decide() -> None:
     assert claims_table(decided) in page, "run python -m benchmarks.instructgpt_claims FOLDER"
     assert means_table(read_values(str(SAMPLES))[0]) in page
     count = {verdict: sum(one.verdict == verdict for one in decided) for verdict in ("borne out", "undecided")}
-    assert count == {"borne out": 10, "undecided": 6}  # as the text says
+    assert count == {"borne out": 9, "undecided": 7}  # as the text says
 
 
 @pytest.mark.skipif(not XSTEST.is_dir(), reason=f"needs XSTest's published files in {XSTEST}")

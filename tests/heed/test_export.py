@@ -65,7 +65,7 @@ def test_commands_take_the_file_as_a_model(call: Call, exported: Path, model_fol
     assert call("chat", exported, *options, typed="Where is the fox?\n") == call(
         "chat", model_folder, *options, typed="Where is the fox?\n"
     )
-    assert call("inspect", "model", exported) == call("inspect", "model", model_folder)
+    assert call("inspect", exported) == call("inspect", model_folder)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{n} and", "completion": f" {n}"}) + "\n" for n in range(4)))
     of_file, of_folder = (call("few-shot", model, rows, "--shots", "1") for model in (exported, model_folder))
@@ -77,8 +77,6 @@ def test_commands_take_the_file_as_a_model(call: Call, exported: Path, model_fol
     code, said, errors = call(*kl)
     assert (code, errors) == (0, ""), errors
     assert "0.000" in said  # the same weights
-    code, _, errors = call("inspect", "attention", exported, "The fox", "--png", tmp_path / "a.png")
-    assert code == 0, errors
 
 
 def test_policies_of_a_comparison_may_be_files(call: Call, exported: Path, model_folder: Path, tmp_path: Path) -> None:

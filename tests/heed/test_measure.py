@@ -14,7 +14,7 @@ from files.atomic import write_json
 from heed.cli import app
 from heed.commands.measure import spread
 from lm.config import ModelConfig
-from lm.model import LanguageModel, init_weights
+from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from ppo.report import PPOResults
@@ -33,12 +33,16 @@ def run_folder(
     shutil.copy(DEBUG_JOB, folder / "job.toml")
     shutil.copytree(model_folder, folder / "sft" / "model")
     (folder / "ppo" / "policies").mkdir(parents=True)
+    (folder / "reward").mkdir()
     for number in range(1, 4):
         policy = LanguageModel(tiny_config)
         init_weights(policy, seed=number)
         save_model(folder / "ppo" / "policies" / f"{2 * number:06d}", policy, policy.state_dict(), tokenizer)
     shutil.copytree(folder / "ppo" / "policies" / "000004", folder / "ppo" / "model")
     write_json(folder / "ppo" / "results.json", asdict(PPOResults(7, 0.05, 0.0, 1.0)))
+    reward = ScalarModel(tiny_config)
+    init_weights(reward, seed=5)
+    save_model(folder / "reward" / "model", reward, reward.state_dict(), tokenizer)
     return folder
 
 

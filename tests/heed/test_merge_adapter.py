@@ -119,7 +119,7 @@ def test_an_adapters_folder_is_no_model_for_any_command_either(made: Path, tmp_p
     folder = tmp_path / "adapter"
     shutil.copytree(made / "CAUSAL_LM", folder)
     shutil.copy(made / "base" / "config.json", folder)
-    for arguments in (("inspect", "model", folder), ("verify-sampler", "heed", folder), ("chat", folder)):
+    for arguments in (("inspect", folder), ("verify-sampler", "heed", folder), ("chat", folder)):
         result = CliRunner().invoke(app, [*map(str, arguments)])
         assert f"`heed merge-adapter {folder} OUTPUT` to merge it into its base" in str(result.exception)
 

@@ -258,7 +258,7 @@ def test_algorithms_that_are_all_wrong_have_an_interval_with_a_width() -> None:
 def test_algorithms_of_an_aggregate_and_a_lower_measure() -> None:
     generator = np.random.default_rng(6)
     scored = {
-        run: ratio_rows(generator.normal(2.0 if algorithm == "ppo" else 0.0, 1.0, size=30), np.ones(30))
+        run: ratio_rows(generator.normal(6.0 if algorithm == "ppo" else 0.0, 1.0, size=30), np.ones(30))
         for algorithm, own in RUNS.items()
         for run in own
     }
@@ -272,7 +272,12 @@ def test_algorithms_of_an_aggregate_and_a_lower_measure() -> None:
         "s", [RATIO], items_of(30), {run: dict(list(own.items())[:4]) for run, own in scored.items()}, RUNS, seed=0
     ).algorithms
     assert (few.p, few.better, math.isnan(few.difference.low)) == (1.0, "", True)
-    lower = suite_statistics("s", [LOSS], items_of(30), runs_of("loss", 30, generator), RUNS, seed=0).algorithms[0]
+    losses = {
+        run: rows_of("loss", list(generator.normal(6.0 if algorithm == "ppo" else 0.0, 1.0, size=30)))
+        for algorithm, own in RUNS.items()
+        for run in own
+    }
+    lower = suite_statistics("s", [LOSS], items_of(30), losses, RUNS, seed=0).algorithms[0]
     assert lower.better == "dpo"
 
 

@@ -13,14 +13,14 @@ from tests.heed.test_documented_commands import WRITTEN
 
 # Commands that take seconds and read nothing but a run and the files below; those that follow need what these leave.
 RUN = (
-    ("inspect",), ("few-shot",), ("measure", "reward"), ("measure", "tax"), ("compare", "runs/demo/sft/model"),
+    ("inspect",), ("few-shot",), ("measure", "tax"), ("compare", "runs/demo/sft/model"),
     ("compare", "sft=runs/demo/sft/model"), ("judge",), ("report",), ("chat", "runs/demo"), ("label", "sample"),
     ("label", "invite", "ann"), ("label", "person"),
 )  # fmt: skip
 
 
 def is_run(words: list[str]) -> bool:
-    own = any(" ".join(words).startswith(" ".join(prefix)) for prefix in RUN)
+    own = any(words[: len(prefix)] == [*prefix] for prefix in RUN)
     absent = ("runs/mine", "configs/", "models/SmolLM2")  # the last is what `make smollm2-model` downloads
     return own and not any(word == "JUDGE" or any(name in word for name in absent) for word in words)
 

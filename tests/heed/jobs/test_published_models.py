@@ -17,6 +17,7 @@ CLUSTER_JOBS = sorted((ROOT / "configs" / "jobs" / "cluster").glob("*.toml"))
 FINE_TUNING = [path for path in CLUSTER_JOBS if not path.stem.startswith(("gpt2-pretrain", "gpt3"))]
 # The tokens of a family's other sizes and versions.
 SAME_TOKENS = dict.fromkeys(("meta-llama/Llama-3.1-8B", "meta-llama/Meta-Llama-3-70B"), "meta-llama/Meta-Llama-3-8B")
+SAME_TOKENS["Qwen/Qwen3-30B-A3B"] = "Qwen/Qwen3-0.6B"
 
 TURNS = [
     ("Why is the sky blue?", "Air scatters blue light.", "It is paint."),

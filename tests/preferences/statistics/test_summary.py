@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from preferences.page.quality_reports import share_plot
 from preferences.rankings import current_judgments
 from preferences.records import Judgment, Message, Ranking, Task
-from preferences.statistics import plots
 from preferences.statistics.agreement import pairwise_agreement
 from preferences.statistics.quality import labeler_counts
 from preferences.statistics.summary import summary
@@ -136,7 +136,7 @@ def many():
 
 def chart_of(report):
     rows = [(labeler.labeler, labeler.agreement) for labeler in report.labelers]
-    return plots.share_plot(rows, name="agreement", title="Agreement with others", chance=0.5)
+    return share_plot(rows, name="agreement", title="Agreement with others", chance=0.5)
 
 
 def test_a_chart_is_xml_with_a_title_and_no_fixed_colours(many):
