@@ -64,8 +64,8 @@ def test_your_own_model(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_one_gpu(tmp_path: Path) -> None:
     planned, refused, ran, left, compared = run_blocks(ROOT / "docs" / "tutorials" / "one-gpu.md", tmp_path)[1:]
-    assert re.search(r"fits on h100: ppo needs most, 72\.53 GiB of 79\.00 GiB", planned)
-    assert re.search(r"does not fit on h100: ppo needs most, 313\.93 GiB of 79\.00 GiB", refused)
+    assert re.search(r"fits on h100: ppo needs most, 53\.14 GiB of 79\.00 GiB", planned)
+    assert re.search(r"does not fit on h100: ppo needs most, 308\.78 GiB of 79\.00 GiB", refused)
     assert refused.rstrip().endswith("exit code 1")
     assert "ppo: done in" in ran
     assert "adapter_config.json" in left

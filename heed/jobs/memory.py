@@ -47,6 +47,7 @@ Mode = Literal["fast", "balanced", "small"]  # ppo.memory
 Parts = dict[str, int]  # bytes by name
 PRODUCTS = (nn.Linear, ExpertMaps)  # modules whose weights are matrices
 CACHE = "key-value cache"
+NEEDED_ROWS = 128  # responses whose cache a sampler needs; more run at once where memory is free
 
 
 @dataclass(frozen=True)
@@ -448,7 +449,8 @@ def generator(models: PPOModels, layout: Layout, work: PPOWork, other_bytes: int
         return Memory(held, {"generate": {}, **phases}, sampled_at_once=rows)
     free = work.gpu_bytes - RESERVED_BYTES - other_bytes - c * P if work.gpu_bytes else 0
     rows = rows_at_once(config, layout, free, rows, seq_len, work.max_rows)
-    phases["generate"] = sampling_phase(config, layout, P, rows, work.prompt_tokens, work.response_tokens)
+    needed = min(rows, NEEDED_ROWS)
+    phases["generate"] = sampling_phase(config, layout, P, needed, work.prompt_tokens, work.response_tokens)
     return Memory({"generator": c * P}, phases, sampled_at_once=rows)
 
 
@@ -512,9 +514,11 @@ def ppo_memory(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
     phases["sync"] |= sampling.phases.get("sync", {})
     if work.mode == "fast":
         held |= sampling.held
-        cache = phases["generate"].get(CACHE, 0)
+        rows = sampling.sampled_at_once
+        cache = phases["generate"].get(CACHE, 0) * rows // max(1, min(rows, NEEDED_ROWS))
         if layout.is_gpu and 0 < cache <= KEPT_SHARE * work.gpu_bytes:  # kept with the recorded steps
-            held[CACHE] = phases["generate"].pop(CACHE)
+            held[CACHE] = cache
+            del phases["generate"][CACHE]
     else:  # the generator holds weights only from the sync until it has sampled
         phases["generate"] |= sampling.held
         phases["sync"] |= sampling.held

@@ -89,8 +89,8 @@ def test_generation_runs_the_rows_that_a_gpu_has_memory_for() -> None:
         generator = stage.memory["generator"]
         assert generator.peak < GPUS[gpu].memory_bytes
         caches.append(generator.phases["generate"]["key-value cache"])
-    # 256 rows of 2,048 tokens: 32 layers of 8 heads of 128 dimensions, keys and values, in bf16.
-    assert caches[1] == 256 * 2048 * 32 * 2 * 8 * 128 * 2
+    # 128 rows of 2,048 tokens: 32 layers of 8 heads of 128 dimensions, keys and values, in bf16.
+    assert caches[1] == 128 * 2048 * 32 * 2 * 8 * 128 * 2
     assert caches[0] < caches[1]
 
 

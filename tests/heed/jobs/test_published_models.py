@@ -46,7 +46,10 @@ PREFERENCES = {
 def overrides_for(path: Path, folder: Path) -> list[str]:
     """`--set` values that put tiny models with the published tokens, and small files, in place of what a job names."""
     job = load_job(path, opens_models=False)
-    changes, sources = list[str](), {"demonstrations": DEMONSTRATIONS, "prompts": DEMONSTRATIONS}
+    changes, sources = (
+        list[str](),
+        {"demonstrations": DEMONSTRATIONS, "prompts": [{**row, "answer": "7"} for row in DEMONSTRATIONS]},
+    )
     for name, rows in sources.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for stage in job.stages:
