@@ -81,10 +81,13 @@ def flops_per_source_token(config: ModelConfig, source_tokens: int | None = None
 
 def _multiplying_weights(config: ModelConfig, names: Sequence[str]) -> int:
     """Counts the weights of the blocks' matrices among these parts that a token is multiplied by."""
+
+    def chosen(part: Part) -> int:
+        inside = ".experts." in part.name
+        return part.num_parameters * config.num_experts_per_tok // config.num_experts if inside else part.num_parameters
+
     return sum(
-        part.num_parameters
-        * (config.num_experts_per_tok if ".experts." in part.name else 1)
-        // (config.num_experts if ".experts." in part.name else 1)
+        chosen(part)
         for part in parameter_table(config)
         if part.name in names and len(part.shape) == 2 and "blocks." in part.name
     )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evaluation.evaluate.folder import EvaluationReport, SuiteReport
-from evaluation.evaluate.report import difference_text, primary
+from evaluation.evaluate.report import difference_text, is_share, primary
 
 NOT_WORSE, WORSE, UNDECIDED = 0, 1, 2  # exit codes
 _WORSE_THAN = re.compile(r"(?P<new>\S+) worse than (?P<old>\S+)(?: by (?P<margin>\d*\.?\d+))?")
@@ -63,7 +63,7 @@ class Gate:
 
     def _margin(self, measure: str, suite: SuiteReport) -> str:
         """Raises: ValueError for a margin of 100 points or more."""
-        if not any(value.unit == "share" for value in suite.statistics.values if value.measure == measure):
+        if not is_share(measure, suite):
             return f"{self.margin:g}"
         if self.margin >= 1:
             raise ValueError(

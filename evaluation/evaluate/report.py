@@ -218,12 +218,13 @@ def _on_clean_items(row: Difference) -> str:
 
 def _few_items(row: Difference, suite: SuiteReport) -> str:
     """Returns what to add to a difference of means of so few items that no test holds if they are skewed."""
-    if row.num_clusters >= FEW_ITEMS or _is_share(row.measure, suite):
+    if row.num_clusters >= FEW_ITEMS or is_share(row.measure, suite):
         return ""
     return f" With fewer than {FEW_ITEMS} items, up to 10% of such verdicts are false if values are skewed."
 
 
-def _is_share(measure: str, suite: SuiteReport) -> bool:
+def is_share(measure: str, suite: SuiteReport) -> bool:
+    """Returns whether a suite's measure is a share, from 0 to 1."""
     return any(value.unit == "share" for value in suite.statistics.values if value.measure == measure)
 
 
@@ -234,7 +235,7 @@ def _direction(measure: str, suite: SuiteReport) -> str:
 
 def difference_text(difference: Interval, measure: str, suite: SuiteReport) -> str:
     """Formats a difference in a measure with its interval, in percentage points for shares."""
-    if not _is_share(measure, suite):
+    if not is_share(measure, suite):
         return f"{_signed(number(difference.mean))}{_in_brackets(ends_of(difference))}"
     texts = [_signed_points(value) for value in (difference.low, difference.high)]
     ends = f" ({texts[0]} to {texts[1]})" if UNKNOWN not in texts else ""
@@ -350,7 +351,7 @@ def _forest(suite: SuiteReport, styles: Styles) -> Forest:
     values = [
         value for model in suite.statistics.models if (value := suite.statistics.of(model, measure.name)) is not None
     ]
-    is_share = all(value.unit == "share" for value in values)
+    are_shares = all(value.unit == "share" for value in values)
     numbers = [end for v in values for end in (v.value.mean, v.value.low, v.value.high) if math.isfinite(end)]
     start, end, ticks = axis(min(numbers, default=0.0), max(numbers, default=1.0))
     rows = []
@@ -360,12 +361,12 @@ def _forest(suite: SuiteReport, styles: Styles) -> Forest:
             value.value,
             (number(value.num_items), number(value.num_clusters)),
         )
-        if is_share:
+        if are_shares:
             rows.append(share_row(heads, (interval.mean, interval.low, interval.high), cells))
         else:
             dots = (_dot(interval, start, end),) if math.isfinite(interval.mean) else ()
             rows.append(ForestRow(heads, dots, number(interval.mean), ends_of(interval), cells))
-    shared = {} if is_share else {"ticks": tuple(((t - start) / (end - start), number(t)) for t in ticks)}
+    shared = {} if are_shares else {"ticks": tuple(((t - start) / (end - start), number(t)) for t in ticks)}
     return Forest(
         name=f"values-{suite.suite}",
         title=measure.name,

@@ -35,13 +35,7 @@ from evaluation.statistics.results import (
     Withheld,
 )
 from evaluation.statistics.significance import holm, holm_level, holm_levels
-from evaluation.statistics.win_rates import (
-    counts_of,
-    length_controlled,
-    pair_test,
-    pair_win_rate,
-    prompt_means,
-)
+from evaluation.statistics.win_rates import counts_of, length_controlled, pair_test, pair_win_rate, prompt_means
 from evaluation.verdicts import NO_CLUSTERS, Clusters, Comparisons, Verdict, comparisons_of, places_of
 from preferences.statistics.agreement import ranking_alpha
 from preferences.statistics.estimates import UNKNOWN, Floats, Interval, Ints, Share
@@ -79,12 +73,7 @@ def summarise(
     names = comparisons_of(rows, policies).policies
     judges = sorted({verdict.judge for verdict in rows})
     apart = [{pair.policy_a, pair.policy_b} for pair in withheld]
-    rows = [
-        row
-        for row in rows
-        if {row.policy_a, row.policy_b} not in apart
-        and not any(row.prompt_id in seen.get(policy, ()) for policy in (row.policy_a, row.policy_b))
-    ]
+    rows = [row for row in unseen(rows, seen) if {row.policy_a, row.policy_b} not in apart]
     return Summary(
         policies=names,
         judges=tuple(
@@ -98,6 +87,16 @@ def summarise(
         withheld=tuple(withheld),
         num_seen={policy: len(prompts) for policy, prompts in seen.items() if prompts},
     )
+
+
+def unseen(verdicts: Sequence[Verdict], seen: Mapping[str, Collection[str]]) -> list[Verdict]:
+    """Returns the verdicts on prompts that neither of their policies has `seen` in training."""
+    prompts = {policy: frozenset(prompt_ids) for policy, prompt_ids in seen.items()}
+    return [
+        row
+        for row in verdicts
+        if not any(row.prompt_id in prompts.get(policy, ()) for policy in (row.policy_a, row.policy_b))
+    ]
 
 
 def _judge(

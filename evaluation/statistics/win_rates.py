@@ -81,16 +81,21 @@ def verdict_weights(comparisons: Comparisons) -> Floats:
 
 def prompt_means(pair: Comparisons) -> Floats:
     """Returns the mean preference [P] of each prompt that has verdicts, in the order of `Comparisons.prompts`."""
-    _, place_V = np.unique(pair.prompt_V, return_inverse=True)
-    weight_V = verdict_weights(pair)
-    return np.bincount(place_V, weight_V * pair.won_V) / np.bincount(place_V, weight_V)
+    return _means_and_weights(pair)[0]
 
 
 def pair_test(pair: Comparisons, *, seed: int) -> EqualityTest:
     """Returns the test of a pair's prompt means over their clusters."""
-    place_V = np.unique(pair.prompt_V, return_inverse=True)[1]
-    weight_P = np.bincount(place_V, verdict_weights(pair)).astype(np.float64)
-    return EqualityTest(prompt_means(pair), prompt_clusters(pair), weight_P, seed=seed)
+    x_P, weight_P = _means_and_weights(pair)
+    return EqualityTest(x_P, prompt_clusters(pair), weight_P, seed=seed)
+
+
+def _means_and_weights(pair: Comparisons) -> tuple[Floats, Floats]:
+    """Returns the mean preference [P] of each prompt, and the sum of its verdicts' weights [P]."""
+    _, place_V = np.unique(pair.prompt_V, return_inverse=True)
+    weight_V = verdict_weights(pair)
+    weight_P = np.bincount(place_V, weight_V).astype(np.float64)
+    return np.bincount(place_V, weight_V * pair.won_V) / weight_P, weight_P
 
 
 def prompt_clusters(pair: Comparisons) -> Ints:

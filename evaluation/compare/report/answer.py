@@ -17,7 +17,7 @@ from evaluation.compare.report.measures import Styles, hacking_answer
 from evaluation.compare.results import CompareResults, PolicyResults
 from evaluation.measures.kl import largest_shift
 from evaluation.policies import BEST_OF_N
-from evaluation.statistics.results import AlgorithmPair, Conclusion, JudgeSummary, PairSummary, Rating, Ratings, Summary
+from evaluation.statistics.results import AlgorithmPair, JudgeSummary, PairSummary, Rating, Ratings, Summary
 from evaluation.statistics.significance import ALPHA, holm_level
 from evaluation.statistics.summary import follows_position
 from evaluation.statistics.win_rates import TOO_FEW
@@ -71,7 +71,8 @@ def all_tied(pair: PairSummary) -> bool:
 def answer_of(summary: Summary, styles: Styles, kl_ends: Mapping[str, float] = NO_KL) -> Answer:
     """Returns the answer by the first judge, and whether the others agree. In every pair, the policy that is ahead must
     come first. If algorithms have several runs, the answer is on the algorithms; what follows is on the weights.
-    `kl_ends` has the upper ends of the policies' KL from one reference, nats, as far as they are known.
+    `kl_ends` has the upper ends of the policies' KL from one reference, nats, as far as they are known; the summary is
+    `within_kl` already.
     """
     judges = [judge for judge in summary.judges if judge.num_verdicts]
     limits_of_data = [
@@ -87,12 +88,12 @@ def answer_of(summary: Summary, styles: Styles, kl_ends: Mapping[str, float] = N
         return Answer("unclear", "There is no result: no verdict succeeded.", ())
     first, *others = judges
     if len(summary.policies) == 2:
-        tone, text = _of_two(first.pairs[0], first.judge, styles, kl_ends=kl_ends)
+        tone, text = _of_two(first.pairs[0], first.judge, styles)
         limits = [detectable(first.pairs[0])] if first.pairs[0].conclusion.kind == "undecided" else []
         more = [*limits, *(_other_judge(judge, first.pairs[0], styles) for judge in others)]
     else:
         tone, text = _of_many(first, len(summary.policies), styles)
-        differences = _differences(first, styles, kl_ends)
+        differences = _differences(first, styles)
         if tone == "unclear" and differences:  # who is the best is open, so what is shown comes first
             tone, text, differences = "better", differences[0], [text]
         more = [
@@ -162,7 +163,7 @@ def _of_algorithms(judge: JudgeSummary) -> list[str]:
             f" {p_value(pair.holm_p)}; {prompts}"
         )
         if pair.reason:
-            why = pair.reason.replace("the judge", f"the judge {judge.judge}", 1)
+            why = _by_name(pair.reason, judge.judge)
             sentences.append(f"Cannot tell which of the algorithms {a} and {b} is better: {why}.")
         elif pair.different:
             sentences.append(
@@ -196,7 +197,7 @@ def is_taken_back(pair: PairSummary | AlgorithmPair) -> bool:
 
 
 def _of_two(
-    pair: PairSummary, judge: str, styles: Styles, prompts: str = "", *, kl_ends: Mapping[str, float]
+    pair: PairSummary, judge: str, styles: Styles, prompts: str = "", *, kl_ends: Mapping[str, float] = NO_KL
 ) -> tuple[Tone, str]:
     """Says which of two policies is preferred, unless by more than their KL allows. The one that is ahead must come
     first.
@@ -204,9 +205,10 @@ def _of_two(
     ahead, behind, mean = styles[pair.policy_a].title, styles[pair.policy_b].title, percent(pair.win_rate.mean)
     brackets = evidence(pair, prompts)
     if pair.conclusion.kind == "none":
-        return "unclear", f"Cannot tell which of {ahead} and {behind} is better: {_why_none(pair, judge)}."
+        why = _by_name(pair.conclusion.reason, judge)
+        return "unclear", f"Cannot tell which of {ahead} and {behind} is better: {why}."
     if pair.different and is_beyond_kl(pair, kl_ends):
-        limit = points(_kl_limit(pair, kl_ends))
+        limit = points(kl_limit(pair, kl_ends))
         return "unclear", (
             f"Whether {ahead} is better than {behind} is open: by the judge {judge} it is preferred {mean} of the time"
             f" ({brackets}), but their KL allows only {limit} points from 50% (Pinsker's inequality, with the upper"
@@ -219,8 +221,9 @@ def _of_two(
     )
 
 
-def _why_none(pair: PairSummary, judge: str) -> str:
-    return pair.conclusion.reason.replace("the judge", f"the judge {judge}", 1)
+def _by_name(reason: str, judge: str) -> str:
+    """Returns a reason that speaks of "the judge" with the judge's name."""
+    return reason.replace("the judge", f"the judge {judge}", 1)
 
 
 def points_up(distance: float) -> str:
@@ -229,38 +232,20 @@ def points_up(distance: float) -> str:
     return points(math.ceil(distance * steps) / steps)
 
 
-def _kl_limit(pair: PairSummary, kl_ends: Mapping[str, float]) -> float:
+def kl_limit(pair: PairSummary, kl_ends: Mapping[str, float]) -> float:
     """Returns how far from 50% the policies' KL allows their win rate to be; NaN if it is not known."""
     return largest_shift(*(kl_ends.get(name, math.nan) for name in (pair.policy_a, pair.policy_b)))
 
 
 def is_beyond_kl(pair: PairSummary, kl_ends: Mapping[str, float]) -> bool:
     """Returns whether a win rate is further from 50% than the policies' KL allows."""
-    return abs(pair.win_rate.mean - 0.5) > _kl_limit(pair, kl_ends)
-
-
-def within_kl(summary: Summary, kl_ends: Mapping[str, float]) -> Summary:
-    """Returns the summary without a verdict on pairs whose win rate is further from 50% than their KL allows."""
-
-    def gated(pair: PairSummary) -> PairSummary:
-        if not (pair.different and is_beyond_kl(pair, kl_ends)):
-            return pair
-        reason = (
-            f"a win rate of {percent(pair.win_rate.mean)} is further from 50% than the"
-            f" {points(_kl_limit(pair, kl_ends))} points that their KL allows (Pinsker's inequality, with the upper end"
-            " of the KL's interval), so chance is part of it"
-        )
-        return replace(pair, different=False, conclusion=Conclusion("none", reason=reason))
-
-    judges = (replace(judge, pairs=tuple(map(gated, judge.pairs))) for judge in summary.judges)
-    return replace(summary, judges=tuple(judges))
+    return abs(pair.win_rate.mean - 0.5) > kl_limit(pair, kl_ends)
 
 
 def _beyond_kl(judge: JudgeSummary, styles: Styles, kl_ends: Mapping[str, float]) -> list[str]:
     """Says for each of several pairs that differ by more than their KL allows that this is open."""
-    kinds = ("better", "worse", "none")
-    pairs = [pair for pair in judge.pairs if pair.conclusion.kind in kinds and is_beyond_kl(pair, kl_ends)]
-    return [_of_two(pair, judge.judge, styles, kl_ends=kl_ends)[1] for pair in pairs]
+    pairs = [pair for pair in judge.pairs if pair.conclusion.kind == "none" and is_beyond_kl(pair, kl_ends)]
+    return [_of_two(pair, judge.judge, styles)[1] for pair in pairs]
 
 
 def detectable(pair: PairSummary) -> str:
@@ -288,16 +273,16 @@ def _other_judge(judge: JudgeSummary, first: PairSummary, styles: Styles) -> str
     pair = judge.pairs[0]
     finding = f"{often(pair, styles)} ({evidence(pair)})"
     if pair.conclusion.kind == "none":
-        return f"By the judge {judge.judge} one cannot tell: {_why_none(pair, judge.judge)}."
+        return f"By the judge {judge.judge} one cannot tell: {_by_name(pair.conclusion.reason, judge.judge)}."
     if not pair.different:
         return f"The judge {judge.judge} shows no difference: {finding}."
     contrary = "contrary to the first judge, " if first.different and pair.policy_a != first.policy_a else ""
     return f"By the judge {judge.judge}, {contrary}{finding}."
 
 
-def _differences(judge: JudgeSummary, styles: Styles, kl_ends: Mapping[str, float]) -> list[str]:
+def _differences(judge: JudgeSummary, styles: Styles) -> list[str]:
     """Names the pairs of policies that differ, the largest differences first; empty if none is shown."""
-    shown = [pair for pair in judge.pairs if pair.different and not is_beyond_kl(pair, kl_ends)]
+    shown = [pair for pair in judge.pairs if pair.different]
     if not shown:
         return []
     shown.sort(key=lambda pair: -pair.win_rate.mean)

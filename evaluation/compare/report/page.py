@@ -10,14 +10,14 @@ shows, and of how many; the others are in the comparison's files.
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from evaluation.compare.folder import VERDICTS, ComparisonFolder, read_comparison
-from evaluation.compare.report.answer import answer_of, answer_of_run, warnings_of, within_kl
+from evaluation.compare.report.answer import answer_of, answer_of_run, is_beyond_kl, kl_limit, warnings_of
 from evaluation.compare.report.measures import Styles, hacking_section, measure_tables
 from evaluation.compare.report.quality import quality_section
 from evaluation.compare.report.sections import Sections, every_pair, meta_of
@@ -27,8 +27,8 @@ from evaluation.inputs import clusters_of
 from evaluation.judges.people import are_people
 from evaluation.policies import TRAINED, policy_styles
 from evaluation.statistics.corrected import corrected_win_rates
-from evaluation.statistics.results import Conclusion, JudgeSummary, Summary, Withheld
-from evaluation.statistics.summary import summarise
+from evaluation.statistics.results import Conclusion, JudgeSummary, PairSummary, Summary, Withheld
+from evaluation.statistics.summary import summarise, unseen
 from evaluation.verdicts import Response, Verdict
 from files.records import as_json
 from stages.reports.page import Page
@@ -51,7 +51,7 @@ from stages.reports.parts import (
     folded,
 )
 from stages.reports.report import write_pages
-from stages.reports.text import clean_json, number, percent
+from stages.reports.text import clean_json, number, percent, points
 from training.data import Prompt
 
 MAX_PROMPTS = 1_000
@@ -84,12 +84,7 @@ def render(
     samples = samples_of(comparison, styles, max_prompts=max_prompts, max_characters=max_characters)
     entries = comparison.settings.get("judges", [])
     people = [entry["name"] for entry in entries if are_people(entry)]
-    seen = {name: set(prompt_ids) for name, prompt_ids in comparison.seen.items()}
-    clean = [
-        row
-        for row in comparison.verdicts
-        if not any(row.prompt_id in seen.get(policy, ()) for policy in (row.policy_a, row.policy_b))
-    ]
+    clean = unseen(comparison.verdicts, comparison.seen)
     corrected = corrected_win_rates(summary, clean, people, clusters_of(comparison.prompts))
     quality, texts = quality_section(entries, corrected)
     page = Page(
@@ -122,6 +117,23 @@ def kl_ends_of(comparison: ComparisonFolder) -> dict[str, float]:
     measured = comparison.measures.get("policies", {})
     ends = {name: measured.get(name, {}).get("kl_nats", {}).get("high") for name in sampled}
     return {name: high for name, high in ends.items() if high is not None}
+
+
+def within_kl(summary: Summary, kl_ends: Mapping[str, float]) -> Summary:
+    """Returns the summary without a verdict on pairs whose win rate is further from 50% than their KL allows."""
+
+    def gated(pair: PairSummary) -> PairSummary:
+        if not (pair.different and is_beyond_kl(pair, kl_ends)):
+            return pair
+        reason = (
+            f"a win rate of {percent(pair.win_rate.mean)} is further from 50% than the"
+            f" {points(kl_limit(pair, kl_ends))} points that their KL allows (Pinsker's inequality, with the upper end"
+            " of the KL's interval), so chance is part of it"
+        )
+        return replace(pair, different=False, conclusion=Conclusion("none", reason=reason))
+
+    judges = (replace(judge, pairs=tuple(map(gated, judge.pairs))) for judge in summary.judges)
+    return replace(summary, judges=tuple(judges))
 
 
 def summary_of(comparison: ComparisonFolder) -> Summary:
