@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lm.config import Precision
 from lm.decoding import FixedSteps, fixed_steps
-from lm.generation import Generated, Limits, generate
+from lm.generation import Generated, Limits, NextRound, generate, generate_in_rounds
 from lm.model import LanguageModel
 from lm.samplers.engine import SamplingEngine, SentWeights, digests_of, held_tensors, noted, require_same, take
 from lm.sampling import Choice
@@ -20,6 +20,7 @@ from lm.tensor_parallel import LanguageModelPart, Team
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
 
+ROUND_TOKENS = 16  # drawn per response between two times at which responses enter and weights may change
 KEPT_SHARE = 1 / 16  # of a GPU's memory, for the cache of a sampler that shares the GPU with other roles
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -100,9 +101,31 @@ class HeedSampler(SamplingEngine):
             max_rows=self._max_rows,
             steps=self.steps,
         )
+        self._forget_large_steps()
+        return found
+
+    def sample_in_rounds(
+        self, next_round: NextRound, *, num_rows: int, longest_prompt: int, max_new_tokens: int, temperature: float
+    ) -> None:
+        """Sample with the present weights, `ROUND_TOKENS` tokens of each response at a time; see
+        `lm.generation.generate_in_rounds`.
+        """
+        generate_in_rounds(
+            self.policy,
+            next_round,
+            num_steps=ROUND_TOKENS,
+            num_rows=num_rows,
+            num_columns=longest_prompt + max_new_tokens,
+            max_new_tokens=max_new_tokens,
+            end_ids=self.end_ids,
+            choice=Choice(temperature),
+            steps=self.steps,
+        )
+        self._forget_large_steps()
+
+    def _forget_large_steps(self) -> None:
         if isinstance(self.steps, FixedSteps) and self.steps.num_bytes > self._kept_share * _memory_of(self._device):
             self.steps.forget()
-        return found
 
     def receive(self, sent: Iterable[SentWeights]) -> None:
         self._digests = {}

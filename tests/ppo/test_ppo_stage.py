@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cluster.remote import Pending
+from lm.samplers import heed_engine
 from lm.tokenizer import Tokenizer
 from ppo import loop, stage
 from ppo.config import PPOConfig
@@ -98,6 +99,29 @@ def test_a_killed_run_ends_like_an_uninterrupted_run(
     require_samples([json.loads(line) for line in samples[0].splitlines()], log)
     checkpoints = sorted(path.name for path in (tmp_path / "whole" / "checkpoints").iterdir())
     assert checkpoints == ["step-000002", "step-000003"]
+
+
+def test_a_killed_run_that_samples_continuously_ends_like_an_uninterrupted_run(
+    run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heed_engine, "ROUND_TOKENS", 2)
+    changes = {"placement": {"kind": "continuous", "num_rows": 10}, "num_iterations": 4}
+    run(tmp_path / "whole", **changes)
+    with pytest.raises(Killed):
+        run(tmp_path / "killed", make_mortal, **changes)
+    run(tmp_path / "killed", **changes)
+    log = same_weights_and_log(tmp_path / "whole", tmp_path / "killed", num_iterations=4)
+    rollouts = [(tmp_path / kind / "rollouts.jsonl").read_text() for kind in ("whole", "killed")]
+    assert rollouts[0] == rollouts[1]
+    sampled_by = [json.loads(line)["sampled_by"] for line in rollouts[0].splitlines()]
+    assert [line["staleness"] for line in log] == [0, 1, 1, 1]
+    assert log[0]["continued_share"] == 0
+    for line, digests in zip(log, sampled_by, strict=True):
+        assert line["continued_share"] == sum("@" in digest for digest in digests) / NUM_ROLLOUTS
+    assert all(line["continued_share"] > 0 for line in log[2:])
+    assert [line["token_age_max"] for line in log[:2]] == [0, 1]
+    assert all(line["token_age_max"] >= 2 for line in log[2:])
+    assert all(line["dropped_responses"] == 0 for line in log)
 
 
 def require_samples(samples: list[dict[str, Any]], log: list[dict[str, float]]) -> None:
