@@ -223,6 +223,7 @@ class Generator(Rank):
             rank // team_size,
             placement.num_generators // team_size,
             partial(self._on_any_rank, is_leader=rank % team_size == 0),
+            round_tokens=placement.round_tokens,
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
             pad_id=self.tokenizer.pad_id,

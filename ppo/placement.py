@@ -127,6 +127,12 @@ class Continuous(SeparateRanks):
         description="Responses in progress at once, over all generators; 0 = as many as an iteration samples. More fill"
         " the GPUs better, and are older when they end.",
     )
+    round_tokens: int = Field(
+        default=16,
+        ge=1,
+        description="Tokens drawn per response between two times at which responses enter and weights may change. More"
+        " cost less time between rounds, and leave rows idle that end within one.",
+    )
     max_age: int = Field(
         default=0,
         ge=0,

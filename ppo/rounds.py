@@ -94,6 +94,7 @@ class Rounds:
         num_generators: int,
         union: Callable[[Sequence[int]], Sequence[int]],
         *,
+        round_tokens: int,
         max_new_tokens: int,
         temperature: float,
         pad_id: int,
@@ -102,7 +103,8 @@ class Rounds:
         all of them call it together.
         """
         self.schedule, self._seed_of, self._union = schedule, seed_of, union
-        self.max_new_tokens, self.temperature, self.pad_id = max_new_tokens, temperature, pad_id
+        self.round_tokens, self.max_new_tokens = round_tokens, max_new_tokens
+        self.temperature, self.pad_id = temperature, pad_id
         self._generator, self._num_generators = generator, num_generators
         self._prompts: dict[int, GroupPrompt] = {}  # by group: of those that have not begun
         self._responses: dict[int, Begun] = {}  # by number: of this generator, until they are handed over
@@ -144,8 +146,9 @@ class Rounds:
             held = [*(prompt for _, prompt in self._prompts.values()), *(response.prompt for response in again)]
             sampler.sample_in_rounds(
                 next_round,
+                num_steps=self.round_tokens,
                 num_rows=sum(map(self._is_own, range(schedule.num_rows))),
-                longest_prompt=max(map(len, held)),
+                num_columns=max(map(len, held)) + self.max_new_tokens,
                 max_new_tokens=self.max_new_tokens,
                 temperature=self.temperature,
             )

@@ -20,7 +20,6 @@ from lm.tensor_parallel import LanguageModelPart, Team
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
 
-ROUND_TOKENS = 16  # drawn per response between two times at which responses enter and weights may change
 KEPT_SHARE = 1 / 16  # of a GPU's memory, for the cache of a sampler that shares the GPU with other roles
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -105,17 +104,22 @@ class HeedSampler(SamplingEngine):
         return found
 
     def sample_in_rounds(
-        self, next_round: NextRound, *, num_rows: int, longest_prompt: int, max_new_tokens: int, temperature: float
+        self,
+        next_round: NextRound,
+        *,
+        num_steps: int,
+        num_rows: int,
+        num_columns: int,
+        max_new_tokens: int,
+        temperature: float,
     ) -> None:
-        """Sample with the present weights, `ROUND_TOKENS` tokens of each response at a time; see
-        `lm.generation.generate_in_rounds`.
-        """
+        """Sample with the present weights, a round at a time (`lm.generation.generate_in_rounds`)."""
         generate_in_rounds(
             self.policy,
             next_round,
-            num_steps=ROUND_TOKENS,
+            num_steps=num_steps,
             num_rows=num_rows,
-            num_columns=longest_prompt + max_new_tokens,
+            num_columns=num_columns,
             max_new_tokens=max_new_tokens,
             end_ids=self.end_ids,
             choice=Choice(temperature),

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cluster.remote import Pending
-from lm.samplers import heed_engine
 from lm.tokenizer import Tokenizer
 from ppo import loop, stage
 from ppo.config import PPOConfig
@@ -102,10 +101,9 @@ def test_a_killed_run_ends_like_an_uninterrupted_run(
 
 
 def test_a_killed_run_that_samples_continuously_ends_like_an_uninterrupted_run(
-    run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., None], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(heed_engine, "ROUND_TOKENS", 2)
-    changes = {"placement": {"kind": "continuous", "num_rows": 10}, "num_iterations": 4}
+    changes = {"placement": {"kind": "continuous", "num_rows": 10, "round_tokens": 2}, "num_iterations": 4}
     run(tmp_path / "whole", **changes)
     with pytest.raises(Killed):
         run(tmp_path / "killed", make_mortal, **changes)

@@ -141,7 +141,9 @@ def test_every_response_is_learned_from_once_and_versions_never_fall(job: Job) -
     if not job.max_age:  # a group waits for its longest response, but none for another group
         last = max(responses)
         missing = set(range(last)) - responses
-        assert len(missing) <= job.group_size * (job.num_rows + job.groups_per_batch * (1 + job.staleness)) + job.num_rows
+        assert (
+            len(missing) <= job.group_size * (job.num_rows + job.groups_per_batch * (1 + job.staleness)) + job.num_rows
+        )
 
 
 def test_the_rule_by_hand() -> None:
