@@ -35,10 +35,10 @@ from ppo.experience import Experience, require_one_policy, require_same_policy, 
 from ppo.groups import informative_groups
 from ppo.learner import Learner
 from ppo.people import PeopleChecks
-from ppo.prompts import Mixture, NamedSources, order_of, sample_seed
+from ppo.prompts import Mixture, NamedSources, order_of
 from ppo.rank import ScoreScale
 from ppo.roles import Roles
-from ppo.rollout import PolicyBatch, PPOBatch, ResponseKL, Rollout, ValueBatch
+from ppo.rollout import PolicyBatch, PPOBatch, ResponseKL, Rollout, ValueBatch, sample_seed
 from ppo.rollout_log import RolloutLog, SampleLog, ScoredRollout
 from ppo.rounds import Supply
 from training.notices import RunError

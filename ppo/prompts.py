@@ -137,11 +137,6 @@ class Mixture:
         return drawn
 
 
-def sample_seed(seed: int, batch: int, place: int) -> int:
-    """Returns the seed that draws a response: the one at this place of the batch of responses with this number."""
-    return derive_seed(seed, "ppo", "sample", batch, place)
-
-
 def order_of(sizes: Sequence[int], weights: Sequence[float], batch_size: int, seed: int) -> Sampler | Mixture:
     """Returns the order of the prompts. `sizes` are the numbers of prompts per source; without weights, all form one
     list.

@@ -18,11 +18,17 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from cluster.remote import Arguments, Handle, Kept, Pending, Result
+from files.hashes import derive_seed
 from lm.config import exact_div
 from training.config import BatchConfig
 from training.packing import pass_tokens, split_passes
 
 ALIGNMENT = 16  # bytes, of the tensors in a buffer
+
+
+def sample_seed(seed: int, batch: int, place: int) -> int:
+    """Returns the seed that draws a response: the one at this place of the batch of responses with this number."""
+    return derive_seed(seed, "ppo", "sample", batch, place)
 
 
 @dataclass(frozen=True)
