@@ -62,9 +62,9 @@ def write_models(folder: Path) -> tuple[InitialModels, list[list[int]]]:
     sure = 20.0  # logit of a token of the same kind
     ends = [sure + math.log(len(kind) / (mean - 1)) for kind, mean in ((short, SHORT), (long, LONG))]
     with torch.no_grad():
-        for block in policy.decoder.blocks:
-            block.attention.out.weight.zero_()
-            block.mlp.down.weight.zero_()
+        for name, weight in policy.named_parameters():
+            if name.endswith(("attention.out.weight", "mlp.down.weight")):
+                weight.zero_()
         policy.decoder.embedding.weight.zero_()
         policy.decoder.embedding.weight[:, 0], policy.decoder.embedding.weight[:, 1] = kind_V, 1.0
         policy.head.weight.zero_()

@@ -122,7 +122,7 @@ class Rounds:
             self._version, self._before = version, self._unfinished()
         schedule, own = self.schedule, self._in_progress()
         for response in own.values():
-            response.drawn_by.setdefault(len(response.tokens), digest)
+            response.drawn_by[len(response.tokens)] = digest
         again = list(own.values())
 
         def next_round(ended: Sequence[Partial]) -> Sequence[Partial] | None:
@@ -163,7 +163,7 @@ class Rounds:
         """Continue with the responses of a checkpoint, of which this generator takes its share."""
         self.schedule, row_of = found.schedule, {number: row for row, number in enumerate(found.schedule.rows)}
         own = (response for response in found.responses if self._is_own(row_of.get(response.number, response.number)))
-        self._responses = {response.number: response for response in own}
+        self._responses, self._prompts, self._version = {response.number: response for response in own}, {}, -1
 
     def _begun(self, number: int, digest: int) -> Begun:
         row, prompt = self._prompts[number // self.schedule.group_size]
