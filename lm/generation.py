@@ -8,7 +8,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -83,7 +83,9 @@ def generate(
     taken = decoding_steps(model, steps) if isinstance(steps, str) else steps
     # `rows_that_fit` does not count what an encoder-decoder keeps of its sources.
     max_rows = max_rows or SAMPLED_AT_ONCE[model.head.weight.device.type if sources is None else "cpu"]
-    run = _Run(model, prompts, sources, limits, end_ids, choice, seeds, stop, max_rows, taken)
+    num_columns = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+    run = _Run(model, min(max_rows, len(prompts)), num_columns, max(limits), end_ids, choice, stop, taken)
+    run.add(prompts, sources, limits, seeds)
     with prepacked(model, run.max_rows) if taken is None else nullcontext():
         while run.has_work():
             run.admit_waiting()
@@ -118,7 +120,9 @@ def stream(
     sources = None if source is None else [source]
     check_room(model, [prompt], [max_new_tokens])
     check_sources(model, sources, 1)
-    run = _Run(model, [prompt], sources, [max_new_tokens], end_ids, choice, [seed], lambda _: False, 1, steps)
+    num_columns = len(prompt) + max_new_tokens
+    run = _Run(model, 1, num_columns, max_new_tokens, end_ids, choice, lambda _: False, steps)
+    run.add([prompt], sources, [max_new_tokens], [seed])
     while run.has_work():
         run.admit_waiting()
         tokens_B = run.draw()
@@ -129,36 +133,126 @@ def stream(
             run.feed(tokens_B)
 
 
+@dataclass
+class Partial:
+    """A response that is sampled in parts, of which `generate_in_rounds` appends tokens. `number` is the caller's."""
+
+    number: int
+    prompt: Sequence[int]
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # of the tokens, each under the weights that drew it
+    is_finished: bool = False
+
+
+# Gets the responses that ended in the last round, and returns those that enter before the next one; None = stop.
+NextRound = Callable[[Sequence[Partial]], Sequence[Partial] | None]
+
+
+@torch.inference_mode()
+def generate_in_rounds(
+    model: LanguageModel,
+    next_round: NextRound,
+    *,
+    num_steps: int,
+    num_rows: int,
+    num_columns: int,
+    max_new_tokens: int,
+    end_ids: Collection[int],
+    choice: Choice,
+    steps: StepKind | Steps = "auto",
+) -> None:
+    """Sample responses a round at a time: `num_steps` tokens of each. Responses that enter may have tokens already,
+    perhaps of other weights; these are read again, and drawing continues where it stopped.
+
+    `num_rows` responses run at once, at most, and have at most `num_columns` tokens with their prompts.
+    Raises: ValueError if a GPU has no memory for so many rows.
+    """
+    taken = decoding_steps(model, steps) if isinstance(steps, str) else steps
+    run = _Run(model, num_rows, num_columns, max_new_tokens, end_ids, choice, never, taken)
+    if run.max_rows < num_rows:
+        raise ValueError(
+            f"{num_rows} responses of {num_columns} tokens are to be in progress at once, but the GPU has memory for"
+            f" {run.max_rows}; fewer (ppo.placement.num_rows) or more generators were expected"
+        )
+    partials, ended = list[Partial](), list[Partial]()
+    with prepacked(model, num_rows) if taken is None else nullcontext():
+        while (entering := next_round(ended)) is not None:
+            partials += entering
+            run.add_partials(entering)
+            ended = [partials[row] for row in run.advance(num_steps)]
+            for partial in ended:
+                partial.is_finished = partial.tokens[-1] in end_ids
+
+
 class _Run:
     """The state of one `generate` call: waiting prompts, the running batch, and the responses so far."""
 
     def __init__(
         self,
         model: LanguageModel | EncoderDecoder,
-        prompts: Sequence[Sequence[int]],
-        sources: Sequence[Sequence[int]] | None,
-        limits: Sequence[int],
+        max_rows: int,
+        num_columns: int,
+        max_new_tokens: int,
         end_ids: Collection[int],
         choice: Choice,
-        seeds: Sequence[int],
         stop: Stop,
-        max_rows: int,
         steps: Steps | None,
     ) -> None:
-        self.prompts, self.sources, self.steps = prompts, sources, steps
-        self.limits, self.max_new_tokens = limits, max(limits)
+        self.steps, self.max_new_tokens = steps, max_new_tokens
         self.end_ids, self.choice, self.stop = end_ids, choice, stop
         self.leave_below = LEAVE_BELOW if steps is None else steps.leave_below
         device = model.head.weight.device
-        num_columns = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
-        self.batch = Batch(model, cache_for(model, steps, min(max_rows, len(prompts)), num_columns))
-        self.max_rows = min(max_rows, len(prompts), self.batch.cache.num_slots)
-        self.uniforms_NR = torch.from_numpy(draw_uniforms(seeds, self.max_new_tokens)).to(device)
-        self.result = Generated([[] for _ in prompts], [False] * len(prompts), [[] for _ in prompts])
-        self.waiting = deque(range(len(prompts)))
+        self.batch = Batch(model, cache_for(model, steps, max_rows, num_columns))
+        self.max_rows = min(max_rows, self.batch.cache.num_slots)
+        self.prompts, self.sources, self.limits = list[Sequence[int]](), list[Sequence[int]](), list[int]()
+        self.uniforms_NR = torch.empty(0, max_new_tokens, device=device)
+        self.result, self.waiting = Generated([], [], []), deque[int]()
         self.steps_per_reading = STEPS_PER_READING[device.type] if stop is never else 1
         self.unread: list[tuple[Tensor, Tensor]] = []  # tokens and log-probs of the steps since the last reading
         self._number_rows()
+
+    def add(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sources: Sequence[Sequence[int]] | None,
+        limits: Sequence[int],
+        seeds: Sequence[int],
+    ) -> None:
+        """Lets prompts wait for rows."""
+        self.waiting += range(len(self.prompts), len(self.prompts) + len(prompts))
+        self.prompts += prompts
+        self.sources += sources or ()
+        self.limits += limits
+        uniforms_NR = torch.from_numpy(draw_uniforms(seeds, self.max_new_tokens))
+        self.uniforms_NR = torch.cat([self.uniforms_NR, uniforms_NR.to(self.uniforms_NR.device)])
+        self.result.responses.extend([] for _ in prompts)
+        self.result.finished.extend(False for _ in prompts)
+        self.result.logprobs.extend([] for _ in prompts)
+
+    def add_partials(self, partials: Sequence[Partial]) -> None:
+        """Reads responses so far into the batch."""
+        first = len(self.prompts)
+        prompts, seeds = [[*partial.prompt, *partial.tokens] for partial in partials], [one.seed for one in partials]
+        self.add(prompts, None, [self.max_new_tokens] * len(partials), seeds)
+        self.result.responses[first:] = [partial.tokens for partial in partials]
+        self.result.logprobs[first:] = [partial.logprobs for partial in partials]
+        self._admit(len(partials))
+
+    def advance(self, num_steps: int) -> list[int]:
+        """Draws so many tokens of every sequence. Returns the sequences that have ended, in order."""
+        rows = sorted(self.batch.rows)
+        for step in range(1, num_steps + 1):
+            if not self.batch.rows:
+                break
+            note_progress()
+            tokens_B = self.draw()
+            if step == num_steps or self.must_read():
+                self.read()
+                tokens_B = self.drop_finished(tokens_B, leave_below=1.0 if step == num_steps else self.leave_below)
+            if self.batch.rows:
+                self.feed(tokens_B)
+        return [row for row in rows if self.is_over(row)]
 
     def has_work(self) -> bool:
         return bool(self.batch.rows or self.waiting)
@@ -166,12 +260,15 @@ class _Run:
     def admit_waiting(self) -> None:
         """Reads prompts into the batch once enough rows are free."""
         num_running = len(self.batch.rows)
-        if self.unread or not self.waiting or num_running > self.leave_below * self.max_rows:
-            return
-        rows = [self.waiting.popleft() for _ in range(min(self.max_rows - num_running, len(self.waiting)))]
-        sources = None if self.sources is None else [self.sources[row] for row in rows]
-        self.batch.admit(rows, [self.prompts[row] for row in rows], sources)
-        self._number_rows()
+        if not self.unread and self.waiting and num_running <= self.leave_below * self.max_rows:
+            self._admit(min(self.max_rows - num_running, len(self.waiting)))
+
+    def _admit(self, number: int) -> None:
+        if number:
+            rows = [self.waiting.popleft() for _ in range(number)]
+            sources = [self.sources[row] for row in rows] if self.sources else None
+            self.batch.admit(rows, [self.prompts[row] for row in rows], sources)
+            self._number_rows()
 
     def _number_rows(self) -> None:
         """Copies to the device which sequences the batch has, and how many tokens each has drawn."""
@@ -214,14 +311,14 @@ class _Run:
     def is_over(self, row: int) -> bool:
         return self.result.finished[row] or len(self.result.responses[row]) == self.limits[row]
 
-    def drop_finished(self, tokens_B: Tensor) -> Tensor:
+    def drop_finished(self, tokens_B: Tensor, leave_below: float | None = None) -> Tensor:
         """Drops finished sequences once enough of them can leave together, and returns the tokens of the others.
 
         Sequences in the last slots move to the slots of those that leave.
         """
         rows = self.batch.rows
         stay = [slot for slot, row in enumerate(rows) if not self.is_over(row)]
-        if len(stay) > self.leave_below * len(rows):
+        if len(stay) > (leave_below or self.leave_below) * len(rows):
             return tokens_B
         movers = [slot for slot in stay if slot >= len(stay)]
         slots = [movers.pop() if self.is_over(rows[slot]) else slot for slot in range(len(stay))]

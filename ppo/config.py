@@ -15,7 +15,7 @@ from lm.config import exact_div
 from lm.lora import LoRAConfig
 from ppo.algorithm import GAE, Advantage, CutImportance, Importance, KLConfig, PolicyLoss, TeacherConfig, TokenLoss
 from ppo.environments.kinds import AnyEnvironment
-from ppo.placement import Colocated, HeedSampler, Placement, Sampler
+from ppo.placement import Colocated, Continuous, HeedSampler, Placement, Sampler
 from ppo.prompts import Prompts, PromptSource, unmet_needs
 from reward.external import ExternalReward, ModelReward, NoReward, RemoteReward, RewardFunction
 from reward.judge import JudgeReward
@@ -281,12 +281,32 @@ class PPOConfig(Config):
             times = "" if oversample == 1 else " x advantage.oversample"
             for name, parts in ((generators, num_teams), ("placement.num_scorers", self.placement.num_scorers)):
                 exact_div(self.sampled_batch_size, parts, f"rollout_batch_size{times} over {name}")
+        if isinstance(self.placement, Continuous):
+            self._check_rounds(self.placement)
         if self.placement.max_staleness >= self.num_iterations:
             raise ValueError(
                 f"placement.max_staleness {self.placement.max_staleness} with num_iterations {self.num_iterations}: no"
                 " rollout would be sampled by trained weights; less than num_iterations was expected"
             )
         return self
+
+    def _check_rounds(self, placement: Continuous) -> None:
+        num_teams = placement.num_generators // self.sampler.tensor_parallel_size
+        if self.rows_in_progress < num_teams:
+            raise ValueError(
+                f"placement.num_rows {self.rows_in_progress} with {num_teams} generators: some would have no row;"
+                f" at least {num_teams} was expected"
+            )
+        if 0 < placement.max_age <= placement.max_staleness:
+            raise ValueError(
+                f"placement.max_age {placement.max_age} with placement.max_staleness {placement.max_staleness}: every"
+                " response is that old; more than max_staleness was expected, or 0 for no limit"
+            )
+        if self.sampler.max_rows:
+            raise ValueError(
+                f"sampler.max_rows {self.sampler.max_rows} with placement.kind {placement.kind!r}, which samples"
+                " placement.num_rows responses at once; 0 was expected"
+            )
 
     @model_validator(mode="after")
     def _check_lora(self) -> Self:
@@ -317,6 +337,16 @@ class PPOConfig(Config):
                 f"sampler.tensor_parallel_size {self.sampler.tensor_parallel_size} with environment.kind"
                 f" {self.environment.kind!r}: the ranks of a team would each converse with an environment of their own;"
                 " 1 was expected"
+            )
+        if self.placement.samples_rounds and self.sampler.has_own_process:
+            yield (
+                f"placement.kind {self.placement.kind!r} continues responses with new weights, which sampler.kind"
+                f' {self.sampler.kind!r} cannot; "heed" was expected'
+            )
+        if self.placement.samples_rounds and self.environment is not None:
+            yield (
+                f"placement.kind {self.placement.kind!r} samples responses of one turn, but environment.kind"
+                f' {self.environment.kind!r} has more; "asynchronous" was expected'
             )
         if self.local_judges and self.memory != "fast":
             yield (
@@ -448,6 +478,12 @@ class PPOConfig(Config):
     def sampled_batch_size(self) -> int:
         """Responses sampled per iteration; `rollout_batch_size` of them are kept."""
         return round(self.advantage.oversample * self.rollout_batch_size)
+
+    @property
+    def rows_in_progress(self) -> int:
+        """Responses that placement `continuous` has in progress at once."""
+        num_rows = self.placement.num_rows if isinstance(self.placement, Continuous) else 0
+        return num_rows or self.sampled_batch_size
 
     @property
     def corrects_samples(self) -> bool:

@@ -38,8 +38,9 @@ from ppo.people import PeopleChecks
 from ppo.prompts import Mixture, NamedSources, order_of
 from ppo.rank import ScoreScale
 from ppo.roles import Roles
-from ppo.rollout import PolicyBatch, PPOBatch, ResponseKL, Rollout, ValueBatch
+from ppo.rollout import PolicyBatch, PPOBatch, ResponseKL, Rollout, ValueBatch, sample_seed
 from ppo.rollout_log import RolloutLog, SampleLog, ScoredRollout
+from ppo.rounds import Supply
 from training.notices import RunError
 from training.packing import Sampler
 
@@ -47,6 +48,7 @@ DEFAULT_MAX_DIFFERENCE = max_difference("bf16", 2)  # nats per token
 # Iterations. The first update normally reuses the forward passes that computed the log-probs, so its ratio is 1. In
 # iterations 0, 16, 32, ... it computes them again, which shows whether passes with and without gradients agree.
 CHECK_RATIO_EVERY = 16
+NAMED = 4  # digests that a message names
 FOLLOW_EVERY_ITERATIONS = 10  # between samples for the same few prompts, which show how the policy changes
 GoldScores = Callable[[Rollout], Tensor]  # a world's scores [B] of the responses; higher is better
 ScoredBy = Callable[[Rollout], Tensor]  # which objectives score which responses [B, O]
@@ -109,6 +111,8 @@ class PPOController:
         self.in_flight: dict[int, Pending[Rollout]] = {}  # by the iteration that will learn from it
         self.sources, self.scored_by = sources, scored_by
         self.prompt_order = prompt_order(config, sources.sizes if sources else (len(prompts),), seed)
+        if config.placement.samples_rounds:
+            roles.generators.open_rounds(Supply(config, prompts, self.prompt_order), seed)
         self.ptx_order = Sampler(max(1, num_pretraining_rows), config.ptx_rows, derive_seed(seed, "ppo", "ptx"))
 
     def step(self, iteration: int) -> dict[str, float]:
@@ -132,6 +136,7 @@ class PPOController:
             raise
         rewards_BR, kl_B = self._penalise(experience)
         batch, rollout_metrics = self._estimate_advantages(experience, rewards_BR, kl_B)
+        rollout_metrics |= self._age_metrics(iteration, batch.rollout)
         self._log(iteration, batch, followed_rollout)
         rollout_metrics |= self._check_spots(iteration, batch, checked_rollout)
         update_metrics = self._learn(iteration, batch, minibatches)
@@ -154,28 +159,39 @@ class PPOController:
         self.sent_digests = self.roles.learners.sent_digests()
         if self.sent_digests:  # empty before weights are first sent: both sides still hold the model that they loaded
             self.started_with[iteration] = whole_digest(self.sent_digests)
-        expected = self.started_with.get(iteration - self._staleness(iteration))
-        if expected is not None and bool((rollout.sampled_by_B != expected).any()):
-            others = sorted({shown(digest) for digest in rollout.sampled_by_B.tolist()})
+        sampled_by = rollout.sampled_by_BR[rollout.written_BR]
+        newest = iteration - self._staleness(iteration)
+        if self.config.placement.samples_rounds:
+            self.started_with.setdefault(0, int(sampled_by[0]))  # the model as loaded, whose digest nobody has sent
+            expected = [digest for version, digest in self.started_with.items() if version <= newest]
+        else:
+            expected = [self.started_with[newest]] if newest in self.started_with else []
+        others = [digest for digest in sampled_by.unique().tolist() if digest not in expected]
+        if expected and others:
             raise RunError(
-                f"ppo: iteration {iteration + 1}: its responses were sampled with the weights {', '.join(others)}"
-                f" instead of {shown(expected)}; this is a defect of Heed"
+                f"ppo: iteration {iteration + 1}: its responses were sampled with the weights"
+                f" {', '.join(map(shown, others))} instead of {', '.join(map(shown, expected[-NAMED:]))}; this is a"
+                " defect of Heed"
             )
         return rollout
 
     def start_sampling(self, iteration: int) -> None:
-        """Start every rollout that is to be sampled with the current weights, unless it is already in flight.
+        """Start every rollout that is to be sampled, or with placement `continuous` ends to be, with the current
+        weights, unless it is already in flight.
 
         In the first iteration these are its own rollout and those of the next `max_staleness` iterations. Later it is
         one per iteration: the rollout that will be learned from `max_staleness` iterations later.
         """
         for ahead in self._window(iteration, self.config.placement.max_staleness + 1):
-            if ahead not in self.in_flight:
-                samples = self.config.advantage.samples_per_prompt  # in adjacent rows, each with its own seed
-                chosen = self.prompt_order.batch(ahead).repeat(samples).tolist()
-                seeds = [derive_seed(self.seed, "ppo", "sample", ahead, place) for place in range(len(chosen))]
-                prompts = [self.prompts[row] for row in chosen]
-                self.in_flight[ahead] = self.roles.start_sampling(chosen, prompts, seeds)
+            if ahead in self.in_flight:
+                continue
+            if self.config.placement.samples_rounds:
+                self.in_flight[ahead] = self.roles.generators.start_batch(iteration)
+                continue
+            samples = self.config.advantage.samples_per_prompt  # in adjacent rows, each with its own seed
+            chosen = self.prompt_order.batch(ahead).repeat(samples).tolist()
+            seeds = [sample_seed(self.seed, ahead, place) for place in range(len(chosen))]
+            self.in_flight[ahead] = self.roles.start_sampling(chosen, [self.prompts[row] for row in chosen], seeds)
 
     def stale_rollouts(self, iteration: int) -> dict[int, Rollout]:
         """Wait for the rollouts in flight that are sampled with weights older than this iteration's.
@@ -211,8 +227,8 @@ class PPOController:
         first_epoch = minibatches[: self.config.num_minibatches]
         keeps = iteration % CHECK_RATIO_EVERY > 0  # passes for the first update
         staleness = self._staleness(iteration)
-        # Tokens of selected groups, or sampled with older weights, are not draws from this policy.
-        tests_draws = not staleness and not oversampling
+        # Tokens of selected groups, of those that ended first, or of older weights are not draws from this policy.
+        tests_draws = not staleness and not oversampling and not self.config.placement.samples_rounds
         forward_passes = self.roles.start_forward_passes(rollout, first_epoch, keeps=keeps, tests_draws=tests_draws)
         scores_BO, outputs = scores(), forward_passes()
         if staleness:
@@ -396,6 +412,23 @@ class PPOController:
             "kl_nats": float(kl_B[scored_B].mean()),
             "kl_coef": self.kl.coef,
             "draw_evidence": self.evidence.nats,
+        }
+
+    def _age_metrics(self, iteration: int, rollout: Rollout) -> dict[str, float]:
+        """Returns, with placement `continuous`, by how many iterations the weights of tokens are older than those that
+        learn from them, the share of responses with tokens of several weights, and the responses dropped so far.
+        """
+        if not self.config.placement.samples_rounds:
+            return {}
+        version_of = {digest: version for version, digest in self.started_with.items()}
+        digests, places_C = rollout.sampled_by_BR[rollout.written_BR].unique(return_inverse=True)
+        age_C = iteration - torch.tensor([version_of[digest] for digest in digests.tolist()])[places_C]
+        last_B = rollout.sampled_by_BR.gather(1, rollout.num_written_B[:, None] - 1)[:, 0]
+        return {
+            "token_age": float(age_C.float().mean()),
+            "token_age_max": float(age_C.max()),
+            "continued_share": float((rollout.sampled_by_BR[:, 0] != last_B).float().mean()),
+            "dropped_responses": float(self.roles.generators.num_dropped),
         }
 
     # Learn.

@@ -2,8 +2,7 @@
 
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -19,8 +18,11 @@ from lm.weights import ModelFolder, read_config
 from ppo.config import PPOConfig
 from ppo.environments.conversations import Conversations
 from ppo.environments.environment import Environment
+from ppo.placement import Continuous
 from ppo.rank import InitialModels, Rank
-from ppo.rollout import Rollout, equal_slices
+from ppo.rollout import Rollout, equal_slices, sample_seed
+from ppo.rounds import GroupPrompt, Part, Rounds, Supply, Unfinished, joined
+from ppo.schedule import Schedule
 from ppo.scorer import Asked
 from training.config import EngineConfig
 from training.notices import RunError, say
@@ -66,6 +68,46 @@ class Generators:
 
         return collect
 
+    def open_rounds(self, supply: Supply, seed: int) -> None:
+        """Prepare placement `continuous`. `seed` is the run's."""
+        self._supply, self.num_dropped = supply, 0
+        self.ranks.call_all(Generator.open_rounds, seed)
+
+    def start_batch(self, version: int) -> Pending[Rollout]:
+        """Start sampling with the last weights sent until a further batch has ended, and no more. `version` is the
+        iteration that started with these weights. See `start_sampling`.
+        """
+        weights_arrived = self.weights_arrived
+        parts = self.ranks.start_all(Generator.sample_batch, version, self._supply.of_next_batch(self.num_dropped))
+
+        def collect() -> Rollout:
+            weights_arrived()
+            found = parts()[:: self.team_size]
+            self.num_dropped = found[0].num_dropped
+            return joined(found)
+
+        return collect
+
+    def start_unfinished(self, version: int) -> Pending[bytes]:
+        """Start reading the responses that no iteration has learned from, for a checkpoint: as they were when the
+        weights of this version began to sample, or as they are now, before those have been sent.
+        """
+        parts = self.ranks.start_all(Generator.unfinished, version)
+
+        def collect() -> bytes:
+            found = parts()[:: self.team_size]
+            responses = [one for part in found for one in part.responses]
+            return Unfinished(found[0].schedule, responses).as_bytes(self._supply.config.max_new_tokens)
+
+        return collect
+
+    def restore(self, data: bytes) -> None:
+        """Continue with the responses of a checkpoint."""
+        schedule = Unfinished.from_bytes(data).schedule
+        self._supply.num_passed, self._supply.num_batches = schedule.next_group, schedule.num_batches
+        self.num_dropped = schedule.num_dropped
+        self.ranks.call_all(Generator.restore, data)
+
     def first_failure(self) -> str:
         """Returns why the first conversation without a score in the last rollout has none; "" if all have one."""
         return next(filter(None, self.ranks.call_all(Generator.first_failure)), "")
@@ -76,7 +118,7 @@ class Generators:
             first = rank - rank % self.team_size
             leader = parts[first]
             if not (
-                torch.equal(own.tokens_BT, leader.tokens_BT) and torch.equal(own.sampled_by_B, leader.sampled_by_B)
+                torch.equal(own.tokens_BT, leader.tokens_BT) and torch.equal(own.sampled_by_BR, leader.sampled_by_BR)
             ):
                 raise RunError(
                     f"ppo: generator rank {rank} sampled other tokens, or with other weights, than rank {first}, with"
@@ -104,9 +146,13 @@ class Generator(Rank):
         engine_config: EngineConfig,
         models: InitialModels,
         meeting: Rendezvous | None = None,
+        everyone: Rendezvous | None = None,
     ) -> None:
-        """`meeting` is where ranks that compute one policy together form teams; all ranks construct theirs then."""
+        """`meeting` is where ranks that compute one policy together form teams, and `everyone` where all of them do
+        that sample in rounds; all ranks construct theirs then.
+        """
         super().__init__(config, engine_config, models)
+        self.everyone = Team.join(everyone) if everyone is not None else None
         precision = engine_config.resolved_precision()
         on_own_device = not config.placement.roles_share_ranks
         end_ids = self.tokenizer.end_ids  # with `chat_template`, another token may close a turn than the folder says
@@ -137,6 +183,7 @@ class Generator(Rank):
         # A colocated sampler gets new weights before it samples again, so it can release the old ones in between.
         self._sleeps = config.memory != "fast" and config.placement.roles_share_ranks
         self._failure = ""
+        self._rounds: Rounds
         if config.environment is not None:
             config.environment.load()
 
@@ -152,11 +199,58 @@ class Generator(Rank):
             sampled = self._converse(rows, prompts, seeds, asked, self.config.environment)
         else:
             sampled = self._respond(rows, prompts, seeds)
-        received = self.merging.digests if self.merging is not None else {}
-        sampled_by = whole_digest(received or self.sampler.digests)  # the learner's digests of what it sent
         if self._sleeps and not again:
             self.sampler.sleep()
-        return replace(sampled, sampled_by_B=torch.full_like(sampled.sampled_by_B, sampled_by))
+        return sampled.sampled_with(self._digest())
+
+    def _digest(self) -> int:
+        """Returns the learner's digest of the weights that it sent last."""
+        received = self.merging.digests if self.merging is not None else {}
+        return whole_digest(received or self.sampler.digests)
+
+    # Placement `continuous`.
+
+    def open_rounds(self, seed: int) -> None:
+        """Begin without responses. `seed` is the run's."""
+        config, team_size = self.config, self.config.sampler.tensor_parallel_size
+        placement, batch, samples = config.placement, config.sampled_batch_size, config.advantage.samples_per_prompt
+        assert isinstance(placement, Continuous), f"placement {placement.kind!r}; continuous was expected"
+        rank = 0 if self.everyone is None else self.everyone.rank
+        self._rounds = Rounds(
+            Schedule(config.rows_in_progress, samples, batch // samples, placement.max_age),
+            lambda number: sample_seed(seed, *divmod(number, batch)),
+            rank // team_size,
+            placement.num_generators // team_size,
+            partial(self._on_any_rank, is_leader=rank % team_size == 0),
+            round_tokens=placement.round_tokens,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            pad_id=self.tokenizer.pad_id,
+        )
+
+    def _on_any_rank(self, rows: Sequence[int], *, is_leader: bool) -> Sequence[int]:
+        """Returns the rows that any generator passes, lowest first; the ranks of a team pass the same ones."""
+        if self.everyone is None:
+            return rows
+        passed_S = torch.zeros(self._rounds.schedule.num_rows, dtype=torch.int32)
+        if is_leader:
+            passed_S[rows] = 1
+        found: list[int] = self.everyone.sum(passed_S.to(self.device)).nonzero()[:, 0].tolist()
+        return found
+
+    def sample_batch(self, version: int, prompts: Mapping[int, GroupPrompt]) -> Part:
+        """Sample until the next batch is there (`Rounds.sample`)."""
+        assert isinstance(self.sampler, HeedSampler), "vLLM samples whole responses"
+        return self._rounds.sample(self.sampler, version, self._digest(), prompts)
+
+    def unfinished(self, version: int) -> Unfinished:
+        return self._rounds.unfinished(version)
+
+    def restore(self, data: bytes) -> None:
+        """Continue with the responses of a checkpoint."""
+        self._rounds.restore(Unfinished.from_bytes(data))
+
+    # Placements whose rollouts are sampled whole.
 
     def _respond(self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Rollout:
         limit, temperature = self.config.max_new_tokens, self.config.temperature

@@ -40,7 +40,9 @@ from training.notices import StoppedError, say, stop_requested
 from training.packing import stream_rows
 from training.writer import PROGRESS
 
-DRAWS = "draws.json"  # in a checkpoint: the evidence of the test of draws
+# Files in a checkpoint: the evidence of the test of draws, and with placement `continuous`, the responses that no
+# iteration has learned from, and the digest of the weights that each iteration started with.
+DRAWS, UNFINISHED, VERSIONS = "draws.json", "unfinished.safetensors", "weights.json"
 
 
 def train(
@@ -262,12 +264,17 @@ def kept_policy(folder: Path, iteration: int) -> Path:
 
 
 def _save(controller: PPOController, checkpoints: Path, done: int) -> None:
-    """Save a checkpoint, including rollouts that older weights sampled: the weights are thousands of times as large."""
-    if controller.config.placement.max_staleness:
+    """Save a checkpoint, including what older weights sampled: the weights are thousands of times as large."""
+    generators, placement = controller.roles.generators, controller.config.placement
+    unfinished = generators.start_unfinished(done) if placement.samples_rounds else None
+    if placement.max_staleness:
         controller.start_sampling(done)  # generators need not wait for the checkpoint
     stale = controller.stale_rollouts(done)
-    rollouts = {f"rollout-{iteration:06d}.safetensors": rollout.as_bytes() for iteration, rollout in stale.items()}
-    files = {**rollouts, DRAWS: controller.evidence.as_bytes()}
+    files = {f"rollout-{iteration:06d}.safetensors": rollout.as_bytes() for iteration, rollout in stale.items()}
+    if unfinished is not None:
+        files[UNFINISHED] = unfinished()
+        files[VERSIONS] = json.dumps([*controller.started_with.items()]).encode()
+    files[DRAWS] = controller.evidence.as_bytes()
     controller.roles.learners.save(checkpoints, done, {"kl_coef": controller.kl.coef}, files)
 
 
@@ -292,6 +299,9 @@ def load_checkpoint(controller: PPOController, folder: Path) -> None:
     if (folder / DRAWS).is_file():  # older checkpoints have none
         controller.evidence = Evidence.load(folder / DRAWS)
     controller.kl.coef = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))["kl_coef"]
+    if controller.config.placement.samples_rounds:
+        controller.roles.generators.restore((folder / UNFINISHED).read_bytes())
+        controller.started_with = dict(json.loads((folder / VERSIONS).read_bytes()))
     for path in folder.glob("rollout-*.safetensors"):
         controller.in_flight[int(path.stem.removeprefix("rollout-"))] = _held(Rollout.load(path))
 

@@ -52,6 +52,7 @@ class Colocated(Config):
 
     model_config = ConfigDict(title="Placement colocated")
     roles_share_ranks: ClassVar[bool] = True
+    samples_rounds: ClassVar[bool] = False  # whether responses are continued with newer weights
     weight_transport: ClassVar[Literal["auto"]] = "auto"
     num_generators: ClassVar[int] = 0
     num_scorers: ClassVar[int] = 0
@@ -64,6 +65,7 @@ class SeparateRanks(Config):
     """What the placements have in common in which generators and scorers have ranks of their own."""
 
     roles_share_ranks: ClassVar[bool] = False
+    samples_rounds: ClassVar[bool] = False
 
     num_generators: int = Field(
         default=1, ge=1, description="Ranks that sample; a multiple of `sampler.tensor_parallel_size`."
@@ -103,10 +105,47 @@ class Asynchronous(SeparateRanks):
     )
 
 
+class Continuous(SeparateRanks):
+    """As `asynchronous`, but no iteration waits for the longest response. Responses that have not ended when weights
+    change are continued with the new ones, and prompts enter as rows become free (docs/algorithms.md).
+    """
+
+    model_config = ConfigDict(title="Placement continuous")
+    weight_transport: ClassVar[Literal["object_store"]] = "object_store"
+    samples_rounds: ClassVar[bool] = True
+
+    kind: Literal["continuous"] = Field(default="continuous", description="The kind of this table.")
+    max_staleness: int = Field(
+        default=1,
+        ge=1,
+        description="Number of iterations N by which generators run ahead: iteration i learns from the responses that"
+        " ended first, and from then on the weights sample that iteration i + 1 - N starts with.",
+    )
+    num_rows: int = Field(
+        default=0,
+        ge=0,
+        description="Responses in progress at once, over all generators; 0 = as many as an iteration samples. More fill"
+        " the GPUs better, and are older when they end.",
+    )
+    round_tokens: int = Field(
+        default=16,
+        ge=1,
+        description="Tokens drawn per response between two times at which responses enter and weights may change. More"
+        " cost less time between rounds, and leave rows idle that end within one.",
+    )
+    max_age: int = Field(
+        default=0,
+        ge=0,
+        description="Responses whose first token is by more than so many iterations older than the weights that learn"
+        " from it are dropped, with their group, and counted; 0 = none.",
+    )
+
+
 Sampler = Annotated[Annotated[HeedSampler, Tag("heed")] | Annotated[VLLM, Tag("vllm")], by_kind("heed", "vllm")]
 Placement = Annotated[
     Annotated[Colocated, Tag("colocated")]
     | Annotated[Disaggregated, Tag("disaggregated")]
-    | Annotated[Asynchronous, Tag("asynchronous")],
-    by_kind("colocated", "disaggregated", "asynchronous"),
+    | Annotated[Asynchronous, Tag("asynchronous")]
+    | Annotated[Continuous, Tag("continuous")],
+    by_kind("colocated", "disaggregated", "asynchronous", "continuous"),
 ]

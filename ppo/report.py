@@ -174,6 +174,12 @@ DIAGNOSTICS = (
     Panel("KL coefficient", "per nat", _ppo("kl_coef")),
     Panel("Sampler against learner", "difference of their log-probs, nats per token", _ppo("sampler_difference")),
     Panel(
+        "Age of tokens",
+        "iterations between the weights that sampled and those that learn",
+        (Series("token_age", "mean", "ppo"), Series("token_age_max", "oldest", "heldout")),
+    ),
+    Panel("Continued responses", "with tokens of several weights", _ppo("continued_share"), is_share=True),
+    Panel(
         "Time per phase",
         "seconds per iteration",
         (

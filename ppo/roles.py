@@ -79,7 +79,11 @@ class Roles:
         meeting = None
         if team_size > 1:
             meeting = Rendezvous(*generators.free_address(), team_size, engine.collective_timeout_seconds)
-        sampling = generators.put("ppo", Generator, config, engine, models, meeting)
+        everyone = None
+        if config.placement.samples_rounds and generators.num_workers > 1:
+            num_ranks = generators.num_workers
+            everyone = Rendezvous(*generators.free_address(), num_ranks, engine.collective_timeout_seconds)
+        sampling = generators.put("ppo", Generator, config, engine, models, meeting, everyone)
         learning = learners.put("ppo", kind, config, engine, models, learners.num_workers)
         transport: WeightTransport = Direct(learning, sampling)
         # Generator processes next to learners share their GPUs, which a broadcast between GPUs does not allow.

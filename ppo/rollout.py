@@ -18,11 +18,17 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from cluster.remote import Arguments, Handle, Kept, Pending, Result
+from files.hashes import derive_seed
 from lm.config import exact_div
 from training.config import BatchConfig
 from training.packing import pass_tokens, split_passes
 
 ALIGNMENT = 16  # bytes, of the tensors in a buffer
+
+
+def sample_seed(seed: int, batch: int, place: int) -> int:
+    """Returns the seed that draws a response: the one at this place of the batch of responses with this number."""
+    return derive_seed(seed, "ppo", "sample", batch, place)
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,7 @@ class Rollout(Sendable):
     prompt_tokens_B: Tensor  # length of each prompt
     response_tokens_B: Tensor  # length of each response, with its end token and the environment's tokens
     finished_B: Tensor  # True = the response ends with the end token, and no room ran out
-    sampled_by_B: Tensor  # digest of the weights that sampled the response (`lm.samplers.engine.whole_digest`)
+    sampled_by_BR: Tensor  # digest of the weights that sampled the token (`lm.samplers.engine.whole_digest`); 0 = none
     behaviour_logprobs_BR: Tensor  # nats, from the sampler, at the sampling temperature; 0 where not written
     written_BR: Tensor  # True = a token of the response that the policy wrote
     turn_rewards_BR: Tensor  # from the environment, at the last token of the turn that earned them; higher is better
@@ -178,19 +184,24 @@ class Rollout(Sendable):
         *,
         max_new_tokens: int,
         pad_id: int,
-        sampled_by: int = 0,
+        sampled_by: Sequence[Sequence[int]] = (),
         dialogues: Sequence["Dialogue"] = (),
         environment_seconds: float = 0.0,
     ) -> Self:
-        """`dialogues` says which tokens the policy wrote and what they earned; without it, it wrote all of them."""
+        """`sampled_by` has the digest of the weights that sampled each token. `dialogues` says which tokens the policy
+        wrote and what they earned; without it, it wrote all of them.
+        """
         num_rows, width = len(prompts), max(len(prompt) for prompt in prompts) + max_new_tokens
         tokens_BT = torch.full((num_rows, width), pad_id)
         logprobs_BR, rewards_BR = torch.zeros(num_rows, max_new_tokens), torch.zeros(num_rows, max_new_tokens)
         written_BR, failure_B = torch.zeros(num_rows, max_new_tokens, dtype=torch.bool), torch.zeros(num_rows)
+        sampled_by_BR = torch.zeros(num_rows, max_new_tokens, dtype=torch.int64)
         for row, (prompt, response, token_logprobs) in enumerate(zip(prompts, responses, logprobs, strict=True)):
             tokens_BT[row, : len(prompt) + len(response)] = torch.tensor([*prompt, *response])
             logprobs_BR[row, : len(response)] = torch.tensor(token_logprobs)
             written_BR[row, : len(response)] = True
+        for row, digests in enumerate(sampled_by):
+            sampled_by_BR[row, : len(digests)] = torch.tensor(digests)
         for row, dialogue in enumerate(dialogues):
             written_BR[row, : len(dialogue.written)] = torch.tensor(dialogue.written)
             rewards_BR[row, : len(dialogue.rewards)] = torch.tensor(dialogue.rewards)
@@ -201,7 +212,7 @@ class Rollout(Sendable):
             torch.tensor([len(prompt) for prompt in prompts]),
             torch.tensor([len(response) for response in responses]),
             torch.tensor(list(finished)),
-            torch.full((num_rows,), sampled_by, dtype=torch.int64),
+            sampled_by_BR,
             logprobs_BR,
             written_BR,
             rewards_BR,
@@ -219,22 +230,21 @@ class Rollout(Sendable):
         ]
         return cls(*(torch.cat([getattr(part, field.name) for part in padded]) for field in fields(cls)))
 
+    def sampled_with(self, digest: int) -> Self:
+        """Returns the rollout with the digest of the weights that sampled all that the policy wrote."""
+        return replace(self, sampled_by_BR=torch.where(self.written_BR, digest, 0))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors by name, as a safetensors file takes them."""
+        return {field.name: getattr(self, field.name).contiguous() for field in fields(self)}
+
     def as_bytes(self) -> bytes:
         """Returns the rollout as a safetensors file."""
-        return save({field.name: getattr(self, field.name).contiguous() for field in fields(self)})
+        return save(self.tensors())
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        tensors = load_file(path)
-        # Older files lack these: who sampled a response was not recorded, and no environment took part.
-        none_B, logprobs_BR = torch.zeros_like(tensors["prompt_rows_B"]), tensors["behaviour_logprobs_BR"]
-        tensors.setdefault("sampled_by_B", none_B)
-        places_R = torch.arange(logprobs_BR.shape[1])
-        tensors.setdefault("written_BR", places_R < tensors["response_tokens_B"][:, None])
-        tensors.setdefault("turn_rewards_BR", torch.zeros_like(logprobs_BR))
-        tensors.setdefault("failure_B", none_B)
-        tensors.setdefault("environment_seconds_B", none_B.float())
-        return cls(**tensors)
+        return cls(**load_file(path))
 
     def __len__(self) -> int:
         return len(self.tokens_BT)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch.nn.functional as F
 from torch import Tensor
 
 from files.hashes import derive_seed
@@ -131,10 +132,10 @@ class SampleLog:
 class RolloutRecord:
     """One line of rollouts.jsonl. `step` is the iteration that learns from the responses, counted from 1.
 
-    All digests are 16 hexadecimal digits. `sampled_by` is one digest per response, of all weights that sampled it;
-    `responses` are digests of each response's tokens and log-probs. `tensors` has a digest of each weight that was sent
-    before this iteration; it is empty while the model is as loaded. `scores` are before scaling; NaN (null) where
-    scoring failed.
+    All digests are 16 hexadecimal digits. `sampled_by` is one digest per response, of all weights that sampled it; if
+    these changed within the response, DIGEST@TOKEN of each, with the first token that they sampled. `responses` are
+    digests of each response's tokens and log-probs. `tensors` has a digest of each weight that was sent before this
+    iteration; it is empty while the model is as loaded. `scores` are before scaling; NaN (null) where scoring failed.
     """
 
     step: int
@@ -152,12 +153,25 @@ class RolloutLog:
 
     def write(self, iteration: int, rollout: Rollout, scores_B: Tensor, sent_digests: Mapping[str, int]) -> None:
         tensors = {name: shown(digest) for name, digest in sent_digests.items()}
-        sampled_by = [shown(digest) for digest in rollout.sampled_by_B.tolist()]
-        record = RolloutRecord(iteration + 1, sampled_by, response_digests(rollout), scores_B.tolist(), tensors)
+        record = RolloutRecord(
+            iteration + 1, samplers_of(rollout), response_digests(rollout), scores_B.tolist(), tensors
+        )
         self._lines.write(as_json(asdict(record)))
 
     def close(self) -> None:
         self._lines.close()
+
+
+def samplers_of(rollout: Rollout) -> list[str]:
+    """Returns which weights sampled each response, as in `RolloutRecord.sampled_by`."""
+    sampled_by_BR, found = rollout.sampled_by_BR, [dict[int, int]() for _ in range(len(rollout))]
+    begins_BR = (sampled_by_BR != F.pad(sampled_by_BR, (1, -1))) & (sampled_by_BR != 0)
+    for row, place in begins_BR.nonzero().tolist():
+        found[row].setdefault(int(sampled_by_BR[row, place]), place)
+    return [
+        " ".join(f"{shown(digest)}@{first}" if len(of_row) > 1 else shown(digest) for digest, first in of_row.items())
+        for of_row in found
+    ]
 
 
 def response_digests(rollout: Rollout) -> list[str]:

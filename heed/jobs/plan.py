@@ -176,6 +176,10 @@ def _ppo(work: PPOIteration, times: Times) -> StagePlan:
         memory = {name: role(models, layout, rank) for name, role in roles.items()}
     at_once = max(needed.sampled_at_once for needed in memory.values())
     sampling = times.sampling(models.policy, rank.rollout_rows, at_once, mean, config.max_new_tokens, rank.team_size)
+    if config.placement.samples_rounds:  # responses in progress end later, and are read again with new weights
+        read = rank.rollout_rows * (mean - config.max_new_tokens / 2)
+        sampling *= config.sampled_batch_size / config.rows_in_progress
+        sampling += times.forward(models.policy.config, read / rank.team_size, mean, 0.0)
     seconds = max(learning, sampling) if config.placement.max_staleness else learning + sampling
     return StagePlan("responses", numbers, memory, config.num_iterations, seconds)
 
@@ -210,7 +214,7 @@ def _ppo_work(work: PPOIteration, times: Times) -> PPOWork:
         forward_pass(layout, rows + ptx, max(width, work.ptx_tokens), is_trained=True),
         forward_pass(layout, scored_rows, scored_width, is_trained=True),
         (max(rows, responses) * config.max_new_tokens + ptx * work.ptx_tokens) * work.policy.vocab_size,
-        config.sampled_batch_size // (config.placement.num_generators or layout.ranks),
+        math.ceil(config.rows_in_progress / (config.placement.num_generators or layout.ranks)),
         seq_len - config.max_new_tokens,
         config.max_new_tokens,
         micro_batches,

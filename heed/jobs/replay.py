@@ -28,7 +28,6 @@ from heed.jobs.models import hub_models
 from heed.jobs.recovery import Workers
 from heed.jobs.run import Run, inputs_of, what_changed
 from lm.hub import model_directory
-from lm.samplers.engine import shown
 from lm.tokenizer import Messages, Tokenizer
 from ppo.algorithm import token_weights
 from ppo.config import PPOConfig
@@ -36,7 +35,7 @@ from ppo.controller import PPOController
 from ppo.loop import controller_of, load_checkpoint
 from ppo.rank import ScoreScale
 from ppo.report import PPOResults
-from ppo.rollout_log import ROLLOUTS, RolloutRecord, read_rollouts, response_digests
+from ppo.rollout_log import ROLLOUTS, RolloutRecord, read_rollouts, response_digests, samplers_of
 from ppo.stage import placed
 from reward.config import RankingsConfig, RewardConfig
 from reward.external import NoReward
@@ -310,7 +309,7 @@ def _replayed(
             ReplayedToken(tokenizer.token_text(token), is_written, **dict(zip(columns, row, strict=True)))
             for token, is_written, row in zip(tokens, written, numbers, strict=True)
         ],
-        sampled_by=shown(int(rollout.sampled_by_B[response])),
+        sampled_by=samplers_of(rollout)[response],
         recorded_sampled_by=record.sampled_by[response],
         digest=response_digests(rollout)[response],
         recorded_digest=record.responses[response],

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lm.config import Precision
 from lm.decoding import FixedSteps, fixed_steps
-from lm.generation import Generated, Limits, generate
+from lm.generation import Generated, Limits, NextRound, generate, generate_in_rounds
 from lm.model import LanguageModel
 from lm.samplers.engine import SamplingEngine, SentWeights, digests_of, held_tensors, noted, require_same, take
 from lm.sampling import Choice
@@ -100,9 +100,36 @@ class HeedSampler(SamplingEngine):
             max_rows=self._max_rows,
             steps=self.steps,
         )
+        self._forget_large_steps()
+        return found
+
+    def sample_in_rounds(
+        self,
+        next_round: NextRound,
+        *,
+        num_steps: int,
+        num_rows: int,
+        num_columns: int,
+        max_new_tokens: int,
+        temperature: float,
+    ) -> None:
+        """Sample with the present weights, a round at a time (`lm.generation.generate_in_rounds`)."""
+        generate_in_rounds(
+            self.policy,
+            next_round,
+            num_steps=num_steps,
+            num_rows=num_rows,
+            num_columns=num_columns,
+            max_new_tokens=max_new_tokens,
+            end_ids=self.end_ids,
+            choice=Choice(temperature),
+            steps=self.steps,
+        )
+        self._forget_large_steps()
+
+    def _forget_large_steps(self) -> None:
         if isinstance(self.steps, FixedSteps) and self.steps.num_bytes > self._kept_share * _memory_of(self._device):
             self.steps.forget()
-        return found
 
     def receive(self, sent: Iterable[SentWeights]) -> None:
         self._digests = {}

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lm import decoding, generation
 from lm.decoding import StepKind
-from lm.generation import Generated, Limits, generate, stream
+from lm.generation import Generated, Limits, Partial, generate, generate_in_rounds, stream
 from lm.inspection import cache_bytes_per_token
 from lm.model import LanguageModel
 from lm.native import operators
@@ -96,6 +96,42 @@ def test_waiting_sequences_enter_and_get_what_they_would_alone(decoder: Language
     # The point of this test: sequences end at different steps, and not all of them end before the limit.
     assert len({len(response) for response in found.responses}) > 2
     assert any(found.finished)
+
+
+@pytest.mark.parametrize("steps", ["eager", "fixed"])
+@pytest.mark.parametrize("num_steps", [1, 3, 20])
+def test_responses_sampled_in_rounds_are_those_sampled_whole(
+    llama: LanguageModel, steps: StepKind, num_steps: int
+) -> None:
+    """Three rows, which others enter as they become free; halfway, all are read again into a new cache."""
+    prompts, seeds = PROMPTS * 2, range(40, 52)
+    whole = sample(llama, prompts, seeds)
+    waiting = [Partial(*numbered) for numbered in zip(range(12), prompts, seeds, strict=True)]
+    partials, running, ended, stops = [*waiting], list[Partial](), list[Partial](), [5, 12]
+
+    def next_round(found: Sequence[Partial]) -> Sequence[Partial] | None:
+        for partial in found:
+            running.remove(partial)
+        ended.extend(found)
+        if len(ended) >= stops[0]:
+            return None
+        entering = [waiting.pop(0) for _ in range(min(3 - len(running), len(waiting)))]
+        running.extend(entering)
+        again, resumed[:] = [*resumed], []
+        return [*again, *entering]
+
+    while stops:
+        resumed = [*running]
+        generate_in_rounds(
+            llama, next_round, num_steps=num_steps, num_rows=3, num_columns=8 + 14, max_new_tokens=14, end_ids=(END,),
+            choice=Choice(), steps=steps,
+        )  # fmt: skip
+        stops.pop(0)
+    assert [partial.tokens for partial in partials] == whole.responses
+    assert [partial.is_finished for partial in partials] == whole.finished
+    for partial, logprobs in zip(partials, whole.logprobs, strict=True):
+        assert partial.logprobs == pytest.approx(logprobs, abs=1e-5)
+    assert not running
 
 
 def test_each_prompt_may_have_a_limit_of_its_own(decoder: LanguageModel) -> None:

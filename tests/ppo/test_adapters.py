@@ -208,7 +208,7 @@ def test_generators_that_merge_hold_and_sample_the_same(start: Start, prompts: P
     sent = {name: tensor for chunk in alone.learner.send() for name, tensor in chunk.weights.items()}
     assert sent
     assert all(map(is_adapter, sent))
-    assert alone.sample(prompts, range(16)).sampled_by_B[0] == whole_digest(alone.learner.sent_digests())
+    assert alone.sample(prompts, range(16)).sampled_by_BR[0, 0] == whole_digest(alone.learner.sent_digests())
 
 
 def test_an_adapter_that_changed_on_its_way_is_named(start: Start) -> None:

@@ -506,6 +506,22 @@ def test_rollouts_in_flight_are_part_of_the_state(start: Callable[..., PPOContro
         ),
         (ahead(3), "placement.max_staleness 3 with num_iterations 3"),
         ({"placement": {"kind": "asynchronous", "max_staleness": 0}}, "greater than or equal to 1"),
+        (
+            {"placement": {"kind": "continuous", "num_generators": 2, "num_rows": 1}},
+            "placement.num_rows 1 with 2 generators: some would have no row; at least 2 was expected",
+        ),
+        (
+            {"placement": {"kind": "continuous", "max_age": 1}},
+            "placement.max_age 1 with placement.max_staleness 1: every response is that old; more than max_staleness",
+        ),
+        (
+            {"placement": {"kind": "continuous"}, "sampler": {"max_rows": 4}},
+            "sampler.max_rows 4 with placement.kind 'continuous', which samples placement.num_rows responses at once",
+        ),
+        (
+            {"placement": {"kind": "continuous"}, "sampler": {"kind": "vllm"}},
+            "placement.kind 'continuous' continues responses with new weights, which sampler.kind 'vllm' cannot",
+        ),
         ({"importance": {"cap": 0.9}}, "greater than or equal to 1"),
         (
             {"importance": {"kind": "drop_tokens"}},

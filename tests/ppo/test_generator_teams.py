@@ -90,7 +90,7 @@ def require_equal_but_for_rounding(found: Trained, expected: Trained) -> None:
     for rollout, other in zip(found[0], expected[0], strict=True):
         assert torch.equal(rollout.tokens_BT, other.tokens_BT)
         torch.testing.assert_close(rollout.behaviour_logprobs_BR, other.behaviour_logprobs_BR, atol=1e-4, rtol=1e-4)
-        assert (rollout.sampled_by_B[0] == other.sampled_by_B[0]) or rollout is not found[0][0]
+        assert (rollout.sampled_by_BR[0, 0] == other.sampled_by_BR[0, 0]) or rollout is not found[0][0]
     for metrics, others in zip(found[1], expected[1], strict=True):
         assert metrics == pytest.approx(others, rel=1e-3, abs=1e-4)
 
@@ -149,6 +149,35 @@ def test_two_teams_of_generators_on_ranks_of_their_own(
             )
             found.append(train(roles, folder))
     require_equal_but_for_rounding(found[1], found[0])
+
+
+@pytest.mark.long
+def test_continuous_generators_draw_what_one_would(
+    new_group: Callable[[int], WorkerGroup],
+    config_of: Callable[..., PPOConfig],
+    adapted: InitialModels,
+    prompts: list[list[int]],
+) -> None:
+    """One generator, two, and two teams of two: which rows a generator has changes no token."""
+    found = list[Trained]()
+    with new_group(1) as learners:
+        for num_ranks, team_size in ((1, 1), (2, 1), (4, 2)):
+            placement = {"kind": "continuous", "num_generators": num_ranks, "num_rows": 10, "round_tokens": 2}
+            config = config_of(team_size, placement=placement)
+            with new_group(num_ranks) as generators:
+                roles = Roles.on_groups(
+                    config, ENGINE, adapted, [], learners=learners, generators=generators, scorers=learners
+                )
+                controller = PPOController(config, roles, prompts, adapted.scale, num_pretraining_rows=1, seed=5)
+                rollouts, metrics = list[Rollout](), list[dict[str, float]]()
+                for iteration in range(3):
+                    metrics.append(controller.step(iteration))
+                    assert controller.batch is not None
+                    rollouts.append(controller.batch.rollout)
+                roles.close()
+            found.append((rollouts, metrics))
+    for other in found[1:]:
+        require_equal_but_for_rounding(other, found[0])
 
 
 class _Ranks:

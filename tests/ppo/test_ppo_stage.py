@@ -100,6 +100,28 @@ def test_a_killed_run_ends_like_an_uninterrupted_run(
     assert checkpoints == ["step-000002", "step-000003"]
 
 
+def test_a_killed_run_that_samples_continuously_ends_like_an_uninterrupted_run(
+    run: Callable[..., None], tmp_path: Path
+) -> None:
+    changes = {"placement": {"kind": "continuous", "num_rows": 10, "round_tokens": 2}, "num_iterations": 4}
+    run(tmp_path / "whole", **changes)
+    with pytest.raises(Killed):
+        run(tmp_path / "killed", make_mortal, **changes)
+    run(tmp_path / "killed", **changes)
+    log = same_weights_and_log(tmp_path / "whole", tmp_path / "killed", num_iterations=4)
+    rollouts = [(tmp_path / kind / "rollouts.jsonl").read_text() for kind in ("whole", "killed")]
+    assert rollouts[0] == rollouts[1]
+    sampled_by = [json.loads(line)["sampled_by"] for line in rollouts[0].splitlines()]
+    assert [line["staleness"] for line in log] == [0, 1, 1, 1]
+    assert log[0]["continued_share"] == 0
+    for line, digests in zip(log, sampled_by, strict=True):
+        assert line["continued_share"] == sum("@" in digest for digest in digests) / NUM_ROLLOUTS
+    assert all(line["continued_share"] > 0 for line in log[2:])
+    assert [line["token_age_max"] for line in log[:2]] == [0, 1]
+    assert all(line["token_age_max"] >= 2 for line in log[2:])
+    assert all(line["dropped_responses"] == 0 for line in log)
+
+
 def require_samples(samples: list[dict[str, Any]], log: list[dict[str, float]]) -> None:
     """Four responses of each iteration, and in the first and the last one answers to the same eight prompts."""
     drawn = [sample for sample in samples if sample["kind"] == "drawn"]

@@ -12,13 +12,18 @@ from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
 from research.chaos.local_cluster import LocalCluster, kill_process
 from stages.lineage import outputs_hash
+from tests.tiers import in_ci
 from training.metrics import read_metrics
 
 DEBUG = Path(__file__).parents[3] / "configs" / "jobs" / "debug.toml"
-AHEAD = ("ppo.placement.kind=asynchronous", "ppo.placement.max_staleness=1", "ppo.num_iterations=4")
+PLACEMENTS = {
+    "asynchronous": ("ppo.placement.kind=asynchronous",),
+    "continuous": ("ppo.placement.kind=continuous", "ppo.placement.round_tokens=4", "ppo.placement.num_rows=20"),
+}
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("placement", in_ci(PLACEMENTS, ["continuous"]))
 def test_a_worker_lost_with_rollouts_in_flight_changes_no_bit(
     finished_run: Path,
     overrides: tuple[str, ...],
@@ -26,9 +31,11 @@ def test_a_worker_lost_with_rollouts_in_flight_changes_no_bit(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    placement: str,
 ) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    job, struck = load_job(DEBUG, [*overrides, *AHEAD]), list[str]()
+    ahead = (*PLACEMENTS[placement], "ppo.placement.max_staleness=1", "ppo.num_iterations=4")
+    job, struck = load_job(DEBUG, [*overrides, *ahead]), list[str]()
     ppo = {name: tmp_path / name / "debug" / "ppo" for name in ("calm", "struck")}
     for folder in ppo.values():
         shutil.copytree(finished_run, folder.parent, ignore=shutil.ignore_patterns("ppo", "compare"))

@@ -451,6 +451,10 @@ def test_sampling_ahead_costs_the_longer_of_sampling_and_learning() -> None:
     longer, one = (seconds(*stale, f"ppo.placement.max_staleness={number}") for number in (1, 2))
     assert longer == one
     assert 0 < both - longer <= longer  # the shorter of the two is left out
+    continued = ("ppo.placement.kind=continuous", "ppo.placement.num_generators=4")
+    assert seconds(*continued) > longer  # responses in progress are read again
+    rows = [seconds(*continued, f"ppo.placement.num_rows={number}") for number in (8, 64)]
+    assert rows[0] > rows[1]  # fewer at once take more steps
     slow = seconds("ppo.placement.kind=disaggregated", "ppo.placement.num_generators=1")
     assert slow > both  # fewer generators, more rows for each
     ahead = plan_of(JOBS / "demo.toml", overrides=(*stale, "ppo.placement.max_staleness=1"))

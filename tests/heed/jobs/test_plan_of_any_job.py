@@ -65,7 +65,8 @@ PPO = table(
     | of({"kind": "none"}),
     placement=of({}, {})
     | table(kind=of("disaggregated"), num_generators=of(1, 2, 4), num_scorers=of(1, 2))
-    | table(kind=of("asynchronous"), num_generators=of(2), max_staleness=of(1)),
+    | table(kind=of("asynchronous"), num_generators=of(2), max_staleness=of(1))
+    | table(kind=of("continuous"), num_generators=of(2), num_rows=of(0, 40)),
     sampler=table(kind=of("heed", "vllm"), tensor_parallel_size=of(1, 1, 2)),
     memory=of("fast", "fast", "balanced", "small"),
     lora=maybe(table(rank=of(4), sends=of("merged", "adapter")) | table(rank=of(2), shared_body=of(True))),
