@@ -169,7 +169,7 @@ def forward_bytes(config: ModelConfig, batch: Pass) -> int:
         + c * N * H
         + (0 if batch.is_fused or _is_tiled(config, batch) else 2 * _score_bytes(config, batch))
     )
-    widths = {"swiglu": 3, "geglu": 4}.get(config.mlp, 2)
+    widths = {"swiglu": 3, "clamped_swiglu": 5, "geglu": 4}.get(config.mlp, 2)
     mlp = c * config.intermediate_size * widths
     if config.num_experts:
         pairs = config.num_experts_per_tok * (3 * config.hidden_size + widths * config.moe_intermediate_size)

@@ -25,6 +25,9 @@ _COMPUTED = r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$|final_
 _UNUSED = r"\.EncDecAttention\.relative_attention_bias\.weight$"
 _COPIES = r"^lm_head\.weight$|^cls\.predictions\.(decoder\.|bias$)|\.embed_tokens\.weight$"
 _OTHER_HEADS = r"^cls\.seq_relationship\.|^(bert\.)?pooler\."
+# MXFP4 (OCP Microscaling Formats 1.0, section 5.3): two tensors of bytes for one of numbers.
+BLOCKS, SCALES = "_blocks", "_scales"
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, by its lowest three bits; the fourth is the sign
 _BODY = re.compile(r"^(transformer|bert)\.")
 _LEFT_OUT = re.compile("|".join((_COMPUTED, _UNUSED, _COPIES, _OTHER_HEADS)))
 # BERT's published checkpoints name the norms' parameters as TensorFlow did.
@@ -124,11 +127,21 @@ class Checkpoint:
 
     @property
     def names(self) -> set[str]:
-        return set(self._holder)
+        """The tensors' names; two tensors of MXFP4 count as the one that they hold."""
+        return {name.removesuffix(BLOCKS) for name in self._holder if not self._is_scales(name)}
+
+    def _is_scales(self, name: str) -> bool:
+        return name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in self._holder
+
+    def parts_of(self, name: str) -> tuple[str, ...]:
+        """Returns the names under which a tensor is stored: its own, or in MXFP4 two."""
+        return (name,) if name in self._holder else (name + BLOCKS, name + SCALES)
 
     def shape(self, name: str) -> list[int]:
-        file, stored_name = self._holder[name]
-        return list(file.get_slice(stored_name).get_shape())
+        """Returns a tensor's shape; in MXFP4, whose matrices are stored as (out, in), that of (in, out)."""
+        file, stored_name = self._holder[self.parts_of(name)[0]]
+        shape = list(file.get_slice(stored_name).get_shape())
+        return shape if name in self._holder else [*shape[:-3], 2 * shape[-2] * shape[-1], shape[-3]]
 
     def tensor(self, name: str) -> Tensor:
         file, stored_name = self._holder[name]
@@ -141,6 +154,15 @@ class Checkpoint:
         stored = file.get_slice(stored_name)
         part: Tensor = stored[:, first:end] if dim else stored[first:end]
         return part
+
+
+def from_mxfp4(blocks_FGb: Tensor, scales_FG: Tensor) -> Tensor:
+    """Returns the fp32 numbers [F, D] of a matrix in MXFP4. A byte has two numbers of 4 bits, the lower bits first; the
+    numbers of a group share a scale of 2^(byte - 127).
+    """
+    values = torch.tensor([*_MAGNITUDES, *(-number for number in _MAGNITUDES)])
+    pairs = torch.stack([blocks_FGb & 15, blocks_FGb >> 4], dim=-1).flatten(-2)
+    return torch.ldexp(values[pairs.int()], scales_FG.int()[..., None] - 127).flatten(1)
 
 
 def open_tensors(path: Path) -> Any:
@@ -179,6 +201,13 @@ class Reader:
         note_progress()
         rows, place, start = range(shape[0]) if rows is None else rows, self._place(ours), 0
         rows_read = torch.empty(len(rows), *shape[1:])
+        if place.experts:
+            num_rows, (name,) = shape[0] // place.experts, place.parts
+            for number in range(rows.start // num_rows, -(-rows.stop // num_rows)):
+                start, expert = number * num_rows, place.unstack(self._expert(name, place, number))
+                low, high = max(start, rows.start), min(start + num_rows, rows.stop)
+                rows_read[low - rows.start : high - rows.start] = expert[low - start : high - start]
+            return rows_read
         for name, num_rows in place.parts.items():
             end = start + (shape[0] if num_rows is None else num_rows)
             low, high = max(start, rows.start), min(end, rows.stop)
@@ -198,6 +227,13 @@ class Reader:
         else:
             part = self._checkpoint.part(name, before + low, before + high, int(place.transposed))
         return part.T if place.transposed else part
+
+    def _expert(self, name: str, place: Stored, number: int) -> Tensor:
+        """Reads one expert of a stacked tensor, rows by inputs as Heed has them."""
+        parts = [self._checkpoint.part(part, number, number + 1, 0)[0] for part in self._checkpoint.parts_of(name)]
+        if len(parts) == 2:
+            return from_mxfp4(*parts)
+        return parts[0].T if place.transposed else parts[0]
 
     def _place(self, ours: str) -> Stored:
         place = self._family.stored(self._config, ours)
@@ -243,4 +279,7 @@ def _check_fit(checkpoint: Checkpoint, places: Mapping[str, Stored], shapes: Map
 def part_shape(whole: Sequence[int], rows: int | None, place: Stored) -> list[int]:
     """Returns the shape of a part of `rows` rows in a checkpoint; `whole` is the shape of Heed's tensor."""
     shape = [(whole[0] if rows is None else rows) + place.rows_before, *whole[1:]]
-    return shape[::-1] if place.transposed else shape
+    if place.experts:
+        shape[0] //= place.experts
+    shape = shape[::-1] if place.transposed else shape
+    return [place.experts, *shape] if place.experts else shape

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from lm.families import FAMILIES, family_of
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.source import load
 from lm.tokenizer import Tokenizer
-from lm.weights import PURPOSES, config_from_hf, load_any, load_model, save_model
+from lm.weights import PURPOSES, config_from_hf, load_any, load_model, save_model, to_stored
 from reward.stage import network_source
 from tests import examples
 from tests.models import load_language_model, load_scalar_model
@@ -92,6 +93,7 @@ def test_transformers_computes_our_logits(tmp_path: Path, tokenizer: Tokenizer, 
         "gemma3",
         "qwen3 moe, a plain layer",
         "mixtral, window",
+        "gpt-oss",
     ],
 )
 @torch.no_grad()
@@ -169,6 +171,14 @@ DRAWN: dict[str, Callable[[random.Random], dict[str, Any]]] = {
         "decoder_sparse_step": draw.randint(1, 2),
     },
     "Olmoe": lambda draw: {**mixture_shape(draw), "norm_topk_prob": draw.random() < 0.5, "num_hidden_layers": 2},
+    "GptOss": lambda draw: {
+        **mixture_shape(draw),
+        "head_dim": 2 * draw.randint(2, 9),
+        "sliding_window": draw.randint(2, 30),
+        "layer_types": None,
+        "attention_bias": draw.random() < 0.8,
+        "rope_parameters": draw.choice([YARN, {**YARN, "truncate": False}, LINEAR]),
+    },
     "Mixtral": lambda draw: {**mixture_shape(draw), "sliding_window": draw.choice([None, draw.randint(2, 30)])},
     "T5": lambda draw: {
         "d_model": draw.randint(8, 40), "d_kv": draw.randint(2, 12), "d_ff": draw.randint(5, 40),
@@ -218,8 +228,7 @@ def compare_gradients(ours: Any, theirs: Any, found: Tensor, expected: Tensor, f
     for name, parameter in ours.named_parameters():
         place = family.stored(ours.config, name)
         gradient = parameter.grad * place.factor  # by the chain rule: ours = theirs · factor + added
-        sizes = [len(gradient) if rows is None else rows for rows in place.parts.values()]
-        for theirs_name, part in zip(place.parts, gradient.split(sizes), strict=True):
+        for theirs_name, part in to_stored(replace(place, factor=1.0, added=0.0), gradient):
             torch.testing.assert_close(part, wanted[theirs_name], atol=1e-5, rtol=1e-3, msg=theirs_name)
 
 
