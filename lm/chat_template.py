@@ -2,6 +2,7 @@
 
 import json
 import re
+from datetime import date
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import jinja2.sandbox
 from lm.chat_encoding import Names, Rendered, Turn, marked_throughout
 
 SHOWN_CHARACTERS = 200  # of a rendering, in an error message
+TODAY = date(2025, 8, 5)  # for templates that write the date: when gpt-oss, the first that cannot do without, came out
 
 # Each message has a `role` and `content`. As in OpenAI's API, an assistant's may have `tool_calls`, next to which
 # `content` may be None, and a message of the role `tool` has the result of a call. The first message may have `tools`:
@@ -64,7 +66,7 @@ class ChatTemplate:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
         )
-        environment.globals["raise_exception"] = _refuse
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": _FixedDate()}
         environment.filters["tojson"] = _to_json
         return environment.from_string(self.text)
 
@@ -361,6 +363,18 @@ class GenerationTag(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
         return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _FixedDate(jinja2.Undefined):
+    """`strftime_now`, with which some templates (gpt-oss) write today's date: here always the same, since a conversation
+    must have the same tokens on every day. It counts as not defined, so that others (Llama 3.1) write a date of their
+    own.
+    """
+
+    unsafe_callable = alters_data = False  # the sandbox asks
+
+    def __call__(self, form: str) -> str:  # type: ignore[override]
+        return TODAY.strftime(form)
 
 
 def _to_json(

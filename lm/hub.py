@@ -16,7 +16,7 @@ from files.hashes import folder_hash, unchanged_hash
 from files.rows import hub_reason
 from lm.progress import note_progress
 
-# Only safetensors weights: a pickled file can run arbitrary code.
+# Only safetensors weights: a pickled file can run arbitrary code. `original/` has a second copy (Llama, gpt-oss).
 _WANTED = [
     "*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json", "generation_config.json",
     "tokenizer*.json", "*.jinja",
@@ -137,7 +137,14 @@ def on_this_machine(folder: Path) -> Path:
 def _downloaded(name: str, revision: str | None = None, cache: str | None = None) -> Path:
     try:
         return Path(
-            snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=_WANTED, tqdm_class=_NotedBar)
+            snapshot_download(
+                name,
+                revision=revision,
+                cache_dir=cache,
+                allow_patterns=_WANTED,
+                ignore_patterns="original/*",
+                tqdm_class=_NotedBar,
+            )
         )
     except Exception as error:  # the hub's client raises many types; they mean the same to the user
         raise ValueError(

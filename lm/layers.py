@@ -422,9 +422,28 @@ def geglu(gate_and_up: Tensor) -> Tensor:
 
 def clamped_swiglu(gate_and_up: Tensor) -> Tensor:
     """(up + 1) · gate · sigmoid(1.702 gate), [..., M], of gate ≤ 7 and |up| ≤ 7 (gpt-oss, arXiv 2508.10925)."""
-    gate, up = gate_and_up.chunk(2, dim=-1)
-    gate = gate.clamp(max=7.0)
-    return (up.clamp(-7.0, 7.0) + 1) * gate * (1.702 * gate).sigmoid()
+    return _ClampedSwiGLU.apply(gate_and_up)  # type: ignore[no-untyped-call]
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    """Saves only its input. With s = sigmoid(1.702 gate), where nothing is clamped:  d up = g · gate · s,
+    d gate = g · (up + 1) · s · (1 + 1.702 gate · (1 - s)).
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, gate_and_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_and_up)
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        gate = gate.clamp(max=7.0)
+        return (up.clamp(-7.0, 7.0) + 1) * gate * (1.702 * gate).sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gate, up = ctx.saved_tensors[0].chunk(2, dim=-1)
+        is_free, kept = gate <= 7.0, gate.clamp(max=7.0)
+        s = (1.702 * kept).sigmoid()
+        of_gate = gradient * (up.clamp(-7.0, 7.0) + 1) * s * (1 + 1.702 * kept * (1 - s)) * is_free
+        return torch.cat([of_gate, gradient * kept * s * (up.abs() <= 7.0)], dim=-1)
 
 
 GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "clamped_swiglu": clamped_swiglu, "geglu": geglu}

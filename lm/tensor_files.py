@@ -127,21 +127,29 @@ class Checkpoint:
 
     @property
     def names(self) -> set[str]:
-        """The tensors' names; two tensors of MXFP4 count as the one that they hold."""
-        return {name.removesuffix(BLOCKS) for name in self._holder if not self._is_scales(name)}
-
-    def _is_scales(self, name: str) -> bool:
-        return name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in self._holder
+        """The tensors' names. Two tensors of MXFP4 count as the one that they hold."""
+        stored = set(self._holder)
+        of_blocks, of_scales = (
+            {name.removesuffix(end) for name in stored if name.endswith(end)} for end in (BLOCKS, SCALES)
+        )
+        packed = of_blocks & of_scales
+        return (stored - {name + end for name in packed for end in (BLOCKS, SCALES)}) | packed
 
     def parts_of(self, name: str) -> tuple[str, ...]:
-        """Returns the names under which a tensor is stored: its own, or in MXFP4 two."""
+        """Returns the names under which a tensor is stored: its own, or in MXFP4 those of its two parts."""
         return (name,) if name in self._holder else (name + BLOCKS, name + SCALES)
 
     def shape(self, name: str) -> list[int]:
-        """Returns a tensor's shape; in MXFP4, whose matrices are stored as (out, in), that of (in, out)."""
-        file, stored_name = self._holder[self.parts_of(name)[0]]
-        shape = list(file.get_slice(stored_name).get_shape())
-        return shape if name in self._holder else [*shape[:-3], 2 * shape[-2] * shape[-1], shape[-3]]
+        """Returns a tensor's shape. One of MXFP4 has its matrices as (in, out), although its parts have (out, in)."""
+        shape, *of_scales = ([*self._slice(part).get_shape()] for part in self.parts_of(name))
+        if not of_scales or [shape[:-1]] != of_scales:
+            return shape
+        experts, rows, groups, num_bytes = shape
+        return [experts, groups * num_bytes * 2, rows]
+
+    def _slice(self, name: str) -> Any:
+        file, stored_name = self._holder[name]
+        return file.get_slice(stored_name)
 
     def tensor(self, name: str) -> Tensor:
         file, stored_name = self._holder[name]
@@ -150,8 +158,7 @@ class Checkpoint:
 
     def part(self, name: str, first: int, end: int, dim: int) -> Tensor:
         """Reads only indices `first` to `end` (exclusive) of a tensor, along dimension 0 or 1."""
-        file, stored_name = self._holder[name]
-        stored = file.get_slice(stored_name)
+        stored = self._slice(name)
         part: Tensor = stored[:, first:end] if dim else stored[first:end]
         return part
 
