@@ -2,10 +2,10 @@
 
 import json
 import re
-from datetime import date
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2.ext
 import jinja2.nodes
@@ -366,12 +366,13 @@ class GenerationTag(jinja2.ext.Extension):
 
 
 class _FixedDate(jinja2.Undefined):
-    """`strftime_now`, with which some templates (gpt-oss) write today's date: here always the same, since a conversation
-    must have the same tokens on every day. It counts as not defined, so that others (Llama 3.1) write a date of their
-    own.
+    """`strftime_now`, with which some templates (gpt-oss) write today's date: here always the same one, since a
+    conversation must have the same tokens on every day. It counts as not defined, so that other templates (Llama 3.1)
+    write a date of their own.
     """
 
-    unsafe_callable = alters_data = False  # the sandbox asks
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(name)  # as of a function, which Jinja asks for its marks
 
     def __call__(self, form: str) -> str:  # type: ignore[override]
         return TODAY.strftime(form)

@@ -120,20 +120,14 @@ class Checkpoint:
         self._stack = ExitStack()
         opened = [self._stack.enter_context(open_tensors(path)) for path in self._files]
         self._holder = {_modern(name): (file, name) for file in opened for name in file.keys()}  # noqa: SIM118
+        stored = set(self._holder)
+        of_blocks, of_scales = ({n.removesuffix(end) for n in stored if n.endswith(end)} for end in (BLOCKS, SCALES))
+        packed = of_blocks & of_scales  # two tensors of MXFP4 count as the one that they hold
+        self.names = (stored - {name + end for name in packed for end in (BLOCKS, SCALES)}) | packed
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-    @property
-    def names(self) -> set[str]:
-        """The tensors' names. Two tensors of MXFP4 count as the one that they hold."""
-        stored = set(self._holder)
-        of_blocks, of_scales = (
-            {name.removesuffix(end) for name in stored if name.endswith(end)} for end in (BLOCKS, SCALES)
-        )
-        packed = of_blocks & of_scales
-        return (stored - {name + end for name in packed for end in (BLOCKS, SCALES)}) | packed
 
     def parts_of(self, name: str) -> tuple[str, ...]:
         """Returns the names under which a tensor is stored: its own, or in MXFP4 those of its two parts."""
