@@ -4,6 +4,7 @@ machine.
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,16 +137,8 @@ def on_this_machine(folder: Path) -> Path:
 
 def _downloaded(name: str, revision: str | None = None, cache: str | None = None) -> Path:
     try:
-        return Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                cache_dir=cache,
-                allow_patterns=_WANTED,
-                ignore_patterns="original/*",
-                tqdm_class=_NotedBar,
-            )
-        )
+        download = partial(snapshot_download, name, revision=revision, cache_dir=cache, tqdm_class=_NotedBar)
+        return Path(download(allow_patterns=_WANTED, ignore_patterns="original/*"))
     except Exception as error:  # the hub's client raises many types; they mean the same to the user
         raise ValueError(
             f"{name!r} is neither a local folder nor a model that the hub provided: {hub_reason(error)}"

@@ -329,13 +329,11 @@ class ExpertMaps(nn.Module):
     def forward(self, x_SD: Tensor, ends_E: Tensor) -> Tensor:
         """Returns [S, F]. The rows of expert e end before row `ends_E[e]`."""
         dtype = compute_dtype(x_SD)
-        weight = self.weight if self.weight.dtype == dtype else cast_weight(self.weight)
+        weight, bias = (
+            part if part is None or part.dtype == dtype else cast_weight(part) for part in (self.weight, self.bias)
+        )
         y_SF: Tensor = _Grouped.apply(x_SD.to(dtype), weight, ends_E)  # type: ignore[no-untyped-call]
-        if self.bias is None:
-            return y_SF
-        bias = self.bias if self.bias.dtype == dtype else cast_weight(self.bias)
-        biased_SF: Tensor = _WithBiases.apply(y_SF, bias, ends_E)  # type: ignore[no-untyped-call]
-        return biased_SF
+        return y_SF if bias is None else _WithBiases.apply(y_SF, bias, ends_E)  # type: ignore[no-untyped-call]
 
 
 class _Grouped(torch.autograd.Function):

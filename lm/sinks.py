@@ -11,7 +11,6 @@ t' and y' in place of t and y, both are those of the softmax with a sink, whose 
 Shape letters: B batch, T query tokens, S key tokens, N heads, G key-value heads, H head dim, M tokens of all rows.
 """
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -51,15 +50,15 @@ class WithSinks(torch.autograd.Function):
         return *of_qkv, of_sinks.flatten(0, -2).sum(dim=0).to(sinks_N.dtype), None
 
 
-@dataclass(frozen=True)
 class FlashKernel:
     """PyTorch's variable-length flash attention on a GPU, causal; arguments as in `lm.attention`. The public function
     gives no gradients for t.
     """
 
-    starts: Tensor
-    longest: int
-    window: tuple[int, int]
+    def __init__(self, starts: Tensor, longest: int, window: tuple[int, int]) -> None:
+        no_dropout, is_causal = 0.0, window == (-1, 0)
+        self._sequences = starts, starts, longest, longest, no_dropout, is_causal
+        self._windows = {"window_size_left": window[0], "window_size_right": window[1]}
 
     def forward(self, q_MNH: Tensor, k_MGH: Tensor, v_MGH: Tensor) -> tuple[Tensor, Tensor]:
         y_MNH, totals_NM, *_ = torch.ops.aten._flash_attention_forward(
@@ -76,15 +75,6 @@ class FlashKernel:
             state, unused, **self._windows,
         )  # fmt: skip
         return found
-
-    @property
-    def _sequences(self) -> tuple[Any, ...]:
-        """Where sequences of queries and keys start, the longest of each, the rate of dropout, and whether causal."""
-        return self.starts, self.starts, self.longest, self.longest, 0.0, self.window == (-1, 0)
-
-    @property
-    def _windows(self) -> dict[str, int]:
-        return {"window_size_left": self.window[0], "window_size_right": self.window[1]}
 
 
 def attend_with_a_key_more(

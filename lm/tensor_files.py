@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -161,9 +162,10 @@ def from_mxfp4(blocks_FGb: Tensor, scales_FG: Tensor) -> Tensor:
     """Returns the fp32 numbers [F, D] of a matrix in MXFP4. A byte has two numbers of 4 bits, the lower bits first; the
     numbers of a group share a scale of 2^(byte - 127).
     """
-    values = torch.tensor([*_MAGNITUDES, *(-number for number in _MAGNITUDES)])
-    pairs = torch.stack([blocks_FGb & 15, blocks_FGb >> 4], dim=-1).flatten(-2)
-    return torch.ldexp(values[pairs.int()], scales_FG.int()[..., None] - 127).flatten(1)
+    values, bytes_256 = torch.tensor([*_MAGNITUDES, *(-number for number in _MAGNITUDES)]), torch.arange(256)
+    pairs = torch.stack([values[bytes_256 & 15], values[bytes_256 >> 4]], dim=-1)
+    numbers_FGb = F.embedding(blocks_FGb.int(), pairs).flatten(-2)
+    return torch.ldexp(numbers_FGb, scales_FG.int()[..., None] - 127).flatten(1)
 
 
 def open_tensors(path: Path) -> Any:
@@ -201,14 +203,9 @@ class Reader:
         """Reads one tensor of this shape, or some of its rows, in fp32, assembled from its parts."""
         note_progress()
         rows, place, start = range(shape[0]) if rows is None else rows, self._place(ours), 0
-        rows_read = torch.empty(len(rows), *shape[1:])
         if place.experts:
-            num_rows, (name,) = shape[0] // place.experts, place.parts
-            for number in range(rows.start // num_rows, -(-rows.stop // num_rows)):
-                start, expert = number * num_rows, place.unstack(self._expert(name, place, number))
-                low, high = max(start, rows.start), min(start + num_rows, rows.stop)
-                rows_read[low - rows.start : high - rows.start] = expert[low - start : high - start]
-            return rows_read
+            return self._read_stacked(place, shape, rows)
+        rows_read = torch.empty(len(rows), *shape[1:])
         for name, num_rows in place.parts.items():
             end = start + (shape[0] if num_rows is None else num_rows)
             low, high = max(start, rows.start), min(end, rows.stop)
@@ -229,12 +226,17 @@ class Reader:
             part = self._checkpoint.part(name, before + low, before + high, int(place.transposed))
         return part.T if place.transposed else part
 
-    def _expert(self, name: str, place: Stored, number: int) -> Tensor:
-        """Reads one expert of a stacked tensor, rows by inputs as Heed has them."""
-        parts = [self._checkpoint.part(part, number, number + 1, 0)[0] for part in self._checkpoint.parts_of(name)]
-        if len(parts) == 2:
-            return from_mxfp4(*parts)
-        return parts[0].T if place.transposed else parts[0]
+    def _read_stacked(self, place: Stored, shape: Sequence[int], rows: range) -> Tensor:
+        """Reads rows of a tensor that stacks experts, one expert at a time."""
+        num_rows, (name,) = shape[0] // place.experts, place.parts
+        found, end = torch.empty(len(rows), *shape[1:]), 0
+        for number in range(rows.start // num_rows, -(-rows.stop // num_rows)):
+            parts = [self._checkpoint.part(part, number, number + 1, 0)[0] for part in self._checkpoint.parts_of(name)]
+            expert = parts[0].T if place.transposed and len(parts) == 1 else parts[0]
+            expert = place.unstack(from_mxfp4(*parts) if len(parts) == 2 else expert)
+            own = expert[max(rows.start - number * num_rows, 0) : rows.stop - number * num_rows]
+            found[end : end + len(own)], end = own, end + len(own)
+        return found
 
     def _place(self, ours: str) -> Stored:
         place = self._family.stored(self._config, ours)

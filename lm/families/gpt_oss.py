@@ -45,9 +45,9 @@ class GptOssFamily(RotaryFamily):
         }
 
     def _windows_from(self, raw: Mapping[str, Any]) -> list[int]:
-        kinds = raw.get("layer_types") or ["sliding_attention", "full_attention"] * raw["num_hidden_layers"]
-        windows = [raw["sliding_window"] if kind == "sliding_attention" else 0 for kind in kinds]
-        return windows[: raw["num_hidden_layers"]]
+        num_layers = raw["num_hidden_layers"]
+        kinds = raw.get("layer_types") or (["sliding_attention", "full_attention"] * num_layers)[:num_layers]
+        return [raw["sliding_window"] or 0 if kind == "sliding_attention" else 0 for kind in kinds]
 
     def stored(self, config: ModelConfig, ours: str) -> Stored:
         _, _, layer, inner = (ours.split(".", 3) + [""] * 4)[:4]

@@ -104,10 +104,8 @@ class _CpuKernel:
     def backward(
         self, gradient: Tensor, q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, y_BTNH: Tensor, totals_BTN: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        totals_BNT = totals_BTN.transpose(1, 2).contiguous()
-        return operators.attend_backward(
-            gradient.contiguous(), q_BNTH, k_BGSH, v_BGSH, y_BTNH, totals_BNT, self.mask_BTS
-        )
+        results = y_BTNH, totals_BTN.transpose(1, 2).contiguous(), self.mask_BTS
+        return operators.attend_backward(gradient.contiguous(), q_BNTH, k_BGSH, v_BGSH, *results)
 
 
 def _takes_logprobs(logits_CV: Tensor, tokens_C: Tensor, temperature: float) -> bool:
