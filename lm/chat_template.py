@@ -15,7 +15,6 @@ import jinja2.sandbox
 from lm.chat_encoding import Names, Rendered, Turn, marked_throughout
 
 SHOWN_CHARACTERS = 200  # of a rendering, in an error message
-TODAY = date(2025, 8, 5)  # for templates that write the date: when gpt-oss, the first that cannot do without, came out
 
 # Each message has a `role` and `content`. As in OpenAI's API, an assistant's may have `tool_calls`, next to which
 # `content` may be None, and a message of the role `tool` has the result of a call. The first message may have `tools`:
@@ -375,7 +374,7 @@ class _FixedDate(jinja2.Undefined):
         raise AttributeError(name)  # as of a function, which Jinja asks for its marks
 
     def __call__(self, form: str) -> str:  # type: ignore[override]
-        return TODAY.strftime(form)
+        return date(2025, 8, 5).strftime(form)  # gpt-oss came out then
 
 
 def _to_json(
