@@ -28,6 +28,7 @@ from benchmarks.parity import (
     shuffled,
     their_logits,
 )
+from heed.jobs.models import built_in_shape
 from lm.config import ModelConfig, RopeScaling
 from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier
 from lm.families import FAMILIES, family_of
@@ -269,8 +270,12 @@ def test_the_first_family_that_holds_a_shape_writes_it(tiny_config: ModelConfig)
         "qwen3_moe": {**EXPERTS, "qk_norm": True},
         "olmoe": {**EXPERTS, "intermediate_size": 16, "qk_norm": True, "qk_norm_over": "projection"},
         "mixtral": {**EXPERTS, "intermediate_size": 16, "norm_topk_prob": True},
+        "gpt_oss": {
+            **EXPERTS, "intermediate_size": 16, "norm_topk_prob": True, "mlp": "clamped_swiglu", "mlp_bias": True,
+            "attention_bias": "all", "attention_sinks": True,
+        },
         "heed": {"norm_place": "post"},
-    }
+    }  # fmt: skip
     for name, change in changes.items():
         assert family_of(tiny_config.model_copy(update=change), "language").model_type == name
     assert {"gpt2", "bert", "bart", "t5", *changes} == {family.model_type for family in FAMILIES}
@@ -291,6 +296,31 @@ PHI_4K = {
     "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
     "rope_theta": 10_000.0, "rope_scaling": None, "sliding_window": 2047, "hidden_act": "silu",
 }  # fmt: skip
+
+
+GPT_OSS_20B = {
+    "model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0, "experts_per_token": 4, "head_dim": 64,
+    "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072,
+    "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+    "num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}  # fmt: skip
+
+
+def test_gpt_oss_is_read_as_it_is_published() -> None:
+    found = config_from_hf(GPT_OSS_20B, "config.json")
+    assert found == ModelConfig.model_validate(built_in_shape("openai/gpt-oss-20b"))
+    defaults = transformers.GptOssConfig(num_hidden_layers=24, num_local_experts=32).to_dict()
+    assert config_from_hf(defaults, "config.json") == found
+    for field, value in (("swiglu_limit", 6.0), ("swiglu_alpha", 1.0)):
+        with pytest.raises(ValueError, match=rf"config\.json: {field} is {value}; [\d.]+ was expected"):
+            config_from_hf({**GPT_OSS_20B, field: value}, "config.json")
 
 
 def test_gemma_and_phi_are_read_as_they_are_published() -> None:
