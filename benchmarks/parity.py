@@ -162,6 +162,13 @@ CASES = {
         "Mixtral", {**EXPERTS, "num_local_experts": 4, "intermediate_size": 24, "sliding_window": 7},
         {"num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": True, "sliding_window": (7,)},
     ),
+    "gpt-oss": Case(
+        "GptOss",
+        {**EXPERTS, "num_local_experts": 6, "intermediate_size": 24, "sliding_window": 7,
+         "rope_parameters": {**YARN, "truncate": False}},
+        {"num_experts": 6, "moe_intermediate_size": 24, "norm_topk_prob": True, "sliding_window": (7, 0),
+         "mlp": "clamped_swiglu", "mlp_bias": True, "attention_bias": "all", "attention_sinks": True},
+    ),
     "mistral, window": Case("Mistral", {"sliding_window": 7}, {"sliding_window": (7,)}),
     "mistral, no window": Case("Mistral", {"sliding_window": None}, {"sliding_window": (0,)}, written_as="Llama"),
     "qwen2": Case("Qwen2", {}, {"attention_bias": "qkv", "sliding_window": (0,)}),

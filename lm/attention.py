@@ -35,6 +35,7 @@ from lm.config import ModelConfig
 from lm.layers import Linear, Replaceable, RMSNorm, compute_dtype
 from lm.positions import Rotary, rotate
 from lm.sequence_parallel import SplitRows
+from lm.sinks import FlashKernel, WithSinks, attend_with_a_key_more, sink_scores
 from lm.transfer import upload
 
 
@@ -303,38 +304,44 @@ def whole_rows(tokens_BT: Tensor, *, causal: bool, window: int = 0) -> PackedMas
     return PackedMask(starts, T, causal, window)
 
 
-def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Mask) -> Tensor:
+def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Mask, sinks_N: Tensor | None = None) -> Tensor:
     """softmax(Q Kᵀ / √H) V, [B, N, T, H]; a mask [B, T, S] is True where a query may attend, None = causal (T = S).
+    With sinks, the sum of the softmax has one more term, exp(sink) of the head (gpt-oss, arXiv 2508.10925).
 
     GPUs use PyTorch's fused kernels; so do single queries without gradients on a CPU. All other passes on a CPU use the
     same code with and without gradients, so that both round alike: PPO divides the probabilities of one by those of the
     other.
     """
     if isinstance(mask, OwnKeys):
-        return attend_own_keys(q_BNTH, k_BGSH, v_BGSH, mask)
+        return attend_own_keys(q_BNTH, k_BGSH, v_BGSH, mask, sinks_N)
     if isinstance(mask, GroupedMask):
-        return _attend_in_groups(q_BNTH, k_BGSH, v_BGSH, mask)
+        return _attend_in_groups(q_BNTH, k_BGSH, v_BGSH, mask, sinks_N)
     if isinstance(mask, Tensor) and mask.dim() == 4:
+        assert sinks_N is None, "relative positions have no sinks"
         return F.scaled_dot_product_attention(q_BNTH, k_BGSH, v_BGSH, mask, enable_gqa=True)
     if is_on_gpu(q_BNTH):
-        return _attend_on_gpu(q_BNTH, k_BGSH, v_BGSH, mask)
+        return _attend_on_gpu(q_BNTH, k_BGSH, v_BGSH, mask, sinks_N)
     assert not isinstance(mask, PackedMask), "only a GPU takes packed rows without a mask"
-    if q_BNTH.shape[2] == 1 and not q_BNTH.requires_grad:
+    if q_BNTH.shape[2] == 1 and not q_BNTH.requires_grad and sinks_N is None:
         mask_B1TS = None if mask is None else mask[:, None]
         return F.scaled_dot_product_attention(
             q_BNTH, k_BGSH, v_BGSH, mask_B1TS, is_causal=mask is None, enable_gqa=True
         )
-    return attend_written_out(q_BNTH, k_BGSH, v_BGSH, mask)
+    return attend_written_out(q_BNTH, k_BGSH, v_BGSH, mask, sinks_N)
 
 
 @Replaceable
-def attend_own_keys(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: OwnKeys) -> Tensor:
+def attend_own_keys(
+    q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: OwnKeys, sinks_N: Tensor | None = None
+) -> Tensor:
     """Compute `attend` of a decoding step, one query per row."""
-    return attend(q_BNTH, k_BGSH, v_BGSH, mask.written_out)
+    return attend(q_BNTH, k_BGSH, v_BGSH, mask.written_out, sinks_N)
 
 
 @Replaceable
-def attend_written_out(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
+def attend_written_out(
+    q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None, sinks_N: Tensor | None = None
+) -> Tensor:
     """Compute the equation of `attend` step by step.
 
     On a CPU the backward pass of PyTorch's kernel takes up to four times as long at small models' sequence lengths.
@@ -348,11 +355,15 @@ def attend_written_out(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS:
     rows, batch = N // G * T, len(bias_BTS)
     bias = bias_BTS[:, None, None].expand(batch, G if batch > 1 else 1, N // G, T, S).reshape(-1, rows, S)
     q, k, v = q_BNTH.reshape(B * G, rows, H), k_BGSH.reshape(B * G, S, H), v_BGSH.reshape(B * G, S, -1)
-    weights = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=1 / math.sqrt(H)).softmax(dim=-1)
-    return torch.bmm(weights, v).view(B, N, T, -1)
+    scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=1 / math.sqrt(H))
+    if sinks_N is not None:
+        scores = torch.cat([scores, sink_scores(sinks_N, B, T, scores.dtype).reshape(B * G, rows, 1)], dim=-1)
+    return torch.bmm(scores.softmax(dim=-1)[..., :S], v).view(B, N, T, -1)
 
 
-def _attend_in_groups(q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, mask: GroupedMask) -> Tensor:
+def _attend_in_groups(
+    q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, mask: GroupedMask, sinks_N: Tensor | None
+) -> Tensor:
     """Computes `attend` [B, N, T, H] group by group; 0 at the rows' padding."""
     B, _, T, _ = q_BNTH.shape
     sizes = [group.num_sequences * group.longest for group in mask.groups]
@@ -363,7 +374,7 @@ def _attend_in_groups(q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, mask: Grou
     found = []
     for group, *qkv in zip(mask.groups, *parts, strict=True):
         q, k, v = (x.unflatten(0, (group.num_sequences, group.longest)).transpose(1, 2) for x in qkv)
-        found.append(attend_written_out(q, k, v, group.mask).transpose(1, 2).flatten(0, 1))
+        found.append(attend_written_out(q, k, v, group.mask, sinks_N).transpose(1, 2).flatten(0, 1))
     y = _Rearranged.apply(torch.cat(found), mask.back, mask.places_M, mask.is_padding_M)  # type: ignore[no-untyped-call]
     return y.unflatten(0, (B, T)).transpose(1, 2)
 
@@ -386,12 +397,18 @@ class _Rearranged(torch.autograd.Function):
         return moved, None, None, None
 
 
-def _attend_on_gpu(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Tensor | PackedMask | None) -> Tensor:
+def _attend_on_gpu(
+    q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Tensor | PackedMask | None, sinks_N: Tensor | None
+) -> Tensor:
     """Computes `attend` with the kernels in the table at the top of this file."""
     B, N, T, H = q_BNTH.shape
     G = k_BGSH.shape[1]
+    if sinks_N is not None and mask is None and takes_packed_rows(q_BNTH, H):
+        mask = whole_rows(q_BNTH[:, 0, :, 0], causal=True)
     if isinstance(mask, PackedMask):
-        return _attend_packed(q_BNTH, k_BGSH, v_BGSH, mask)
+        return _attend_packed(q_BNTH, k_BGSH, v_BGSH, mask, sinks_N)
+    if sinks_N is not None:
+        return attend_with_a_key_more(q_BNTH, k_BGSH, v_BGSH, mask, sinks_N)
     mask_B1TS = None if mask is None else mask[:, None]
     if T == 1:
         # The query heads of a key-value head are adjacent, and all see the same keys, so they become its queries.
@@ -403,7 +420,7 @@ def _attend_on_gpu(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Tensor 
     return F.scaled_dot_product_attention(q_BNTH, k_BNSH, v_BNSH, mask_B1TS, is_causal=mask is None)
 
 
-def _attend_packed(q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, mask: PackedMask) -> Tensor:
+def _attend_packed(q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, mask: PackedMask, sinks_N: Tensor | None) -> Tensor:
     B, N, T, _ = q_BNTH.shape
     G = k_BGTH.shape[1]
     kernel = varlen_attention()
@@ -415,7 +432,10 @@ def _attend_packed(q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, mask: PackedM
     # (left, right): how many tokens before and after its own a query sees; -1 = all.
     window = (mask.window - 1 if mask.window else -1, 0 if mask.causal else -1)
     longest = mask.longest
-    y = kernel.attend(q, k, v, mask.starts, mask.starts, longest, longest, window_size=window, **shared)
+    if sinks_N is None:
+        y = kernel.attend(q, k, v, mask.starts, mask.starts, longest, longest, window_size=window, **shared)
+    else:
+        y = WithSinks.apply(q, k, v, sinks_N, FlashKernel(mask.starts, longest, window))  # type: ignore[no-untyped-call]
     assert isinstance(y, Tensor)
     return y.unflatten(0, (B, T)).transpose(1, 2)
 
@@ -490,6 +510,7 @@ class Attention(nn.Module):
         self.out = Linear(N * H, D, bias=config.attention_bias == "all")
         self.norms_projection = config.qk_norm_over == "projection"
         normed = (N * H, G * H) if self.norms_projection else (H, H)
+        self.sinks = nn.Parameter(torch.zeros(N)) if config.attention_sinks else None
         self.query_norm, self.key_norm = (
             RMSNorm(width, config.norm_eps) if config.qk_norm else None for width in normed
         )
@@ -508,9 +529,10 @@ class Attention(nn.Module):
         else:
             q_BNTH, k_BGTH, v_BGTH = store_heads(self, self.qkv(x_BTD), rotary, cache, layer)
         if split is not None:  # x is this rank's slice of the rows, and the mask is of all their tokens
-            y_BETH = attend(*split.to_heads(q_BNTH, k_BGTH, v_BGTH), mask)
+            sinks_E = None if self.sinks is None else split.own_heads(self.sinks)
+            y_BETH = attend(*split.to_heads(q_BNTH, k_BGTH, v_BGTH), mask, sinks_E)
             return self.out(split.to_tokens(y_BETH).transpose(1, 2).flatten(2))
-        y_BNTH = attend(q_BNTH, k_BGTH, v_BGTH, mask)
+        y_BNTH = attend(q_BNTH, k_BGTH, v_BGTH, mask, self.sinks)
         return self.out(y_BNTH.transpose(1, 2).flatten(2))
 
     def project(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:

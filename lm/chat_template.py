@@ -3,8 +3,9 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2.ext
 import jinja2.nodes
@@ -64,7 +65,7 @@ class ChatTemplate:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
         )
-        environment.globals["raise_exception"] = _refuse
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": _FixedDate()}
         environment.filters["tojson"] = _to_json
         return environment.from_string(self.text)
 
@@ -361,6 +362,19 @@ class GenerationTag(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
         return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _FixedDate(jinja2.Undefined):
+    """`strftime_now`, with which some templates (gpt-oss) write today's date: here always the same one, since a
+    conversation must have the same tokens on every day. It counts as not defined, so that other templates (Llama 3.1)
+    write a date of their own.
+    """
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(name)  # as of a function, which Jinja asks for its marks
+
+    def __call__(self, form: str) -> str:  # type: ignore[override]
+        return date(2025, 8, 5).strftime(form)  # gpt-oss came out then
 
 
 def _to_json(

@@ -35,6 +35,10 @@ class RopeScaling(BaseModel):
     high_freq_factor: float = Field(default=4.0, gt=0, description="llama3: see `rope_type`.")
     beta_fast: float = Field(default=32.0, gt=0, description="yarn: turns above which a frequency is kept.")
     beta_slow: float = Field(default=1.0, gt=0, description="yarn: turns below which a frequency is divided.")
+    truncate: bool = Field(
+        default=True,
+        description="yarn: whether the blend starts and ends at whole pairs of dimensions (not in gpt-oss).",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -76,12 +80,14 @@ class ModelConfig(BaseModel):
     )
     head_dim: int = Field(default=0, ge=1, description="Size of a head; hidden_size / num_attention_heads if absent.")
     intermediate_size: int = Field(ge=1, description="Width of the MLP.")
-    mlp: Literal["swiglu", "geglu", "relu2", "gelu", "gelu_tanh", "relu"] = Field(
+    mlp: Literal["swiglu", "clamped_swiglu", "geglu", "relu2", "gelu", "gelu_tanh", "relu"] = Field(
         default="swiglu",
-        description="`swiglu` (Llama), `geglu` (a gate with `gelu_tanh`; Gemma), `relu2` (Primer, arXiv 2109.08668:"
-        " fewest passes over memory), `gelu`, `gelu_tanh` (GPT-2) or `relu`.",
+        description="`swiglu` (Llama), `clamped_swiglu` (gpt-oss), `geglu` (a gate with `gelu_tanh`; Gemma), `relu2`"
+        " (Primer, arXiv 2109.08668: fewest passes over memory), `gelu`, `gelu_tanh` (GPT-2) or `relu`.",
     )
-    mlp_bias: bool = Field(default=False, description="Whether the MLP's linear layers have a bias.")
+    mlp_bias: bool = Field(
+        default=False, description="Whether the linear layers of the MLP, or of experts and their router, have a bias."
+    )
     num_experts: int = Field(
         default=0,
         ge=0,
@@ -99,6 +105,11 @@ class ModelConfig(BaseModel):
     attention_bias: Literal["none", "qkv", "all"] = Field(
         default="none",
         description="Attention's linear layers with a bias: none, Q, K and V (Qwen2), or all four (GPT-2).",
+    )
+    attention_sinks: bool = Field(
+        default=False,
+        description="Whether the softmax of each head has one more score, which is learned and has no value (gpt-oss,"
+        " arXiv 2508.10925).",
     )
     qk_norm: bool = Field(
         default=False, description="RMSNorm of every query and key before rotary positions are applied (Qwen3)."
@@ -218,6 +229,8 @@ class ModelConfig(BaseModel):
             raise ValueError(
                 f"model.sliding_window is {self.sliding_window}, but model.kind is {self.kind!r}, not 'decoder'"
             )
+        if self.attention_sinks and self.kind != "decoder":
+            raise ValueError(f"model.attention_sinks is true, but model.kind is {self.kind!r}, not 'decoder'")
         if self.kind == "encoder-decoder" and self.norm_place not in ("pre", "post"):
             raise ValueError(f"model.norm_place is {self.norm_place!r}, but model.kind is {self.kind!r}")
         return self
@@ -229,10 +242,10 @@ class ModelConfig(BaseModel):
                 if getattr(self, name):
                     raise ValueError(f"model.{name} is {getattr(self, name)}, but model.num_experts is 0")
             return self
-        if self.kind != "decoder" or not self.is_gated or self.mlp_bias:
+        if self.kind != "decoder" or not self.is_gated:
             raise ValueError(
-                f"model.num_experts is {self.num_experts}, but experts are gated MLPs without a bias in a decoder;"
-                f" found model.kind {self.kind!r}, model.mlp {self.mlp!r}, model.mlp_bias {str(self.mlp_bias).lower()}"
+                f"model.num_experts is {self.num_experts}, but experts are gated MLPs in a decoder;"
+                f" found model.kind {self.kind!r}, model.mlp {self.mlp!r}"
             )
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise ValueError(
@@ -329,7 +342,7 @@ class ModelConfig(BaseModel):
     @property
     def is_gated(self) -> bool:
         """Whether the MLP multiplies by the activation of a gate."""
-        return self.mlp in ("swiglu", "geglu")
+        return self.mlp in ("swiglu", "clamped_swiglu", "geglu")
 
     @property
     def rotary_dim(self) -> int:

@@ -13,6 +13,7 @@ from lm.layers import GATED, ExpertMaps, Fp32Linear
 
 class Mixture(nn.Module):
     """y = Σ w_e · down_e(activation(up_e x)) over the K experts e of largest probability, p = softmax(W x) in fp32.
+    With `mlp_bias`, W x and both maps of an expert have biases.
 
     Weights are these probabilities, divided by their sum if `norm_topk_prob` (Qwen3-MoE, Mixtral). An expert takes
     every token that chooses it: none is dropped, so what a token gets does not depend on the rest of the batch.
@@ -21,7 +22,7 @@ class Mixture(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.num_chosen, self.divides_by_sum = config.num_experts_per_tok, config.norm_topk_prob
-        self.router = Fp32Linear(config.hidden_size, config.num_experts, bias=False)
+        self.router = Fp32Linear(config.hidden_size, config.num_experts, bias=config.mlp_bias)
         self.experts = Experts(config)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -46,7 +47,8 @@ class Experts(nn.Module):
         super().__init__()
         E, D, M = config.num_experts // num_ranks, config.hidden_size, config.moe_intermediate_size
         self.first, self.is_share, self.activation = rank * E, num_ranks > 1, GATED[config.mlp]
-        self.up, self.down = ExpertMaps(E, D, 2 * M), ExpertMaps(E, M, D)
+        self.up = ExpertMaps(E, D, 2 * M, bias=config.mlp_bias)
+        self.down = ExpertMaps(E, M, D, bias=config.mlp_bias)
 
     def forward(self, x_ND: Tensor, experts_NK: Tensor) -> Tensor:
         """Returns what each of a token's experts makes of it, [N, K, D]."""

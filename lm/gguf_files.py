@@ -529,6 +529,8 @@ def _scaling_metadata(scaling: RopeScaling | None) -> dict[str, Any]:
     """Returns no metadata for Llama 3's scaling, which is a tensor instead."""
     if scaling is None or scaling.rope_type == "llama3":
         return {}
+    if not scaling.truncate:
+        raise ValueError("model.rope_scaling.truncate is false; llama.cpp computes true")
     fields: dict[str, Any] = {"rope.scaling.type": scaling.rope_type, "rope.scaling.factor": scaling.factor}
     if scaling.rope_type == "yarn":
         fields |= {

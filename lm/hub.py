@@ -4,6 +4,7 @@ machine.
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from files.hashes import folder_hash, unchanged_hash
 from files.rows import hub_reason
 from lm.progress import note_progress
 
-# Only safetensors weights: a pickled file can run arbitrary code.
+# Only safetensors weights: a pickled file can run arbitrary code. `original/` has a second copy (Llama, gpt-oss).
 _WANTED = [
     "*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json", "generation_config.json",
     "tokenizer*.json", "*.jinja",
@@ -136,9 +137,8 @@ def on_this_machine(folder: Path) -> Path:
 
 def _downloaded(name: str, revision: str | None = None, cache: str | None = None) -> Path:
     try:
-        return Path(
-            snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=_WANTED, tqdm_class=_NotedBar)
-        )
+        download = partial(snapshot_download, name, revision=revision, cache_dir=cache, tqdm_class=_NotedBar)
+        return Path(download(allow_patterns=_WANTED, ignore_patterns="original/*"))
     except Exception as error:  # the hub's client raises many types; they mean the same to the user
         raise ValueError(
             f"{name!r} is neither a local folder nor a model that the hub provided: {hub_reason(error)}"

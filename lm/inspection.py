@@ -169,7 +169,7 @@ def forward_bytes(config: ModelConfig, batch: Pass) -> int:
         + c * N * H
         + (0 if batch.is_fused or _is_tiled(config, batch) else 2 * _score_bytes(config, batch))
     )
-    widths = {"swiglu": 3, "geglu": 4}.get(config.mlp, 2)
+    widths = {"swiglu": 3, "clamped_swiglu": 6, "geglu": 4}.get(config.mlp, 2)
     mlp = c * config.intermediate_size * widths
     if config.num_experts:
         pairs = config.num_experts_per_tok * (3 * config.hidden_size + widths * config.moe_intermediate_size)
@@ -253,10 +253,12 @@ def _cross_bytes(config: ModelConfig, batch: Pass) -> int:
 
 
 def _mlp_bytes(config: ModelConfig, batch: Pass) -> int:
-    """c·M for the input of the last product, plus what the activation needs: SwiGLU its gate and up, GEGLU also the
+    """c·M for the input of the last product, plus what the activation needs: SwiGLUs their gate and up, GEGLU also the
     gate's activation, ReLU only its result, which is that input.
     """
-    widths = {"swiglu": 3, "geglu": 4, "relu2": 2, "gelu": 2, "gelu_tanh": 2, "relu": 1}[config.mlp]
+    widths = {"swiglu": 3, "clamped_swiglu": 3, "geglu": 4, "relu2": 2, "gelu": 2, "gelu_tanh": 2, "relu": 1}[
+        config.mlp
+    ]
     plain = widths * config.intermediate_size * batch.compute_bytes
     return max(plain, _mixture_bytes(config, batch, widths)) if config.num_experts else plain
 

@@ -318,18 +318,22 @@ class MLP(nn.Module):
 
 
 class ExpertMaps(nn.Module):
-    """One linear map per expert, [E · F, D]: x W_eᵀ for the rows of expert e."""
+    """One linear map per expert, [E · F, D] and biases [E · F]: x W_eᵀ + b_e for the rows of expert e."""
 
-    def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
+    def __init__(self, num_experts: int, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.weight = nn.Parameter(torch.empty(num_experts * out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(num_experts * out_features)) if bias else None
 
     def forward(self, x_SD: Tensor, ends_E: Tensor) -> Tensor:
         """Returns [S, F]. The rows of expert e end before row `ends_E[e]`."""
         dtype = compute_dtype(x_SD)
-        weight = self.weight if self.weight.dtype == dtype else cast_weight(self.weight)
-        return _Grouped.apply(x_SD.to(dtype), weight, ends_E)  # type: ignore[no-untyped-call]
+        weight, bias = (
+            part if part is None or part.dtype == dtype else cast_weight(part) for part in (self.weight, self.bias)
+        )
+        y_SF: Tensor = _Grouped.apply(x_SD.to(dtype), weight, ends_E)  # type: ignore[no-untyped-call]
+        return y_SF if bias is None else _WithBiases.apply(y_SF, bias, ends_E)  # type: ignore[no-untyped-call]
 
 
 class _Grouped(torch.autograd.Function):
@@ -350,6 +354,26 @@ class _Grouped(torch.autograd.Function):
         of_x = F.grouped_mm(gradient_SF, weight_EFD, offs=ends_E) if needs_x else None
         of_weight = F.grouped_mm(gradient_SF.T, x_SD, offs=ends_E).flatten(0, 1) if needs_weight else None
         return of_x, of_weight, None
+
+
+class _WithBiases(torch.autograd.Function):
+    """y + b_e by expert. A grouped product with ones adds up the gradients of b, always in the same order."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, y_SF: Tensor, bias: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(ends_E)
+        rows_S = torch.arange(len(y_SF), dtype=ends_E.dtype, device=ends_E.device)
+        experts_S = torch.searchsorted(ends_E, rows_S, right=True).clamp(max=len(ends_E) - 1)
+        return y_SF + bias.view(len(ends_E), -1)[experts_S]
+
+    @staticmethod
+    def backward(ctx: Any, gradient_SF: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (ends_E,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return gradient_SF, None, None
+        gradient_SF = gradient_SF.contiguous()
+        ones = gradient_SF.new_ones(len(gradient_SF), 8)  # PyTorch's grouped products need rows of 16 bytes
+        return gradient_SF, F.grouped_mm(gradient_SF.T, ones, offs=ends_E)[:, :, 0].flatten(), None
 
 
 @Replaceable
@@ -394,7 +418,33 @@ def geglu(gate_and_up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "geglu": geglu}
+def clamped_swiglu(gate_and_up: Tensor) -> Tensor:
+    """(up + 1) · gate · sigmoid(1.702 gate), [..., M], of gate ≤ 7 and |up| ≤ 7 (gpt-oss, arXiv 2508.10925)."""
+    return _ClampedSwiGLU.apply(gate_and_up)  # type: ignore[no-untyped-call]
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    """Saves only its input. With s = sigmoid(1.702 gate), where nothing is clamped:  d up = g · gate · s,
+    d gate = g · (up + 1) · s · (1 + 1.702 gate · (1 - s)).
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, gate_and_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_and_up)
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        gate = gate.clamp(max=7.0)
+        return (up.clamp(-7.0, 7.0) + 1) * gate * (1.702 * gate).sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gate, up = ctx.saved_tensors[0].chunk(2, dim=-1)
+        is_free, kept = gate <= 7.0, gate.clamp(max=7.0)
+        s = (1.702 * kept).sigmoid()
+        of_gate = gradient * (up.clamp(-7.0, 7.0) + 1) * s * (1 + 1.702 * kept * (1 - s)) * is_free
+        return torch.cat([of_gate, gradient * kept * s * (up.abs() <= 7.0)], dim=-1)
+
+
+GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "clamped_swiglu": clamped_swiglu, "geglu": geglu}
 
 
 class _SquaredReLU(torch.autograd.Function):

@@ -335,7 +335,7 @@ def init_weights(model: nn.Module, seed: int) -> None:
     | out, down (into the residual) | N(0, 1/(2LF))  | as above for fan-in F; L layers add 2L branches (GPT-2);   |
     |                               |                | 3L where they also read an encoder                         |
     | norms                         | 1              |                                                            |
-    | biases                        | 0              |                                                            |
+    | biases, sinks                 | 0              |                                                            |
     | score                         | N(0, 1/(D+1))  | a fresh score has unit variance                            |
     | relative bias                 | N(0, 1/D)      | as in T5, nearly none                                      |
 
@@ -358,7 +358,7 @@ def initial_weight(name: str, shape: Sequence[int], config: ModelConfig, generat
     """Draws the initial value of the parameter with this name, by the table in `init_weights`."""
     if name.endswith("norm.weight"):
         return torch.ones(*shape)
-    if name.endswith(".bias"):
+    if name.endswith((".bias", ".sinks")):
         return torch.zeros(*shape)
     if name.startswith("score."):  # summarize-from-feedback, `query_response_model.py`
         std = 1 / math.sqrt(shape[-1] + 1)
@@ -405,11 +405,12 @@ def checkpoint_activations(model: nn.Module) -> None:
 def compile_blocks(model: nn.Module) -> None:
     """Compile the blocks with `torch.compile` at the first pass over whole rows (`lm.block`).
 
-    Raises: ValueError for a mixture of experts.
+    Raises: ValueError for a mixture of experts or attention with sinks.
     """
     for transformer in _transformers(model).values():
-        if transformer.config.num_experts:
-            raise ValueError("engine.compile_blocks is true, but a mixture of experts cannot be compiled")
+        if transformer.config.num_experts or transformer.config.attention_sinks:
+            what = "a mixture of experts" if transformer.config.num_experts else "attention with sinks"
+            raise ValueError(f"engine.compile_blocks is true, but {what} cannot be compiled")
         transformer.compiles = True
 
 

@@ -43,8 +43,10 @@ def _yarn_ramp(head_dim: int, theta: float, scaling: RopeScaling, device: torch.
             / (2 * math.log(theta))
         )
 
-    first = max(math.floor(index_of(scaling.beta_fast)), 0)
-    last = min(math.ceil(index_of(scaling.beta_slow)), head_dim - 1)
+    first, last = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
     index_h = torch.arange(head_dim // 2, device=device, dtype=torch.float32)
     return ((index_h - first) / max(last - first, 0.001)).clamp(0, 1)
 

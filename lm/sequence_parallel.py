@@ -120,6 +120,10 @@ class SplitRows:
         q, k, v = whole.split([part.shape[3] for part in parts], dim=2)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
+    def own_heads(self, x_N: Tensor) -> Tensor:
+        """Returns the numbers of this rank's heads, [E], of one number per query head."""
+        return x_N.chunk(self.group.size)[self.group.processes.rank()]
+
     def to_tokens(self, y_BETH: Tensor) -> Tensor:
         """Exchange all tokens of this rank's heads for its slice of all heads, [B, N, t, H]."""
         P, y_BTEH = self.group.size, y_BETH.transpose(1, 2)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ _COMPUTED = r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$|final_
 _UNUSED = r"\.EncDecAttention\.relative_attention_bias\.weight$"
 _COPIES = r"^lm_head\.weight$|^cls\.predictions\.(decoder\.|bias$)|\.embed_tokens\.weight$"
 _OTHER_HEADS = r"^cls\.seq_relationship\.|^(bert\.)?pooler\."
+# MXFP4 (OCP Microscaling Formats 1.0, section 5.3): two tensors of bytes for one of numbers.
+BLOCKS, SCALES = "_blocks", "_scales"
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, by its lowest three bits; the fourth is the sign
 _BODY = re.compile(r"^(transformer|bert)\.")
 _LEFT_OUT = re.compile("|".join((_COMPUTED, _UNUSED, _COPIES, _OTHER_HEADS)))
 # BERT's published checkpoints name the norms' parameters as TensorFlow did.
@@ -117,18 +121,30 @@ class Checkpoint:
         self._stack = ExitStack()
         opened = [self._stack.enter_context(open_tensors(path)) for path in self._files]
         self._holder = {_modern(name): (file, name) for file in opened for name in file.keys()}  # noqa: SIM118
+        stored = set(self._holder)
+        of_blocks, of_scales = ({n.removesuffix(end) for n in stored if n.endswith(end)} for end in (BLOCKS, SCALES))
+        packed = of_blocks & of_scales  # two tensors of MXFP4 count as the one that they hold
+        self.names = (stored - {name + end for name in packed for end in (BLOCKS, SCALES)}) | packed
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    @property
-    def names(self) -> set[str]:
-        return set(self._holder)
+    def parts_of(self, name: str) -> tuple[str, ...]:
+        """Returns the names under which a tensor is stored: its own, or in MXFP4 those of its two parts."""
+        return (name,) if name in self._holder else (name + BLOCKS, name + SCALES)
 
     def shape(self, name: str) -> list[int]:
+        """Returns a tensor's shape. One of MXFP4 has its matrices as (in, out), although its parts have (out, in)."""
+        shape, *of_scales = ([*self._slice(part).get_shape()] for part in self.parts_of(name))
+        if not of_scales or [shape[:-1]] != of_scales:
+            return shape
+        experts, rows, groups, num_bytes = shape
+        return [experts, groups * num_bytes * 2, rows]
+
+    def _slice(self, name: str) -> Any:
         file, stored_name = self._holder[name]
-        return list(file.get_slice(stored_name).get_shape())
+        return file.get_slice(stored_name)
 
     def tensor(self, name: str) -> Tensor:
         file, stored_name = self._holder[name]
@@ -137,10 +153,19 @@ class Checkpoint:
 
     def part(self, name: str, first: int, end: int, dim: int) -> Tensor:
         """Reads only indices `first` to `end` (exclusive) of a tensor, along dimension 0 or 1."""
-        file, stored_name = self._holder[name]
-        stored = file.get_slice(stored_name)
+        stored = self._slice(name)
         part: Tensor = stored[:, first:end] if dim else stored[first:end]
         return part
+
+
+def from_mxfp4(blocks_FGb: Tensor, scales_FG: Tensor) -> Tensor:
+    """Returns the fp32 numbers [F, D] of a matrix in MXFP4. A byte has two numbers of 4 bits, the lower bits first; the
+    numbers of a group share a scale of 2^(byte - 127).
+    """
+    values, bytes_256 = torch.tensor([*_MAGNITUDES, *(-number for number in _MAGNITUDES)]), torch.arange(256)
+    pairs = torch.stack([values[bytes_256 & 15], values[bytes_256 >> 4]], dim=-1)
+    numbers_FGb = F.embedding(blocks_FGb.int(), pairs).flatten(-2)
+    return torch.ldexp(numbers_FGb, scales_FG.int()[..., None] - 127).flatten(1)
 
 
 def open_tensors(path: Path) -> Any:
@@ -178,6 +203,8 @@ class Reader:
         """Reads one tensor of this shape, or some of its rows, in fp32, assembled from its parts."""
         note_progress()
         rows, place, start = range(shape[0]) if rows is None else rows, self._place(ours), 0
+        if place.experts:
+            return self._read_stacked(place, shape, rows)
         rows_read = torch.empty(len(rows), *shape[1:])
         for name, num_rows in place.parts.items():
             end = start + (shape[0] if num_rows is None else num_rows)
@@ -198,6 +225,18 @@ class Reader:
         else:
             part = self._checkpoint.part(name, before + low, before + high, int(place.transposed))
         return part.T if place.transposed else part
+
+    def _read_stacked(self, place: Stored, shape: Sequence[int], rows: range) -> Tensor:
+        """Reads rows of a tensor that stacks experts, one expert at a time."""
+        num_rows, (name,) = shape[0] // place.experts, place.parts
+        found, end = torch.empty(len(rows), *shape[1:]), 0
+        for number in range(rows.start // num_rows, -(-rows.stop // num_rows)):
+            parts = [self._checkpoint.part(part, number, number + 1, 0)[0] for part in self._checkpoint.parts_of(name)]
+            expert = parts[0].T if place.transposed and len(parts) == 1 else parts[0]
+            expert = place.unstack(from_mxfp4(*parts) if len(parts) == 2 else expert)
+            own = expert[max(rows.start - number * num_rows, 0) : rows.stop - number * num_rows]
+            found[end : end + len(own)], end = own, end + len(own)
+        return found
 
     def _place(self, ours: str) -> Stored:
         place = self._family.stored(self._config, ours)
@@ -243,4 +282,7 @@ def _check_fit(checkpoint: Checkpoint, places: Mapping[str, Stored], shapes: Map
 def part_shape(whole: Sequence[int], rows: int | None, place: Stored) -> list[int]:
     """Returns the shape of a part of `rows` rows in a checkpoint; `whole` is the shape of Heed's tensor."""
     shape = [(whole[0] if rows is None else rows) + place.rows_before, *whole[1:]]
-    return shape[::-1] if place.transposed else shape
+    if place.experts:
+        shape[0] //= place.experts
+    shape = shape[::-1] if place.transposed else shape
+    return [place.experts, *shape] if place.experts else shape

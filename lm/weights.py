@@ -125,10 +125,10 @@ def stored_tensors(
     family = family_of(model.config, PURPOSES[type(model)])
     head, is_tied = "head.weight", model.config.tie_word_embeddings
     for ours, tensor in weights:
-        yield from _to_stored(family.stored(model.config, ours), tensor)
+        yield from to_stored(family.stored(model.config, ours), tensor)
         if untied and is_tied and ours == "decoder.embedding.weight":
             loose = model.config.model_copy(update={"tie_word_embeddings": False})
-            yield from _to_stored(family.stored(loose, head), tensor)
+            yield from to_stored(family.stored(loose, head), tensor)
         del tensor  # before the next one is made
 
 
@@ -298,8 +298,11 @@ def _score_bias(path: Path, raw: Mapping[str, Any], shape: torch.Size) -> Tensor
     return bias
 
 
-def _to_stored(place: Stored, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def to_stored(place: Stored, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yields the checkpoint's names and tensors for one of Heed's tensors."""
+    if place.experts:
+        yield next(iter(place.parts)), place.stack(tensor).contiguous()
+        return
     sizes = [len(tensor) if rows is None else rows for rows in place.parts.values()]
     for name, part in zip(place.parts, tensor.split(sizes), strict=True):
         unused = part.new_zeros(place.rows_before, *part.shape[1:])
@@ -372,7 +375,8 @@ def _family_of(raw: Mapping[str, Any], where: Path | str) -> Family:
 
 def _config_of(family: Family, raw: Mapping[str, Any], where: Path | str) -> ModelConfig:
     try:
-        expect(raw, "quantization_config", None)
+        if quantized := raw.get("quantization_config"):
+            expect({"quantization_config": quantized.get("quant_method")}, "quantization_config", "mxfp4")
         return ModelConfig.model_validate(family.from_hf(raw))
     except KeyError as error:
         raise ValueError(f"{where}: field {error.args[0]!r} is missing") from None

@@ -42,7 +42,7 @@ class Hub:
 @contextmanager
 def serve(model: Path) -> Iterator[Hub]:
     """A hub with the model of this folder under `NAME`."""
-    contents = {path.name: path.read_bytes() for path in model.iterdir()}
+    contents = {str(path.relative_to(model)): path.read_bytes() for path in model.rglob("*") if path.is_file()}
     tree = [
         {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
         for name, content in contents.items()

@@ -81,7 +81,7 @@ SHAPE = {
 DECODER = ModelConfig(num_hidden_layers=2, **SHAPE)
 ENCODER = ModelConfig(kind="encoder", num_hidden_layers=2, mlp="gelu", positions="learned", **SHAPE)
 # More ranks than key-value heads may split a sequence: each has a query head of its own.
-GROUPED = ModelConfig(num_hidden_layers=2, **{**SHAPE, "num_attention_heads": 4})
+GROUPED = ModelConfig(num_hidden_layers=2, attention_sinks=True, **{**SHAPE, "num_attention_heads": 4})
 # A rank has tokens for some of the experts only.
 MIXTURE = ModelConfig(
     num_hidden_layers=2, num_experts=9, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True, **SHAPE

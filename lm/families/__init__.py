@@ -15,6 +15,7 @@ from lm.families.bert import BertFamily
 from lm.families.family import Family, Stored, expect
 from lm.families.gemma3 import Gemma3Family
 from lm.families.gpt2 import GPT2Family
+from lm.families.gpt_oss import GptOssFamily
 from lm.families.heed import HeedFamily
 from lm.families.mixtures import MixtralFamily, OlmoeFamily, Qwen3MoeFamily
 from lm.families.rotary import Olmo2Family, Phi3Family, RotaryFamily
@@ -50,6 +51,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     OlmoeFamily("olmoe", "Olmoe", attention_bias="flag"),
     MixtralFamily("mixtral", "Mixtral", windows="all", defaults={"num_key_value_heads": 8}),
+    GptOssFamily("gpt_oss", "GptOss", mlp="clamped_swiglu", attention_bias="flag"),
     Olmo2Family("olmo2", "Olmo2", attention_bias="flag"),
     Phi3Family("phi3", "Phi3", windows="all"),
     Gemma3Family("gemma3_text", "Gemma3", mlp="geglu", attention_bias="flag", even_heads=True),

@@ -18,6 +18,8 @@ class Stored:
     None: all rows. `transposed`: the checkpoint stores the matrix as (in, out), as GPT-2 does. The first `rows_before`
     rows in the checkpoint are not used: BART counts its positions from 2. Heed's numbers are the checkpoint's times
     `factor`, plus `added`. A checkpoint without this tensor has its numbers in the whole tensor `otherwise`, if set.
+    `experts` > 0: the checkpoint stacks the matrices (or biases) of so many experts in one tensor with one more
+    dimension. `interleaved`: there, the rows of an expert's two halves alternate.
     """
 
     parts: Mapping[str, int | None]
@@ -26,6 +28,19 @@ class Stored:
     factor: float = 1.0
     added: float = 0.0
     otherwise: str = ""
+    experts: int = 0
+    interleaved: bool = False
+
+    def stack(self, ours: Tensor) -> Tensor:
+        """Returns the stacked tensor, given Heed's matrices below one another."""
+        stacked = ours.unflatten(0, (self.experts, -1))
+        if self.interleaved:
+            stacked = stacked.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        return stacked.transpose(1, 2) if self.transposed else stacked
+
+    def unstack(self, expert: Tensor) -> Tensor:
+        """Returns Heed's matrix or bias of one expert, given its rows in the checkpoint's order."""
+        return expert.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if self.interleaved else expert
 
     def read(self, theirs: Tensor) -> Tensor:
         """Returns Heed's numbers, given the checkpoint's."""

@@ -10,7 +10,7 @@ from lm.families.family import Fields, Stored, expect
 _ROPE_FIELDS_OF = {
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
 }
 
 
@@ -37,7 +37,6 @@ def rope_from_hf(raw: Mapping[str, Any], kinds: Collection[str] = tuple(_ROPE_FI
     expect(rope, "partial_rotary_factor", 1.0)
     for name in ("attention_factor", "mscale", "mscale_all_dim"):
         expect(rope, name, None)
-    expect(rope, "truncate", True)
     if kind == "default":
         return {"rope_theta": rope["rope_theta"]}
     found = {name: rope[name] for name in _ROPE_FIELDS_OF[kind] if rope.get(name) is not None}
@@ -56,7 +55,7 @@ class RotaryFamily:
 
     model_type: str
     class_prefix: str
-    mlp: Literal["swiglu", "geglu", "relu2"] = "swiglu"
+    mlp: Literal["swiglu", "clamped_swiglu", "geglu", "relu2"] = "swiglu"
     attention_bias: Literal["none", "qkv", "flag"] = "none"
     mlp_bias_flag: bool = False
     windows: Literal["none", "all", "by layer"] = "none"
@@ -73,7 +72,7 @@ class RotaryFamily:
 
     @property
     def hidden_act(self) -> str:
-        return {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "relu2": "relu2"}[self.mlp]
+        return {"geglu": "gelu_pytorch_tanh", "relu2": "relu2"}.get(self.mlp, "silu")
 
     def to_hf(self, config: ModelConfig) -> Fields:
         """Returns the shape's fields. Raises: ValueError for a width that transformers refuses."""

@@ -49,6 +49,7 @@ def what_a_decoder_misses(config: ModelConfig, dtype: torch.dtype) -> str:
         return f'norm_place "pre" and mlp of {list(ACTIVATIONS)}'
     for field in (
         "num_experts",
+        "attention_sinks",
         "positions_every_layer",
         "qk_norm_over",
         "query_pre_attn_scalar",

@@ -182,13 +182,14 @@ FEWEST_QUERIES = 16  # rows of the smallest matrix product on a GPU's tensor cor
 @triton.jit
 def _attend_kernel(
     q, keys, values, last_columns, out, parts, totals, num_kv_heads, num_queries, head_dim, scale, window,
-    kv_batch, kv_head, kv_column, num_splits,
+    kv_batch, kv_head, kv_column, num_splits, sinks, SINKS: tl.constexpr,
     SPLITS: tl.constexpr, SPLIT: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
     """Attend from the queries of one key-value head of one row to one split of the row's keys.
 
     Writes softmax(q Kᵀ · scale) V of the split (arXiv 2205.14135) to `out` if there is only one split. Otherwise
-    writes it to `parts` in fp32, and ln Σ exp of the split's scores to `totals`.
+    writes it to `parts` in fp32, and ln Σ exp of the split's scores to `totals`. With `SINKS`, the sum over all splits
+    has one more term per head.
     """
     pair, split = tl.program_id(0), tl.program_id(1)
     batch, head = (pair // num_kv_heads).to(tl.int64), pair % num_kv_heads
@@ -220,6 +221,8 @@ def _attend_kernel(
             total = total * kept + tl.sum(weights, axis=1)
             result = result * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
             largest = new
+        if SINKS and not SPLITS:
+            total += tl.exp(tl.load(sinks + head * num_queries + rows, mask=is_row, other=0.0).to(tl.float32) - largest)
         result = result / total[:, None]
         if SPLITS:
             at = pair.to(tl.int64) * num_splits + split
@@ -232,8 +235,8 @@ def _attend_kernel(
 
 @triton.jit
 def _merge_kernel(
-    parts, totals, last_columns, out, num_kv_heads, num_queries, head_dim, window, num_splits,
-    SPLIT: tl.constexpr, HEAD: tl.constexpr,
+    parts, totals, last_columns, out, num_kv_heads, num_queries, head_dim, window, num_splits, sinks,
+    SINKS: tl.constexpr, SPLIT: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
     """Merge one query's splits, one after another: Σ exp(total_p) · part_p / Σ exp(total_p)."""
     query = tl.program_id(0)
@@ -247,6 +250,8 @@ def _merge_kernel(
         at = (pair.to(tl.int64) * num_splits + split) * num_queries + own
         largest = tl.maximum(largest, tl.load(totals + at))
     total = 0.0
+    if SINKS:
+        total += tl.exp(tl.load(sinks + pair % num_kv_heads * num_queries + own).to(tl.float32) - largest)
     result = tl.zeros([HEAD], dtype=tl.float32)
     for split in range(first // SPLIT, last // SPLIT + 1):
         at = (pair.to(tl.int64) * num_splits + split) * num_queries + own
@@ -257,14 +262,18 @@ def _merge_kernel(
     tl.store(out + place, (result / total).to(out.dtype.element_ty), mask=inside)
 
 
-def takes_own_keys(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: OwnKeys) -> bool:
+def takes_own_keys(
+    q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: OwnKeys, sinks_N: Tensor | None = None
+) -> bool:
     """Returns whether the kernel runs: one query per row, no gradients, keys and values of one dtype and layout."""
     is_one_type = q_BNTH.dtype == k_BGSH.dtype == v_BGSH.dtype and q_BNTH.dtype in DTYPES
     fits = k_BGSH.shape == v_BGSH.shape and k_BGSH.stride() == v_BGSH.stride() and k_BGSH.stride(-1) == 1
     return q_BNTH.is_cuda and is_one_type and fits and q_BNTH.shape[2] == 1 and not q_BNTH.requires_grad
 
 
-def attend_own_keys(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: OwnKeys) -> Tensor:
+def attend_own_keys(
+    q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: OwnKeys, sinks_N: Tensor | None = None
+) -> Tensor:
     """Compute `lm.attention.attend_own_keys` in one kernel, or in two if a row may have more than `SPLIT` keys.
 
     A row's result has the same bits whatever S and the other rows are.
@@ -274,6 +283,7 @@ def attend_own_keys(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: OwnKey
     q_BNTH = q_BNTH.contiguous()
     y_BNTH = torch.empty_like(q_BNTH)
     parts = totals = y_BNTH
+    has_sinks, sinks = sinks_N is not None, y_BNTH if sinks_N is None else sinks_N
     if P > 1:
         parts = torch.empty(B * G * P * R * H, dtype=torch.float32, device=q_BNTH.device)
         totals = torch.empty(B * G * P * R, dtype=torch.float32, device=q_BNTH.device)
@@ -282,12 +292,13 @@ def attend_own_keys(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: OwnKey
     block = min(64, max(16, 32768 // (head * k_BGSH.element_size())))
     _attend_kernel[(B * G, P)](
         q_BNTH, k_BGSH, v_BGSH, mask.last_B, y_BNTH, parts, totals, G, R, H, 1 / math.sqrt(H), mask.window,
-        k_BGSH.stride(0), k_BGSH.stride(1), k_BGSH.stride(2), P,
+        k_BGSH.stride(0), k_BGSH.stride(1), k_BGSH.stride(2), P, sinks, SINKS=has_sinks,
         SPLITS=P > 1, SPLIT=SPLIT, QUERIES=max(FEWEST_QUERIES, triton.next_power_of_2(R)), BLOCK=block, HEAD=head,
         num_stages=2,
     )  # fmt: skip
     if P > 1:
         _merge_kernel[(B * N,)](
-            parts, totals, mask.last_B, y_BNTH, G, R, H, mask.window, P, SPLIT=SPLIT, HEAD=head, num_warps=1
-        )
+            parts, totals, mask.last_B, y_BNTH, G, R, H, mask.window, P, sinks,
+            SINKS=has_sinks, SPLIT=SPLIT, HEAD=head, num_warps=1,
+        )  # fmt: skip
     return y_BNTH

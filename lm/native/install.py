@@ -5,6 +5,7 @@ PyTorch's kernels alone, for machines on which Triton does not work and for comp
 """
 
 import os
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
-from lm import attention, layers, sampling
+from lm import attention, layers, sampling, sinks
 from lm.block import Block, BlockInputs, run_blocks
 from lm.layers import RMSNorm, cast_weight, compute_dtype
 from lm.native import operators
@@ -71,16 +72,40 @@ def _split_heads(
     return operators.split_heads(qkv_BTE, cos, sin, num_heads, num_kv_heads)
 
 
-def takes_attention(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> bool:
+def takes_attention(
+    q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None, sinks_N: Tensor | None = None
+) -> bool:
     """Whether the attention kernel supports these tensors: all fp32 or all bf16, values as wide as keys."""
     is_one_type = all(x.is_cpu and x.dtype == q_BNTH.dtype for x in (q_BNTH, k_BGSH, v_BGSH))
     return is_one_type and q_BNTH.dtype in TYPES and k_BGSH.shape == v_BGSH.shape and is_available()
 
 
-def _attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
+def _attend(
+    q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None, sinks_N: Tensor | None = None
+) -> Tensor:
     mask_BTS = None if mask_BTS is None else mask_BTS.contiguous()
-    y_BTNH, _ = operators.attend(q_BNTH.contiguous(), k_BGSH.contiguous(), v_BGSH.contiguous(), mask_BTS)
+    qkv = q_BNTH.contiguous(), k_BGSH.contiguous(), v_BGSH.contiguous()
+    if sinks_N is None:
+        return operators.attend(*qkv, mask_BTS)[0].transpose(1, 2)
+    y_BTNH: Tensor = sinks.WithSinks.apply(*qkv, sinks_N, _CpuKernel(mask_BTS))  # type: ignore[no-untyped-call]
     return y_BTNH.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class _CpuKernel:
+    """The attention kernel, as `lm.sinks` calls it."""
+
+    mask_BTS: Tensor | None
+
+    def forward(self, q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor) -> tuple[Tensor, Tensor]:
+        y_BTNH, totals_BNT = operators.attend(q_BNTH, k_BGSH, v_BGSH, self.mask_BTS)
+        return y_BTNH, totals_BNT.transpose(1, 2)
+
+    def backward(
+        self, gradient: Tensor, q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, y_BTNH: Tensor, totals_BTN: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        results = y_BTNH, totals_BTN.transpose(1, 2).contiguous(), self.mask_BTS
+        return operators.attend_backward(gradient.contiguous(), q_BNTH, k_BGSH, v_BGSH, *results)
 
 
 def _takes_logprobs(logits_CV: Tensor, tokens_C: Tensor, temperature: float) -> bool:

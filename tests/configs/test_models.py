@@ -62,6 +62,23 @@ def test_a_mixture_has_the_papers_parameters_in_total_and_per_token() -> None:
     assert num_unread(config, 128) == pytest.approx(unread * (120 / 128) ** 127)
 
 
+def test_gpt_oss_has_the_papers_parameters_in_total_and_per_token() -> None:
+    """arXiv 2508.10925, table 1: 20.91B parameters, of which the MLPs have 19.12B, attention .64B and the two tables
+    1.16B; 3.61B per token, with one of the tables."""
+    config = read("openai/gpt-oss-20b")
+    assert family_of(config, "language").model_type == "gpt_oss"
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    found, table = count_parameters([model]), config.vocab_size * config.hidden_size
+    assert found == pytest.approx(20.91e9, abs=0.01e9)
+    of_blocks = {
+        kind: count_parameters([getattr(b, kind) for b in model.decoder.blocks]) for kind in ("mlp", "attention")
+    }
+    assert of_blocks["mlp"] == pytest.approx(19.12e9, abs=0.01e9)
+    assert of_blocks["attention"] == pytest.approx(0.64e9, abs=0.01e9)
+    assert found - num_unread(config, 1) - table == pytest.approx(3.61e9, abs=0.01e9)
+
+
 # Layers, width, and parameters as published (rounded) of the masked language model.
 BERT = {"base": (12, 768, 110e6), "large": (24, 1024, 340e6)}
 

@@ -66,20 +66,23 @@ def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | N
 
 
 def gradients_of(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None
-) -> tuple[Tensor, ...]:
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None,
+    out: Tensor | None = None, sums: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of q, k and v: with P the weights, dV = Pᵀ dO, dS = P (dO Vᵀ - Σ P dO Vᵀ), dQ = dS K, dK = dSᵀ Q.
 
-    By hand, since no graph is recorded inside a kernel.
+    By hand, since no graph is recorded inside a kernel. Given a kernel's results, P = exp(S - sums), and the sum in dS
+    is that of dO times `out`, as in FlashAttention (arXiv 2205.14135, algorithm 4).
     """
     groups, factor = q.shape[-3] // k.shape[-3], scale or 1 / math.sqrt(q.shape[-1])
     wide_k, wide_v = (part.float().repeat_interleave(groups, dim=-3) for part in (k, v))
     scores = q.float() @ wide_k.transpose(-1, -2) * factor
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    weights = scores.softmax(dim=-1).nan_to_num(0.0)
+    weights = scores.softmax(dim=-1).nan_to_num(0.0) if sums is None else (scores - sums[..., None]).exp()
     products = gradient.float() @ wide_v.transpose(-1, -2)
-    of_scores = weights * (products - (weights * products).sum(dim=-1, keepdim=True)) * factor
+    of_rows = weights * products if out is None else gradient.float() * out.float()
+    of_scores = weights * (products - of_rows.sum(dim=-1, keepdim=True)) * factor
 
     def of_group(wide: Tensor) -> Tensor:
         return wide.unflatten(-3, (-1, groups)).sum(dim=-3)
@@ -146,14 +149,16 @@ def flash_forward(
 
 
 def flash_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, _sums: Tensor, starts_q: Tensor, starts_k: Tensor,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, starts_q: Tensor, starts_k: Tensor,
     _max_q: int, _max_k: int, _dropout: float, is_causal: bool, *_: Any, **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`aten::_flash_attention_backward`, likewise."""
     found = [torch.zeros_like(part) for part in (q, k, v)]
     for own, keys, mask in _sequences(starts_q, starts_k, is_causal, options):
-        parts = [part.transpose(0, 1) for part in (gradient[own], q[own], k[keys], v[keys])]
-        dq, dk, dv = gradients_of(parts[0], parts[1], parts[2], parts[3], mask, options.get("scale"))
+        parts = [part.transpose(0, 1) for part in (gradient[own], q[own], k[keys], v[keys], out[own])]
+        dq, dk, dv = gradients_of(
+            parts[0], parts[1], parts[2], parts[3], mask, options.get("scale"), parts[4], sums[:, own]
+        )
         found[0][own] += dq.transpose(0, 1)
         found[1][keys] += dk.transpose(0, 1)
         found[2][keys] += dv.transpose(0, 1)

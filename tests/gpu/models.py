@@ -30,6 +30,7 @@ SHAPES = {
         num_key_value_heads=4, mlp="gelu_tanh", mlp_bias=True, attention_bias="all", positions="learned", norm="layer"
     ),
     "mistral": shape(sliding_window=(0, 16)),
+    "sinks": shape(attention_sinks=True, sliding_window=(16, 0), attention_bias="all"),
 }
 
 

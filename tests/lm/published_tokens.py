@@ -96,6 +96,41 @@ QWEN_3 = (
     "{% else %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}{% endif %}"
 )
+# Shortened: without tools, and with its check of a message's channels.
+HARMONY = (
+    "{%- macro build_system_message() -%}\n"
+    "    {%- if model_identity is not defined %}\n"
+    '        {%- set model_identity = "You are ChatGPT, a large language model trained by OpenAI." %}\n'
+    "    {%- endif %}\n"
+    '    {{- model_identity + "\\n" }}\n    {{- "Knowledge cutoff: 2024-06\\n" }}\n'
+    '    {{- "Current date: " + strftime_now("%Y-%m-%d") + "\\n\\n" }}\n'
+    "    {%- if reasoning_effort is not defined %}\n"
+    '        {%- set reasoning_effort = "medium" %}\n'
+    "    {%- endif %}\n"
+    '    {{- "Reasoning: " + reasoning_effort + "\\n\\n" }}\n'
+    '    {{- "# Valid channels: analysis, commentary, final. Channel must be included for every message." }}\n'
+    "{%- endmacro -%}\n"
+    '{{- "<|start|>system<|message|>" }}\n{{- build_system_message() }}\n{{- "<|end|>" }}\n'
+    '{%- if messages[0].role == "developer" or messages[0].role == "system" %}\n'
+    "    {%- set developer_message = messages[0].content %}\n    {%- set loop_messages = messages[1:] %}\n"
+    '{%- else %}\n    {%- set developer_message = "" %}\n    {%- set loop_messages = messages %}\n{%- endif %}\n'
+    "{%- if developer_message %}\n"
+    '    {{- "<|start|>developer<|message|># Instructions\\n\\n" + developer_message + "\\n\\n<|end|>" }}\n'
+    "{%- endif %}\n{%- set last_tool_call = namespace(name=none) %}\n"
+    "{%- for message in loop_messages -%}\n    {%- if message.role == 'assistant' -%}\n"
+    '        {%- if "<|channel|>analysis<|message|>" in message.content %}\n'
+    '            {{- raise_exception("You have passed a message containing <|channel|> tags.") }}\n'
+    "        {%- endif %}\n"
+    "        {%- if loop.last and not add_generation_prompt %}\n"
+    '            {{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|return|>" }}\n'
+    "        {%- else %}\n"
+    '            {{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|end|>" }}\n'
+    "            {%- set last_tool_call.name = none %}\n        {%- endif %}\n"
+    "    {%- elif message.role == 'user' -%}\n"
+    '        {{- "<|start|>user<|message|>" + message.content + "<|end|>" }}\n'
+    "    {%- endif -%}\n{%- endfor -%}\n"
+    "{%- if add_generation_prompt -%}\n<|start|>assistant\n{%- endif -%}\n"
+)
 DEEPSEEK = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
     "{{ '<｜User｜>' + message['content'] }}{% elif message['role'] == 'assistant' %}"
@@ -251,6 +286,13 @@ PUBLISHED: dict[str, Published] = {
         ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im_sep|>", "<|dummy_85|>"),
         {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "pad_token": "<|dummy_85|>"},
         ("<|im_end|>", "<|endoftext|>"), template=PHI_4, generation=("<|endoftext|>", "<|im_end|>"),
+    ),
+    "openai/gpt-oss-20b": Published(
+        ("<|startoftext|>", "<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>",
+         "<|message|>", "<|call|>"),
+        {"bos_token": "<|startoftext|>", "eos_token": "<|return|>", "pad_token": "<|endoftext|>"},
+        ("<|return|>", "<|endoftext|>", "<|call|>"), template=HARMONY,
+        generation=("<|return|>", "<|endoftext|>", "<|call|>"),
     ),
     "google-t5/t5-small": Published(
         ("<pad>", "</s>", "<unk>", "<extra_id_0>"), {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"},

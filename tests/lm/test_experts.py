@@ -29,34 +29,62 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 
 
+GPT_OSS: dict[str, Any] = {
+    "mlp": "clamped_swiglu", "mlp_bias": True, "attention_bias": "all", "attention_sinks": True,
+    "sliding_window": (4, 0), "num_key_value_heads": 1,
+}  # fmt: skip
+
+
 def mixture(**changes: Any) -> LanguageModel:
     model = LanguageModel(ModelConfig.model_validate({**SHAPE, **changes}))
     init_weights(model, 3)
+    generator = torch.Generator().manual_seed(4)
+    for name, parameter in model.named_parameters():
+        if name.endswith((".bias", ".sinks")):  # otherwise 0
+            parameter.data.normal_(generator=generator)
     return model.eval()
 
 
 def one_by_one(layer: Mixture, x_ND: Tensor, num_chosen: int, *, divided: bool) -> Tensor:
-    """The equation, token by token and expert by expert."""
+    """The equation, token by token and expert by expert; SwiGLU with biases is gpt-oss's."""
     E = layer.experts.up.num_experts
     ups, downs = layer.experts.up.weight.chunk(E), layer.experts.down.weight.chunk(E)
+    biases = [[torch.zeros(())] * E] * 3
+    if (router_bias := layer.router.bias) is not None:
+        found = router_bias, layer.experts.up.bias, layer.experts.down.bias
+        biases = [list(bias.chunk(E)) for bias in found if bias is not None]
+    of_router, of_up, of_down = biases
     rows = []
     for x_D in x_ND:
-        p_E = (layer.router.weight @ x_D).softmax(dim=0)
+        p_E = (layer.router.weight @ x_D + torch.stack(of_router).flatten()).softmax(dim=0)
         chosen = sorted(range(E), key=lambda expert, p_E=p_E: -float(p_E[expert]))[:num_chosen]
         total = sum(p_E[expert] for expert in chosen) if divided else 1.0
         y_D = torch.zeros_like(x_D)
         for expert in chosen:
-            gate_M, up_M = (ups[expert] @ x_D).chunk(2)
-            y_D = y_D + p_E[expert] / total * (downs[expert] @ (F.silu(gate_M) * up_M))
+            gate_M, up_M = (ups[expert] @ x_D + of_up[expert]).chunk(2)
+            if router_bias is None:
+                inner_M = F.silu(gate_M) * up_M
+            else:
+                gate_M = torch.minimum(gate_M, torch.tensor(7.0))
+                inner_M = (up_M.clamp(-7, 7) + 1) * gate_M / (1 + torch.exp(-1.702 * gate_M))
+            y_D = y_D + p_E[expert] / total * (downs[expert] @ inner_M + of_down[expert])
         rows.append(y_D)
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize(("num_chosen", "divided"), [(1, False), (2, True), (2, False), (6, True)])
-def test_the_equation_and_its_gradients(num_chosen: int, divided: bool) -> None:
-    layer = mixture(num_experts_per_tok=num_chosen, norm_topk_prob=divided).decoder.blocks[0].mlp
+@pytest.mark.parametrize(
+    ("num_chosen", "divided", "changes"),
+    [(1, False, {}), (2, True, {}), (2, False, {}), (6, True, {}), (2, True, GPT_OSS), (3, True, GPT_OSS)],
+)
+def test_the_equation_and_its_gradients(num_chosen: int, divided: bool, changes: dict[str, Any]) -> None:
+    layer = mixture(**changes, num_experts_per_tok=num_chosen, norm_topk_prob=divided).decoder.blocks[0].mlp
     assert isinstance(layer, Mixture)
     x_BTD = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(0))
+    if changes:
+        x_BTD = 5 * x_BTD
+        inner = layer.experts.up(x_BTD.flatten(0, 1), torch.tensor([18] * 6, dtype=torch.int32))
+        assert inner.max() > 7, "no gate or up is clamped"
+        assert inner.min() < -7, "no up is clamped from below"
     found = layer(x_BTD)
     found.square().sum().backward()
     gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
@@ -68,9 +96,10 @@ def test_the_equation_and_its_gradients(num_chosen: int, divided: bool) -> None:
         torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-4, rtol=1e-4, msg=name)
 
 
-def test_a_token_gets_the_same_whatever_its_batch() -> None:
+@pytest.mark.parametrize("changes", [{}, GPT_OSS], ids=["plain", "gpt-oss"])
+def test_a_token_gets_the_same_whatever_its_batch(changes: dict[str, Any]) -> None:
     """No expert is ever full, in rows of any length, packed or not."""
-    model = mixture()
+    model = mixture(**changes)
     rows = [torch.randint(2, 32, (length,)) for length in (5, 17, 9)]
     alone = [model(row[None])[0] for row in rows]
     packed = torch.cat(rows)[None]
@@ -89,9 +118,10 @@ def test_one_expert_that_every_token_chooses_is_a_plain_mlp() -> None:
     torch.testing.assert_close(model(tokens), plain(tokens), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("changes", [{"mlp_only_layers": [1]}, GPT_OSS], ids=["a plain layer", "gpt-oss"])
 @pytest.mark.parametrize("steps", ["eager", "fixed"])
-def test_generation_gives_the_log_probs_of_a_pass_over_whole_rows(steps: Any) -> None:
-    model = mixture(mlp_only_layers=[1])
+def test_generation_gives_the_log_probs_of_a_pass_over_whole_rows(steps: Any, changes: dict[str, Any]) -> None:
+    model = mixture(**changes)
     prompts = [[3, 4, 5], [6], [7, 8, 9, 10, 11]]
     found = generate(
         model, prompts, max_new_tokens=9, end_ids=[], choice=Choice(), seeds=range(3), steps=steps, max_rows=2
@@ -142,7 +172,7 @@ def test_what_experts_do_not_go_with_is_refused() -> None:
         ({"moe_intermediate_size": 12}, "model.moe_intermediate_size is 12, in a mixture of experts; a multiple of 8"),
         (
             {"mlp": "relu"},
-            "experts are gated MLPs without a bias in a decoder; found model.kind 'decoder', model.mlp 'relu'",
+            "experts are gated MLPs in a decoder; found model.kind 'decoder', model.mlp 'relu'",
         ),
         ({"mlp_only_layers": [3]}, r"model.mlp_only_layers is \[3\]; different numbers from 0 to 2"),
         ({"mlp_only_layers": [0, 1, 2]}, "and not all of them were expected"),

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,14 @@ from benchmarks.parity import (
     shuffled,
     their_logits,
 )
+from heed.jobs.models import built_in_shape
 from lm.config import ModelConfig, RopeScaling
 from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier
 from lm.families import FAMILIES, family_of
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.source import load
 from lm.tokenizer import Tokenizer
-from lm.weights import PURPOSES, config_from_hf, load_any, load_model, save_model
+from lm.weights import PURPOSES, config_from_hf, load_any, load_model, save_model, to_stored
 from reward.stage import network_source
 from tests import examples
 from tests.models import load_language_model, load_scalar_model
@@ -92,6 +94,7 @@ def test_transformers_computes_our_logits(tmp_path: Path, tokenizer: Tokenizer, 
         "gemma3",
         "qwen3 moe, a plain layer",
         "mixtral, window",
+        "gpt-oss",
     ],
 )
 @torch.no_grad()
@@ -169,6 +172,14 @@ DRAWN: dict[str, Callable[[random.Random], dict[str, Any]]] = {
         "decoder_sparse_step": draw.randint(1, 2),
     },
     "Olmoe": lambda draw: {**mixture_shape(draw), "norm_topk_prob": draw.random() < 0.5, "num_hidden_layers": 2},
+    "GptOss": lambda draw: {
+        **mixture_shape(draw),
+        "head_dim": 2 * draw.randint(2, 9),
+        "sliding_window": draw.randint(2, 30),
+        "layer_types": None,
+        "attention_bias": draw.random() < 0.8,
+        "rope_parameters": draw.choice([YARN, {**YARN, "truncate": False}, LINEAR]),
+    },
     "Mixtral": lambda draw: {**mixture_shape(draw), "sliding_window": draw.choice([None, draw.randint(2, 30)])},
     "T5": lambda draw: {
         "d_model": draw.randint(8, 40), "d_kv": draw.randint(2, 12), "d_ff": draw.randint(5, 40),
@@ -218,8 +229,7 @@ def compare_gradients(ours: Any, theirs: Any, found: Tensor, expected: Tensor, f
     for name, parameter in ours.named_parameters():
         place = family.stored(ours.config, name)
         gradient = parameter.grad * place.factor  # by the chain rule: ours = theirs · factor + added
-        sizes = [len(gradient) if rows is None else rows for rows in place.parts.values()]
-        for theirs_name, part in zip(place.parts, gradient.split(sizes), strict=True):
+        for theirs_name, part in to_stored(replace(place, factor=1.0, added=0.0), gradient):
             torch.testing.assert_close(part, wanted[theirs_name], atol=1e-5, rtol=1e-3, msg=theirs_name)
 
 
@@ -260,8 +270,12 @@ def test_the_first_family_that_holds_a_shape_writes_it(tiny_config: ModelConfig)
         "qwen3_moe": {**EXPERTS, "qk_norm": True},
         "olmoe": {**EXPERTS, "intermediate_size": 16, "qk_norm": True, "qk_norm_over": "projection"},
         "mixtral": {**EXPERTS, "intermediate_size": 16, "norm_topk_prob": True},
+        "gpt_oss": {
+            **EXPERTS, "intermediate_size": 16, "norm_topk_prob": True, "mlp": "clamped_swiglu", "mlp_bias": True,
+            "attention_bias": "all", "attention_sinks": True,
+        },
         "heed": {"norm_place": "post"},
-    }
+    }  # fmt: skip
     for name, change in changes.items():
         assert family_of(tiny_config.model_copy(update=change), "language").model_type == name
     assert {"gpt2", "bert", "bart", "t5", *changes} == {family.model_type for family in FAMILIES}
@@ -282,6 +296,31 @@ PHI_4K = {
     "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
     "rope_theta": 10_000.0, "rope_scaling": None, "sliding_window": 2047, "hidden_act": "silu",
 }  # fmt: skip
+
+
+GPT_OSS_20B = {
+    "model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0, "experts_per_token": 4, "head_dim": 64,
+    "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072,
+    "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+    "num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}  # fmt: skip
+
+
+def test_gpt_oss_is_read_as_it_is_published() -> None:
+    found = config_from_hf(GPT_OSS_20B, "config.json")
+    assert found == ModelConfig.model_validate(built_in_shape("openai/gpt-oss-20b"))
+    defaults = transformers.GptOssConfig(num_hidden_layers=24, num_local_experts=32).to_dict()
+    assert config_from_hf(defaults, "config.json") == found
+    for field, value in (("swiglu_limit", 6.0), ("swiglu_alpha", 1.0)):
+        with pytest.raises(ValueError, match=rf"config\.json: {field} is {value}; [\d.]+ was expected"):
+            config_from_hf({**GPT_OSS_20B, field: value}, "config.json")
 
 
 def test_gemma_and_phi_are_read_as_they_are_published() -> None:

@@ -403,6 +403,17 @@ def test_frequencies_that_llama_3_does_not_make_are_named(make: Make, tmp_path: 
         ({"sliding_window": (0, 8), "qk_norm": True, "positions": "rotary", "mlp": "relu2"}, "model_type is 'heed'"),
         ({"partial_rotary_factor": 0.5}, "model_type is 'phi3'"),
         ({"qk_norm": True, "attention_bias": "all"}, "the model has biases, which llama.cpp does not add"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4,
+                    "original_max_position_embeddings": 16,
+                    "truncate": False,
+                }
+            },
+            r"model.rope_scaling.truncate is false; llama.cpp computes true",
+        ),
         ({"attention_bias": "qkv", "rope_scaling": LLAMA3}, "rope_type is 'llama3', .* in a model of qwen2"),
         ({"qk_norm": True, "rope_scaling": LLAMA3}, "rope_type is 'llama3', .* in a model of qwen3"),
         ({"vocab_size": 200}, "the vocabulary has .* tokens, the model 200"),

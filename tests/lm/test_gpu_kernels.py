@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from lm.native import gpu, gpu_layers
 
 HEADS = "{0} {0} {0} {0} {0} {0} *fp32 *fp32 *i64 i32 i32 i32 i32 fp32 i32 i32 i32 i32 i32 i32"
-ATTENTION = "{0} {0} {0} *i64 {0} *fp32 *fp32 i32 i32 i32 fp32 i32 i32 i32 i32 i32"
+ATTENTION = "{0} {0} {0} *i64 {0} *fp32 *fp32 i32 i32 i32 fp32 i32 i32 i32 i32 i32 {0}"
 NORM = dict(CENTERS=True, BLOCK=1024)
 SPLIT = dict(SPLIT=gpu.SPLIT, QUERIES=16)
 KERNELS = [
@@ -36,9 +36,9 @@ KERNELS = [
     (gpu_layers._swiglu_backward_kernel, "{0} {0} {0} i32", dict(BLOCK=gpu_layers.MLP_BLOCK)),
     (gpu_layers._heads_kernel, HEADS, dict(JOINS=False, ROTATES=True, NORMS=True, CACHES=True, HEADS=16, BLOCK=32)),
     (gpu_layers._heads_kernel, HEADS, dict(JOINS=True, ROTATES=True, NORMS=False, CACHES=False, HEADS=16, BLOCK=64)),
-    (gpu._attend_kernel, ATTENTION, dict(SPLITS=True, BLOCK=64, HEAD=64, **SPLIT)),
-    (gpu._attend_kernel, ATTENTION, dict(SPLITS=False, BLOCK=32, HEAD=256, **SPLIT)),
-    (gpu._merge_kernel, "*fp32 *fp32 *i64 {0} i32 i32 i32 i32 i32", dict(SPLIT=gpu.SPLIT, HEAD=64)),
+    (gpu._attend_kernel, ATTENTION, dict(SINKS=True, SPLITS=True, BLOCK=64, HEAD=64, **SPLIT)),
+    (gpu._attend_kernel, ATTENTION, dict(SINKS=True, SPLITS=False, BLOCK=32, HEAD=256, **SPLIT)),
+    (gpu._merge_kernel, "*fp32 *fp32 *i64 {0} i32 i32 i32 i32 i32 {0}", dict(SINKS=True, SPLIT=gpu.SPLIT, HEAD=64)),
 ]
 MOST_SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that one program may use
 for kernel, types, constants in KERNELS:

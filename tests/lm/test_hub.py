@@ -1,5 +1,6 @@
 """Models from the hub: another machine gets the same complete commit, and downloads it once."""
 
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,6 +31,20 @@ def test_another_machine_downloads_the_same_commit_once(
         (folder,) = found
         for name in ("model.safetensors", "config.json", "tokenizer.json"):
             assert (folder / name).read_bytes() == (model_folder / name).read_bytes()
+
+
+def test_a_second_copy_in_another_layout_is_not_downloaded(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As gpt-oss and Llama have one, of as many bytes as the model."""
+    published = tmp_path / "published"
+    shutil.copytree(model_folder, published)
+    shutil.copytree(model_folder, published / "original")
+    with serve(published) as hub:
+        hub.reach(monkeypatch, tmp_path / "cache")
+        folder = model_directory(NAME)
+        assert (folder / "model.safetensors").is_file()
+        assert not (folder / "original").exists()
 
 
 def test_a_half_downloaded_model_is_completed(

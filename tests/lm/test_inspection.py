@@ -222,6 +222,10 @@ GEMMA3 = {
     "norm_place": "sandwich", "qk_norm": True, "mlp": "geglu", "sliding_window": (8, 0), "rope_local_base_freq": 100.0,
     "query_pre_attn_scalar": 20,
 }  # fmt: skip
+GPT_OSS = {
+    **EXPERTS, "norm_topk_prob": True, "mlp": "clamped_swiglu", "mlp_bias": True, "attention_bias": "all",
+    "attention_sinks": True, "sliding_window": (8, 0),
+}  # fmt: skip
 OLMO2 = {"norm_place": "output", "qk_norm": True, "qk_norm_over": "projection"}
 GPT2_SHAPE = {
     **BASE_SHAPE, "num_key_value_heads": 6, "norm": "layer", "positions": "learned", "mlp": "gelu_tanh",
@@ -259,8 +263,9 @@ def planned_bytes(config: ModelConfig, of: Pass) -> int:
     return config.num_hidden_layers * block_bytes(config, of) + ends_bytes(config, of)
 
 
-def fused(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
+def fused(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None, sinks_N: Tensor | None) -> Tensor:
     assert mask_BTS is None
+    assert sinks_N is None
     return F.scaled_dot_product_attention(q_BNTH, k_BGSH, v_BGSH, is_causal=True)
 
 
@@ -272,7 +277,7 @@ def fused(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | Non
         {**LLAMA_SHAPE, "num_key_value_heads": 6, "head_dim": 24}, {**LLAMA_SHAPE, **OLMO2},
         {**GPT2_SHAPE, "norm_place": "sandwich"}, {**LLAMA_SHAPE, **GEMMA3, "num_key_value_heads": 6},
         {**LLAMA_SHAPE, "partial_rotary_factor": 0.5}, {**LLAMA_SHAPE, **EXPERTS},
-        {**LLAMA_SHAPE, **EXPERTS, "norm_topk_prob": True, "num_experts_per_tok": 5},
+        {**LLAMA_SHAPE, **EXPERTS, "norm_topk_prob": True, "num_experts_per_tok": 5}, {**LLAMA_SHAPE, **GPT_OSS},
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "autocast", "dropout"])

@@ -49,6 +49,11 @@ SHAPES: dict[str, dict[str, object]] = {
         "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,
         "num_hidden_layers": 3, "mlp_only_layers": (1,),
     },
+    "gpt-oss": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,
+        "mlp": "clamped_swiglu", "mlp_bias": True, "attention_bias": "all", "attention_sinks": True,
+        "num_key_value_heads": 2, "sliding_window": (4, 0), "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 
 
@@ -79,7 +84,7 @@ def model_of(shape: str) -> LanguageModel:
     init_weights(model, 3)
     generator = torch.Generator().manual_seed(4)
     for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):  # otherwise 0
+        if name.endswith((".bias", ".sinks")):  # otherwise 0
             parameter.data.normal_(generator=generator)
     return model.requires_grad_(False)
 

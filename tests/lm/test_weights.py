@@ -188,7 +188,7 @@ def change(folder: Path, **fields: Any) -> None:
             "original_max_position_embeddings",
         ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "is 0.5; 1.0"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}; None was expected"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is None; 'mxfp4' was expected"),
         ({"hidden_size": ...}, "field 'hidden_size' is missing"),
         (
             {"num_key_value_heads": 3},

@@ -35,6 +35,7 @@ PUBLISHED = {
     "Qwen/Qwen2.5-1.5B": 1_543_714_304,
     "Qwen/Qwen2.5-7B": 7_615_616_512,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "openai/gpt-oss-20b": 20_914_757_184,
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
     "meta-llama/Meta-Llama-3-8B": 8_030_261_248,

@@ -21,17 +21,18 @@ def drawn(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def twin(q: Tensor, k: Tensor, v: Tensor, mask: OwnKeys) -> Tensor:
-    return attend_written_out.plain(q.double(), k.double(), v.double(), mask.written_out)
+def twin(q: Tensor, k: Tensor, v: Tensor, mask: OwnKeys, sinks_N: Tensor | None = None) -> Tensor:
+    sinks_N = None if sinks_N is None else sinks_N.double()
+    return attend_written_out.plain(q.double(), k.double(), v.double(), mask.written_out, sinks_N)
 
 
 @settings(deadline=None, max_examples=40, derandomize=True)
 @given(
     st.integers(0, 10**6), st.lists(LENGTHS, min_size=1, max_size=3), HEADS, st.sampled_from([2, 16, 20, 64]),
-    st.sampled_from(DTYPES), st.sampled_from([0, 1, 7, SPLIT + 3]),
+    st.sampled_from(DTYPES), st.sampled_from([0, 1, 7, SPLIT + 3]), st.booleans(),
 )  # fmt: skip
 def test_a_step_attends_to_each_rows_own_keys(
-    seed: int, last: list[int], heads: tuple[int, int], head_dim: int, dtype: torch.dtype, window: int
+    seed: int, last: list[int], heads: tuple[int, int], head_dim: int, dtype: torch.dtype, window: int, has_sinks: bool
 ) -> None:
     """What lies in the cache after a row's last key is never read."""
     (N, G), B, S = heads, len(last), max(last) + 1
@@ -40,10 +41,11 @@ def test_a_step_attends_to_each_rows_own_keys(
     cache = drawn(seed + 1, 2, B + 1, G, S + 3, head_dim, dtype=dtype)
     mask = OwnKeys(last_B, S, window, q)
     k, v = cache[:, :B, :, :S]
-    expected = twin(q, k, v, mask)
+    sinks_N = drawn(seed + 2, N, dtype=dtype) if has_sinks else None
+    expected = twin(q, k, v, mask, sinks_N)
     for row, column in enumerate(last):
         cache[:, row, :, column + 1 :] = math.nan
-    found = attend_own_keys(q, k, v, mask)
+    found = attend_own_keys(q, k, v, mask, sinks_N)
     rounding = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 4e-3}[dtype]
     torch.testing.assert_close(found.double(), expected, atol=rounding, rtol=rounding)
 
