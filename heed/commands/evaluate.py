@@ -37,7 +37,7 @@ Data = Annotated[
     typer.Option(help="File or folder with a suite's items, [SUITE=]PATH (default: its hub id); may repeat."),
 ]
 Judge = Annotated[
-    str, typer.Option(help="Language model that judges answers: URL#MODEL, a model directory or a hub id.")
+    str, typer.Option(help="Judge of answers: URL#MODEL, a model directory, a hub id, FILE.py:FUNCTION or URL.")
 ]
 Baseline = Annotated[
     str, typer.Option(help="Model or file of answers that a judge compares answers with (default: the suite's).")
