@@ -95,6 +95,16 @@ class Difference:
         """The name of the one that is shown to be better; "" if none is."""
         return {"better": self.a, "worse": self.b, "": ""}[self.conclusion.shown]
 
+    @property
+    def ahead_first(self) -> "Difference":
+        """The row from the side of the one that is better or, if none is, has the higher value."""
+        if not (self.better == self.b or (not self.better and self.difference.mean < 0)):
+            return self
+        return replace(
+            self, a=self.b, b=self.a, difference=-self.difference, conclusion=self.conclusion.turned,
+            num_runs_a=self.num_runs_b, num_runs_b=self.num_runs_a,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Failure:
