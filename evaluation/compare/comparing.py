@@ -367,8 +367,9 @@ def results_table(report: Mapping[str, Any]) -> Table:
             table.add_row(judge["judge"], names, rate, f"{pair['holm_p']:.3g}", f"{pair['num_prompts']:,}", shown)
         for pair in judge["pairs"]:
             failed = f"; {pair['num_failed']} verdicts failed" if pair["num_failed"] else ""
-            reason = pair["conclusion"]["reason"]
-            shown = ("shown" if pair["different"] else f"cannot tell: {reason}" if reason else "not shown") + failed
+            kind, reason = pair["conclusion"]["kind"], pair["conclusion"]["reason"]
+            none = f"cannot tell: {reason}" if kind == "none" else "not shown"
+            shown = ("shown" if pair["different"] else none) + failed
             names, rate = f"{pair['policy_a']} against {pair['policy_b']}", pair["win_rate"]
             p, holm_p = pair["significance"]["p"], pair["significance"]["holm_p"]
             table.add_row(

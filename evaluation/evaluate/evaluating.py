@@ -44,10 +44,10 @@ from evaluation.evaluate.tools import (
     by_suite,
     open_baseline,
     open_suite,
-    refuse_missing_tools,
+    refuse_tools,
     refuse_unsuited,
-    refuse_unused_tools,
 )
+from evaluation.judges.judge import ScoreJudge
 from evaluation.statistics.summary import Runs
 from evaluation.suites.suite import Item, Model, Scored, Suite, Tools
 from files.atomic import atomic_folder, write_json
@@ -87,7 +87,7 @@ class _Prepared:
     items: Mapping[str, Sequence[Item]]
     models: Sequence[Asked]
     runs: Runs
-    judge: ModelJudge | None
+    judge: ModelJudge | ScoreJudge | None
     baseline: Asked | None
     ready: Mapping[str, Sequence[Model]]
     training: Mapping[str, tuple[list[str], list[str]]]
@@ -105,7 +105,7 @@ def evaluate(wanted: Evaluation, folder: Path) -> EvaluationReport:
         _refuse_another(folder, settings)
         overlap = overlaps(prepared.items, {model: files for model, (files, _) in prepared.training.items()})
         scored = _scored(prepared)
-        if prepared.judge is not None:
+        if isinstance(prepared.judge, ModelJudge):
             prepared.judge.model.close()
         reports = tuple(
             _report(suite, prepared, scored[suite.name], overlap, wanted.how.seed) for suite in prepared.suites
@@ -132,15 +132,14 @@ def _prepare(wanted: Evaluation) -> _Prepared:
     names = [suite.name for suite in suites]
     if len(set(names)) < len(names):
         raise ValueError(f"--suite: {', '.join(names)} given; each suite once was expected")
-    refuse_unused_tools(suites, {"judge": wanted.judge, "baseline": wanted.baseline})
     data = by_suite(wanted.data, names)
     sources = {suite.name: data.get(suite.name, suite.source) for suite in suites}
     items = {suite.name: _read(suite, sources[suite.name], wanted.max_items) for suite in suites}
     models, runs = logs or open_models(wanted.models, wanted.how)
     judge = open_judge(wanted.judge, wanted.how)
     baseline = open_baseline(wanted.baseline, replace(wanted.how, num_samples=1))
-    for suite in suites:
-        refuse_missing_tools(suite, {"judge": judge, "baseline": baseline})
+    field_of_judge = "scorer" if isinstance(judge, ScoreJudge) else "judge"
+    refuse_tools(suites, {"judge": "", "scorer": "", "baseline": wanted.baseline, field_of_judge: wanted.judge})
     max_failed_share = wanted.how.asking.max_failed_share
     return _Prepared(
         suites=suites,
@@ -177,7 +176,7 @@ def _settings(wanted: Evaluation, prepared: _Prepared) -> Settings:
         "max_new_tokens": wanted.how.max_new_tokens,
         "max_items": wanted.max_items,
         "samples": wanted.how.num_samples,
-        "judge": prepared.judge.model.describe() if prepared.judge else None,
+        "judge": prepared.judge.describe() if prepared.judge else None,
         "baseline": prepared.baseline.describe() if prepared.baseline else None,
         "training_data": {model: files for model, (files, _) in prepared.training.items()},
         "unused_rows": unused,
@@ -255,7 +254,8 @@ def _scored(prepared: _Prepared) -> dict[str, dict[str, Rows]]:
         for suite in prepared.suites:
             items, model = prepared.items[suite.name], prepared.ready[suite.name][place]
             ask_baseline = asks_baseline(prepared.baseline, suite.name, items) if prepared.baseline else None
-            tools = Tools(prepared.judge, ask_baseline)
+            judge = prepared.judge
+            tools = Tools(None, ask_baseline, judge) if isinstance(judge, ScoreJudge) else Tools(judge, ask_baseline)
             scored[suite.name][model.name] = _in_order(suite, model.name, items, suite.score(model, items, tools))
         opened.close()
     return scored

@@ -1,4 +1,4 @@
-"""`--fail-if "b worse than a by .02"`: whether an evaluation shows that a model got worse, as an exit code for CI."""
+"""`--fail-if "b worse than a in acc by .02"`: whether an evaluation shows that a model got worse, as CI's exit code."""
 
 import re
 from collections.abc import Sequence
@@ -8,23 +8,28 @@ from evaluation.evaluate.folder import EvaluationReport, SuiteReport
 from evaluation.evaluate.report import difference_text, is_share, primary
 
 NOT_WORSE, WORSE, UNDECIDED = 0, 1, 2  # exit codes
-_WORSE_THAN = re.compile(r"(?P<new>\S+) worse than (?P<old>\S+)(?: by (?P<margin>\d*\.?\d+))?")
+_WORSE_THAN = re.compile(r"(?P<new>\S+) worse than (?P<old>\S+)(?: in (?P<measure>\S+))?(?: by (?P<margin>\d*\.?\d+))?")
 
 
 @dataclass(frozen=True)
 class Gate:
-    """`new` must not be worse than `old` by more than `margin`, in the unit of the measure (.02 is 2 points)."""
+    """`new` must not be worse than `old` in `measure` ("" is the first) by more than `margin`, in its unit (.02 is 2
+    points).
+    """
 
     new: str
     old: str
     margin: float
+    measure: str = ""
 
     @classmethod
     def of(cls, text: str, names: Sequence[str]) -> "Gate":
         """Raises: ValueError for another text, and for a name that is none of the models or algorithms."""
         match = _WORSE_THAN.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f'--fail-if {text!r}: "B worse than A", or "B worse than A by .02", was expected')
+            raise ValueError(
+                f'--fail-if {text!r}: "B worse than A", or "B worse than A in MEASURE by .02", was expected'
+            )
         for name in (match["new"], match["old"]):
             if name not in names:
                 raise ValueError(
@@ -32,7 +37,7 @@ class Gate:
                 )
         if match["new"] == match["old"]:
             raise ValueError(f"--fail-if {text!r}: two different models were expected")
-        return cls(match["new"], match["old"], float(match["margin"] or 0))
+        return cls(match["new"], match["old"], float(match["margin"] or 0), match["measure"] or "")
 
     def outcome(self, report: EvaluationReport) -> tuple[int, str]:
         """Returns the exit code, and a sentence per suite: worse in one suite is worse, else undecided in one is."""
@@ -42,7 +47,12 @@ class Gate:
         return code, "\n".join(sentence for _, sentence in found)
 
     def _of_suite(self, suite: SuiteReport) -> tuple[int, str]:
-        rows = [*primary(suite.statistics.algorithms, suite), *primary(suite.statistics.differences, suite)]
+        if self.measure and self.measure not in (names := [measure.name for measure in suite.measures]):
+            raise ValueError(
+                f"--fail-if: {suite.suite} has no measure {self.measure!r}; one of {', '.join(names)} was expected"
+            )
+        every = (suite.statistics.algorithms, suite.statistics.differences)
+        rows = [row for of_kind in every for row in primary(of_kind, suite, self.measure)]
         row = next((row for row in rows if {row.a, row.b} == {self.new, self.old}), None)
         shown = None if row is None else row.conclusion if row.a == self.new else row.conclusion.turned
         if row is None and any({self.new, self.old} == {*pair} for pair in suite.statistics.same_answers):

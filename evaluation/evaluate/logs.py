@@ -272,8 +272,10 @@ def _harness_prompt(row: Mapping[str, Any]) -> Messages:
 
 
 def _harness_answer(row: Mapping[str, Any]) -> str:
-    answers = row.get("filtered_resps") or row.get("resps") or ""
-    only = answers[0] if isinstance(answers, list) and len(answers) == 1 else answers
+    """Returns the model's whole text, from which filters extract what is scored."""
+    only: Any = row.get("resps") or row.get("filtered_resps") or ""
+    while isinstance(only, list) and len(only) == 1:
+        only = only[0]
     return _text(only)
 
 
@@ -328,7 +330,7 @@ def _inspect_sample(where: str, row: Mapping[str, Any]) -> Sample:
 
 
 def _events(path: Path) -> dict[str, dict[str, list[Sample]]]:
-    task, asked = "openai-evals", dict[str, Messages]()
+    task, asked, written = "openai-evals", dict[str, Messages](), dict[str, Any]()
     found: dict[str, list[Sample]] = {}
     for where, row in read_source(str(path)):
         kind = row.get("type")
@@ -337,11 +339,12 @@ def _events(path: Path) -> dict[str, dict[str, list[Sample]]]:
         elif kind in ("match", "metrics", "sampling"):
             sample_id, data = id_field(where, row, "sample_id"), object_field(where, row, "data")
             if kind == "sampling":
-                asked[sample_id] = _messages(data.get("prompt", ""))
+                asked[sample_id], written[sample_id] = _messages(data.get("prompt", "")), data.get("sampled")
                 continue
             wanted = {"correct": present(where, data, "correct")} if kind == "match" else data
             values = {name: number for name, value in wanted.items() if (number := _number(value)) is not None}
-            answer = _text(data.get("sampled", data.get("picked", "")))
+            only = written.get(sample_id) or data.get("sampled", data.get("picked", ""))
+            answer = _text(only[0] if isinstance(only, list) and len(only) == 1 else only)
             found.setdefault(sample_id, []).append(Sample(where, asked.get(sample_id, _messages("")), answer, values))
     if not found:
         raise ValueError(f"{path}: no event of type 'match' or 'metrics'; a log of OpenAI evals was expected")

@@ -372,13 +372,16 @@ def _keyed(
 
 @dataclass(frozen=True)
 class ModelJudge:
-    """A judge that is a model behind an endpoint or in this process. It is asked at temperature 0."""
+    """A judge that is a language model behind an endpoint or in this process. It is asked at temperature 0."""
 
     model: LocalModel | EndpointModel
 
     @property
     def name(self) -> str:
         return self.model.name
+
+    def describe(self) -> dict[str, Any]:
+        return self.model.describe()
 
     def ask(self, prompts: Sequence[Messages], max_tokens: int) -> list[Answer]:
         return self.model.answer([Request(messages=prompt, max_new_tokens=max_tokens) for prompt in prompts])
@@ -409,14 +412,19 @@ def open_model(name: str, spec: str, how: Answering) -> Asked:
     return LocalModel.open(name, spec, how)
 
 
-def open_judge(spec: str, how: Answering) -> ModelJudge | None:
-    """Returns the judge of SPEC or NAME=SPEC; None for "". Raises: ValueError if it is no language model."""
+def open_judge(spec: str, how: Answering) -> ModelJudge | ScoreJudge | None:
+    """Returns the judge of SPEC or NAME=SPEC; None for "". Raises: ValueError if it neither answers nor scores."""
     if not spec:
         return None
     ((name, source),) = named_specs([spec], "judge")
     model = open_model(name, source, replace(how, max_new_tokens=0, num_samples=1))
+    if isinstance(model, RewardUnderTest):
+        return model.scorer
     if not isinstance(model, LocalModel | EndpointModel):
-        raise ValueError(f"--judge {spec}: a language model was expected: URL#MODEL, a model directory or a hub id")
+        raise ValueError(
+            f"--judge {spec} is {model.kind}; a language model, or a judge that scores answers, was expected:"
+            " URL#MODEL, a model directory, a hub id, FILE.py:FUNCTION or URL"
+        )
     if not model.has_chat_template:
         raise ValueError(f"--judge {spec} has no chat template; a model that can be asked conversations was expected")
     return ModelJudge(model)

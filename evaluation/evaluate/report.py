@@ -39,17 +39,16 @@ from stages.reports.parts import (
     axis,
     evenly,
     folded,
-    share_row,
 )
 from stages.reports.text import (
     UNKNOWN,
     PolicyStyle,
     count_of,
     ends_of,
+    listed,
     number,
     p_value,
     percent,
-    points,
     share_ends,
     styles_of,
 )
@@ -129,16 +128,25 @@ def _answer(suites: Sequence[SuiteReport]) -> Answer:
     more = (f"{count_of(num_more, 'more sentence')} like these: see the sections.",) if num_more > 0 else ()
     has_differences = any(primary(suite.statistics.differences, suite) for suite in suites)
     caveat = (ALGORITHMS,) if algorithms else (TWO_MODELS,) if has_differences else ()
+    sentences += [text for suite in suites for text in other_conclusions(suite)]
     return Answer(
         "better" if is_shown else "unclear", sentences[0], (*sentences[1 : 1 + MAX_SENTENCES], *more, *caveat)
     )
 
 
-def primary(rows: Sequence[Difference], suite: SuiteReport) -> list[Difference]:
-    """Returns the differences in the first measure with any that is known or withheld; empty if there is none."""
-    known = [row for row in rows if math.isfinite(row.difference.mean) or row.conclusion.kind == "none"]
-    by_measure = ([row for row in known if row.measure == m.name] for m in suite.measures)
-    return next(filter(None, by_measure), [])
+def primary(rows: Sequence[Difference], suite: SuiteReport, measure: str = "") -> list[Difference]:
+    """Returns the differences in a measure, by default the first, that are known or withheld; empty if none is."""
+    found = _by_measure(rows, suite)
+    return found.get(measure or next(iter(found), ""), [])
+
+
+def _by_measure(rows: Sequence[Difference], suite: SuiteReport) -> dict[str, list[Difference]]:
+    """Returns the differences that are known or withheld, by measure in the suite's order."""
+    found: dict[str, list[Difference]] = {measure.name: [] for measure in suite.measures}
+    for row in rows:
+        if math.isfinite(row.difference.mean) or row.conclusion.kind == "none":
+            found[row.measure].append(row.ahead_first)
+    return {measure: of_measure for measure, of_measure in found.items() if of_measure}
 
 
 def conclusions(suite: SuiteReport) -> list[tuple[bool, str]]:
@@ -163,16 +171,25 @@ def conclusions(suite: SuiteReport) -> list[tuple[bool, str]]:
         return sentences
     measure = _first_known(suite)
     values = [v for v in suite.statistics.values if v.measure == measure.name and not v.group and _is_known(v)]
-    listed = [f"{value.model} {value_text(value)}{_in_brackets(interval_text(value))}" for value in values]
-    if not listed:
+    texts = [f"{value.model} {value_text(value)}{_in_brackets(interval_text(value))}" for value in values]
+    if not texts:
         return [(False, f"{suite.suite}: no measure could be computed for any model; the failures say why.")]
-    return [(False, f"{suite.suite}: {measure.name} of {'; '.join(listed)}.")]
+    return [(False, f"{suite.suite}: {measure.name} of {'; '.join(texts)}.")]
 
 
 def algorithm_conclusions(suite: SuiteReport) -> list[tuple[bool, str]]:
     """Says in words what the most important measure shows of algorithms with several runs, as `conclusions` does."""
     rows = primary(suite.statistics.algorithms, suite)
     return [(bool(row.better), f"{suite.suite}: {in_words(row, suite)}") for row in rows]
+
+
+def other_conclusions(suite: SuiteReport) -> list[str]:
+    """Says what measures other than the most important one show, each corrected for its own pairs only."""
+    by_measure = _by_measure(suite.statistics.algorithms or suite.statistics.differences, suite)
+    others = {measure: by_measure[measure] for measure in list(by_measure)[1:]}
+    clear = [f"{suite.suite}: {in_words(row, suite)}" for rows in others.values() for row in rows if row.better]
+    unclear = [measure for measure, rows in others.items() if not any(row.better for row in rows)]
+    return [*clear, *([f"{suite.suite}: no difference in {listed(unclear)} is shown."] if unclear else [])]
 
 
 def _first_known(suite: SuiteReport) -> ReportedMeasure:
@@ -190,7 +207,9 @@ def _in_brackets(text: str) -> str:
 
 
 def in_words(row: Difference, suite: SuiteReport) -> str:
-    """Says which of two models or algorithms is better, by how much, and how sure that is; or why that is not said."""
+    """Says which of two models or algorithms is better, by how much, and how sure that is; or why that is not said. The
+    row is `ahead_first`.
+    """
     is_algorithm, reason = row.num_runs_a > 1, row.conclusion.reason
     who = f"{'the algorithms ' if is_algorithm else ''}{row.a} and {row.b}"
     if row.conclusion.kind == "none":
@@ -204,10 +223,9 @@ def in_words(row: Difference, suite: SuiteReport) -> str:
         return f"no difference in {row.measure} is shown between {who}{runs}{extremes} ({size}).{few}"
     if reason:
         runs += ", whatever the missing answers are worth"
-    lead, other = (row.difference, row.b) if row.better == row.a else (-row.difference, row.a)
     return (
-        f"{'as algorithms, ' if is_algorithm else ''}{row.better} is better than {other} in"
-        f" {row.measure}{_direction(row.measure, suite)}{runs}: {difference_text(lead, row.measure, suite)},"
+        f"{'as algorithms, ' if is_algorithm else ''}{row.a} is better than {row.b} in {row.measure}"
+        f"{_direction(row.measure, suite)}{runs}: {difference_text(row.difference, row.measure, suite)},"
         f" {p_value(row.holm_p)}{_in_brackets(reason)}.{_few_items(row, suite)}"
     )
 
@@ -249,20 +267,20 @@ def _signed(text: str) -> str:
 def _signed_points(value: float) -> str:
     if not math.isfinite(value):
         return UNKNOWN
-    return ("\u2212" if value < 0 else "+") + points(abs(value))
+    return f"{100 * value:+z.1f}".replace("-", "\u2212")
 
 
 def value_text(value: Value | None) -> str:
     if value is None:
         return UNKNOWN
-    return percent(value.value.mean) if value.unit == "share" else number(value.value.mean)
+    return percent(value.value.mean, 1) if value.unit == "share" else number(value.value.mean)
 
 
 def interval_text(value: Value | None) -> str:
     if value is None or not math.isfinite(value.value.low):
         return ""
     interval = value.value
-    return share_ends(interval.low, interval.high) if value.unit == "share" else ends_of(interval)
+    return share_ends(interval.low, interval.high, 1) if value.unit == "share" else ends_of(interval)
 
 
 def _warnings(report: EvaluationReport) -> list[str]:
@@ -286,8 +304,8 @@ def _warnings(report: EvaluationReport) -> list[str]:
         by_model = ", ".join(f"{model} {number(num)}" for model, num in num_failed.items() if num)
         if by_model:
             warnings.append(
-                f"{suite.suite}: a measure could not be computed on some of"
-                f" {count_of(suite.statistics.num_items, 'item')} (by model: {by_model}); it leaves them out."
+                f"{suite.suite}: some of {count_of(suite.statistics.num_items, 'item')} have no value (by model:"
+                f" {by_model}); means leave them out."
             )
         for row in suite.contamination:
             if row.item_ids:
@@ -320,7 +338,7 @@ def _section(suite: SuiteReport, styles: Styles) -> Section:
         tables = tuple(_group_table(suite, measure, groups, styles) for measure in suite.measures)
         parts.append(Details("By group", tables))
     if statistics.failures:
-        parts.append(Details("Failures", (_failures(suite, styles),), is_open=True))
+        parts.append(Details("Items without a value", (_failures(suite, styles),), is_open=True))
     parts += [_contamination(suite, row, styles) for row in suite.contamination]
     definitions = [
         Row((m.name,), (Cell(m.description), Cell("higher" if m.higher_is_better else "lower"))) for m in suite.measures
@@ -331,8 +349,12 @@ def _section(suite: SuiteReport, styles: Styles) -> Section:
 
 
 def _cell(value: Value | None) -> Cell:
-    failed = f"{number(value.num_failed)} failed" if value is not None and value.num_failed else ""
-    return Cell(value_text(value), "; ".join(filter(None, (interval_text(value), failed))))
+    return Cell(value_text(value), "; ".join(filter(None, (interval_text(value), without_value(value)))))
+
+
+def without_value(value: Value | None) -> str:
+    """Says how many items have no value, because they failed or are missing; "" if all have one."""
+    return f"{number(value.num_failed)} without a value" if value is not None and value.num_failed else ""
 
 
 def _values(suite: SuiteReport, styles: Styles) -> Table:
@@ -353,19 +375,13 @@ def _forest(suite: SuiteReport, styles: Styles) -> Forest:
     ]
     are_shares = all(value.unit == "share" for value in values)
     numbers = [end for v in values for end in (v.value.mean, v.value.low, v.value.high) if math.isfinite(end)]
-    start, end, ticks = axis(min(numbers, default=0.0), max(numbers, default=1.0))
+    start, end, ticks = (0.0, 1.0, ()) if are_shares else axis(min(numbers, default=0.0), max(numbers, default=1.0))
     rows = []
     for value in values:
-        heads, interval, cells = (
-            (styles[value.model],),
-            value.value,
-            (number(value.num_items), number(value.num_clusters)),
-        )
-        if are_shares:
-            rows.append(share_row(heads, (interval.mean, interval.low, interval.high), cells))
-        else:
-            dots = (_dot(interval, start, end),) if math.isfinite(interval.mean) else ()
-            rows.append(ForestRow(heads, dots, number(interval.mean), ends_of(interval), cells))
+        cells = number(value.num_items), number(value.num_clusters)
+        dots = (_dot(value.value, start, end),) if _is_known(value) else ()
+        text, ends = value_text(value), interval_text(value) or "unknown"
+        rows.append(ForestRow((styles[value.model],), dots, text, ends, cells))
     shared = {} if are_shares else {"ticks": tuple(((t - start) / (end - start), number(t)) for t in ticks)}
     return Forest(
         name=f"values-{suite.suite}",
@@ -391,7 +407,7 @@ def _dot(interval: Interval, start: float, end: float) -> Dot:
 
 
 def _differences(suite: SuiteReport, styles: Styles) -> Table:
-    differences = _by_measure(suite.statistics.differences, suite)
+    differences = [row for rows in _by_measure(suite.statistics.differences, suite).values() for row in rows]
     rows = [_difference_row((styles[row.a], styles[row.b]), row, suite) for row in differences[:MAX_DIFFERENCES]]
     rest = f" The first {number(len(rows))} of {number(len(differences))}." if len(rows) < len(differences) else ""
     caption = (
@@ -405,7 +421,8 @@ def _differences(suite: SuiteReport, styles: Styles) -> Table:
 def _algorithms(suite: SuiteReport) -> Table:
     rows = [
         _difference_row((f"{row.a} and {row.b}",), row, suite)
-        for row in _by_measure(suite.statistics.algorithms, suite)
+        for rows in _by_measure(suite.statistics.algorithms, suite).values()
+        for row in rows
     ]
     caption = (
         "The first algorithm minus the second, over all of their runs, on the items that all runs have. Intervals and p"
@@ -413,11 +430,6 @@ def _algorithms(suite: SuiteReport) -> Table:
         f" (Holm). {WIDENED} All other tables are about single sets of weights. From {REPORT}."
     )
     return Table(caption, ("Algorithms", *DIFFERENCE_COLUMNS), tuple(rows), title="Algorithms, over seeds")
-
-
-def _by_measure(rows: Sequence[Difference], suite: SuiteReport) -> list[Difference]:
-    place = {measure.name: number_of for number_of, measure in enumerate(suite.measures)}
-    return sorted(rows, key=lambda row: place[row.measure])
 
 
 def _difference_row(heads: tuple[Head, ...], row: Difference, suite: SuiteReport) -> Row:
@@ -467,12 +479,12 @@ def _failures(suite: SuiteReport, styles: Styles) -> Table:
     rest = (
         f" The {number(MAX_FAILURES)} most frequent of {number(len(failures))}." if len(failures) > MAX_FAILURES else ""
     )
-    caption = f"Items on which a measure could not be computed; they are in no mean.{rest} From {VALUES}."
+    caption = f"Items without a value of a measure; they are in no mean.{rest} From {VALUES}."
     return Table(
         caption,
         ("Model", "Measures", "Items", "Reason, of the first item", "First item"),
         tuple(rows),
-        title="Failures",
+        title="Items without a value",
     )
 
 

@@ -28,7 +28,15 @@ import numpy as np
 from evaluation.contamination import too_few_clean
 from evaluation.statistics.algorithms import AlgorithmTest
 from evaluation.statistics.results import Conclusion
-from evaluation.statistics.significance import ALPHA, EqualityTest, GainTest, holm, holm_level
+from evaluation.statistics.significance import (
+    ALPHA,
+    MOST_BOUNDED,
+    MOST_IGNORED,
+    EqualityTest,
+    GainTest,
+    holm,
+    holm_level,
+)
 from evaluation.statistics.summary import NO_RUNS, Runs
 from evaluation.suites.suite import Item, Measure, Scored
 from files.hashes import derive_seed
@@ -37,8 +45,6 @@ from preferences.statistics.intervals import clustered_mean, share_interval, wil
 
 MIN_CLUSTERS = 6  # for an aggregate's interval and test: of five clusters, all in favour, p by signs is 2/32
 MAX_BLOCKS = 1_000  # the jackknife leaves out blocks of clusters if there are more
-MOST_IGNORED = 0.02  # share of a model's answers that may be missing without a word in the verdict
-MOST_BOUNDED = 0.1  # if more are missing, not even a bound is given
 _SMALLEST = 1e-9  # half an interval; smaller ones are rounding
 
 _VARYING = re.compile(r"\d[\d,.]*|'[^']*'|\"[^\"]*\"")  # in reasons: numbers and quoted texts
@@ -94,6 +100,16 @@ class Difference:
     def better(self) -> str:
         """The name of the one that is shown to be better; "" if none is."""
         return {"better": self.a, "worse": self.b, "": ""}[self.conclusion.shown]
+
+    @property
+    def ahead_first(self) -> "Difference":
+        """The row from the side of the one that is better or, if none is, has the higher value."""
+        if not (self.better == self.b or (not self.better and self.difference.mean < 0)):
+            return self
+        return replace(
+            self, a=self.b, b=self.a, difference=-self.difference, conclusion=self.conclusion.turned,
+            num_runs_a=self.num_runs_b, num_runs_b=self.num_runs_a,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

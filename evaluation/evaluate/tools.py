@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import evaluation.suites
 from evaluation.evaluate.models import Answering, Asked, of_suite, open_model
@@ -21,6 +20,11 @@ WANTED: Mapping[Asks, str] = {
     "logprobs": "log-probabilities, which language models in this process give",
     "rewards": "rewards, which reward models give",
     "log": "a log",
+}
+TOOLS = {  # by field of `Tools`
+    "judge": "--judge SPEC, a judge that is a language model",
+    "scorer": "--judge SPEC, a judge that scores single responses, such as FILE.py:FUNCTION",
+    "baseline": "--baseline SPEC, a baseline",
 }
 
 
@@ -89,18 +93,20 @@ def by_suite(specs: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     return values
 
 
-def refuse_unused_tools(suites: Sequence[Suite], tools: Mapping[str, str]) -> None:
-    """Raise ValueError for a judge or baseline that no suite would use; `tools` are the specs by field of `Tools`."""
-    for name, spec in tools.items():
+def refuse_tools(suites: Sequence[Suite], given: Mapping[str, str]) -> None:
+    """Raise ValueError for a judge or baseline that no suite would use, and for a suite that lacks what it needs;
+    `given` are the specs by field of `Tools`.
+    """
+    for name, spec in given.items():
         if spec and not any(name in suite.needs | suite.uses for suite in suites):
-            raise ValueError(f"--{name} {spec}: {', '.join(suite.name for suite in suites)} uses no {name}")
-
-
-def refuse_missing_tools(suite: Suite, tools: Mapping[str, Any]) -> None:
-    """Raise ValueError naming the option without which a suite measures nothing; `tools` is by field of `Tools`."""
-    for name in sorted(suite.needs):
-        if not tools[name]:
-            raise ValueError(f"suite {suite.name!r} needs --{name} SPEC")
+            option, _, what = TOOLS[name].partition(" SPEC, ")
+            names = ", ".join(suite.name for suite in suites)
+            raise ValueError(f"{option} {spec}: {names} uses no {what.removeprefix('a ')}")
+    for suite in suites:
+        has_scorer = "scorer" in suite.uses and given["scorer"]
+        for name in sorted(suite.needs):
+            if not given[name] and not (name == "judge" and has_scorer):
+                raise ValueError(f"suite {suite.name!r} needs {TOOLS[name]}")
 
 
 def refuse_unsuited(model: Asked, suite: Suite) -> None:

@@ -27,6 +27,8 @@ from preferences.statistics.intervals import (
 )
 
 ALPHA = 0.05
+MOST_IGNORED = 0.02  # share of answers or verdicts that may be missing without a word in the conclusion
+MOST_BOUNDED = 0.1  # if more are missing, not even a bound is given
 POWER = 0.8
 NUM_PERMUTATIONS = 10_000
 MAX_SUMS = 2**20  # to enumerate: those of 20 clusters, or of many more if preferences take few values

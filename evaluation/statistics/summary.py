@@ -34,7 +34,14 @@ from evaluation.statistics.results import (
     WinRate,
     Withheld,
 )
-from evaluation.statistics.significance import holm, holm_level, holm_levels
+from evaluation.statistics.significance import (
+    MOST_BOUNDED,
+    MOST_IGNORED,
+    EqualityTest,
+    holm,
+    holm_level,
+    holm_levels,
+)
 from evaluation.statistics.win_rates import counts_of, length_controlled, pair_test, pair_win_rate, prompt_means
 from evaluation.verdicts import NO_CLUSTERS, Clusters, Comparisons, Verdict, comparisons_of, places_of
 from preferences.statistics.agreement import ranking_alpha
@@ -132,14 +139,23 @@ def _pairs(
 ) -> tuple[PairSummary, ...]:
     of_pairs = [comparisons.between(a, b) for a, b in pairs]
     tests = [pair_test(pair, seed=seed) for pair in of_pairs]
-    p_M = np.array([test.p for test in tests])
-    corrected, levels = holm(p_M).tolist(), holm_levels(p_M).tolist()
     names = comparisons.policies
+    rows_of_pairs = [[row for row in rows if {row.policy_a, row.policy_b} == {names[a], names[b]}] for a, b in pairs]
+    bounds = [
+        _bounds(of_pair, (names[a], names[b]), clusters, seed)
+        for of_pair, (a, b) in zip(rows_of_pairs, pairs, strict=True)
+    ]
+    p_M = np.array([_p_of(test, ends) for test, ends in zip(tests, bounds, strict=True)])
+    corrected, levels = holm(p_M).tolist(), holm_levels(p_M).tolist()
     summaries = []
-    for (a, b), pair, test, holm_p, level in zip(pairs, of_pairs, tests, corrected, levels, strict=True):
-        of_pair = [row for row in rows if {row.policy_a, row.policy_b} == {names[a], names[b]}]
-        rate, bias = pair_win_rate(pair, test, alpha=holm_level(test.p, holm_p)), position_bias(pair)
-        conclusion = _conclusion(rate, bias)
+    for (a, b), pair, of_pair, test, ends, p, holm_p, level in zip(
+        pairs, of_pairs, rows_of_pairs, tests, bounds, p_M.tolist(), corrected, levels, strict=True
+    ):
+        alpha, bias = holm_level(p, holm_p), position_bias(pair)
+        rate = pair_win_rate(pair, test, alpha=alpha)
+        if ends:
+            rate = replace(rate, low=ends[0].interval(alpha)[0], high=ends[1].interval(alpha)[1])
+        conclusion = _conclusion(rate, bias, of_pair)
         summaries.append(
             PairSummary(
                 policy_a=names[a],
@@ -149,7 +165,7 @@ def _pairs(
                 prompts=counts_of(test.x_P),
                 num_failed=len(of_pair) - len(pair),
                 num_prompts_missing=len(comparisons.prompts) - len(test.x_P),
-                significance=Significance(test.p, test.num_draws, holm_p, len(pairs)),
+                significance=Significance(p, test.num_draws, holm_p, len(pairs)),
                 conclusion=conclusion,
                 different=conclusion.shown != "",
                 power=test.power(level),
@@ -162,11 +178,51 @@ def _pairs(
     return tuple(summaries)
 
 
-def _conclusion(rate: WinRate, bias: PositionBias) -> Conclusion:
-    """Returns what a pair's verdicts show, which is nothing if they follow position, or know only one order."""
-    if reason := why_none(bias):
+def _bounds(
+    rows: Sequence[Verdict], names: tuple[str, str], clusters: Clusters, seed: int
+) -> tuple[EqualityTest, EqualityTest] | None:
+    """Returns the tests with failed verdicts counted against a, and for a; None if few failed, or too many."""
+    if not MOST_IGNORED < _failed_share(rows) <= MOST_BOUNDED:
+        return None
+
+    def test(worth: float) -> EqualityTest:
+        filled = [
+            replace(row, failure="", preference_a=worth if row.policy_a == names[0] else 1 - worth)
+            if row.failure
+            else row
+            for row in rows
+        ]
+        return pair_test(comparisons_of(filled, names, clusters).between(0, 1), seed=seed)
+
+    return test(0.0), test(1.0)
+
+
+def _p_of(test: EqualityTest, bounds: tuple[EqualityTest, EqualityTest] | None) -> float:
+    """Returns a pair's p; with bounds, 1 unless both are on the same side of ½, and then that of the nearer one."""
+    if bounds is None:
+        return test.p
+    least, most = bounds
+    return least.p if least.mean > 0.5 else most.p if most.mean < 0.5 else 1.0
+
+
+def _failed_share(rows: Sequence[Verdict]) -> float:
+    return sum(bool(row.failure) for row in rows) / max(len(rows), 1)
+
+
+def _conclusion(rate: WinRate, bias: PositionBias, rows: Sequence[Verdict]) -> Conclusion:
+    """Returns what a pair's verdicts show: nothing if they follow position, know only one order, or often failed."""
+    if reason := why_none(bias) or _too_many_failed(rows):
         return Conclusion("none", reason=reason)
-    return Conclusion.of(Interval(rate.mean - 0.5, rate.low - 0.5, rate.high - 0.5))
+    found = Conclusion.of(Interval(rate.mean - 0.5, rate.low - 0.5, rate.high - 0.5))
+    return replace(found, kind="bound", reason=_failed(rows)) if _failed_share(rows) > MOST_IGNORED else found
+
+
+def _failed(rows: Sequence[Verdict]) -> str:
+    return f"{sum(bool(row.failure) for row in rows)} of {len(rows)} verdicts of the judge failed"
+
+
+def _too_many_failed(rows: Sequence[Verdict]) -> str:
+    return _failed(rows) if _failed_share(rows) > MOST_BOUNDED else ""
 
 
 def why_none(bias: PositionBias) -> str:
@@ -208,7 +264,8 @@ def _algorithms(rows: Sequence[Verdict], comparisons: Comparisons, runs: Runs, s
             num_prompts=len(prompts),
             num_clusters=len(np.unique(cluster_P)),
             num_prompts_missing=len(kept_P) - len(prompts),
-            reason=why_none(position_bias(_between(comparisons, runs[a], runs[b]))),
+            reason=why_none(position_bias(_between(comparisons, runs[a], runs[b])))
+            or _too_many_failed([row for row in rows if _is_between(row, runs[a], runs[b])]),
         )
         tests.append((pair, test))
     p_M = np.array([test.p for _, test in tests])
@@ -229,6 +286,11 @@ def _between(comparisons: Comparisons, runs_a: Sequence[str], runs_b: Sequence[s
     of_a, of_b = ([comparisons.policies.index(run) for run in runs] for runs in (runs_a, runs_b))
     a_V, b_V = comparisons.a_V, comparisons.b_V
     return comparisons.where((np.isin(a_V, of_a) & np.isin(b_V, of_b)) | (np.isin(a_V, of_b) & np.isin(b_V, of_a)))
+
+
+def _is_between(row: Verdict, runs_a: Sequence[str], runs_b: Sequence[str]) -> bool:
+    policies = {row.policy_a, row.policy_b}
+    return not policies.isdisjoint(runs_a) and not policies.isdisjoint(runs_b)
 
 
 def _preferences(comparisons: Comparisons, runs_a: Sequence[str], runs_b: Sequence[str]) -> Floats:

@@ -64,7 +64,6 @@ def score(model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:
 
     Raises: ValueError if neither the user nor an item's row gives the baseline's answer.
     """
-    assert tools.judge is not None
     requests = [Request(item.messages, max_new_tokens=MAX_NEW_TOKENS, item_id=item.item_id) for item in items]
     without = [item.item_id for item in items if "output" not in item.data]
     if without and tools.baseline is None:
@@ -74,9 +73,7 @@ def score(model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:
         )
     baseline = tools.baseline(requests) if tools.baseline else [Answer(item.data["output"]) for item in items]
     answers = model.answer(requests)
-    leads = leads_over(
-        baseline, items, answers, tools.judge, template=OWN_TEMPLATE, read=_lead, max_tokens=JUDGE_TOKENS
-    )
+    leads = leads_over(baseline, items, answers, tools, template=OWN_TEMPLATE, read=_lead, max_tokens=JUDGE_TOKENS)
     scored = []
     for item, answer, other, lead in zip(items, answers, baseline, leads, strict=True):
         if lead.failure:
@@ -110,5 +107,5 @@ SUITE = Suite(
     files="alpaca_eval_gpt4_baseline.json of https://huggingface.co/datasets/tatsu-lab/alpaca_eval"
     " (CC BY-NC 4.0, 805 rows)",
     needs=frozenset({"judge"}),
-    uses=frozenset({"baseline"}),
+    uses=frozenset({"baseline", "scorer"}),
 )

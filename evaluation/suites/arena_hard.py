@@ -98,13 +98,10 @@ def read(source: str) -> list[Item]:
 
 
 def score(model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:
-    assert tools.judge is not None
     assert tools.baseline is not None
     requests = [Request(item.messages, max_new_tokens=MAX_NEW_TOKENS, item_id=item.item_id) for item in items]
     baseline, answers = tools.baseline(requests), model.answer(requests)
-    leads = leads_over(
-        baseline, items, answers, tools.judge, template=TEMPLATE, read=read_label, max_tokens=JUDGE_TOKENS
-    )
+    leads = leads_over(baseline, items, answers, tools, template=TEMPLATE, read=read_label, max_tokens=JUDGE_TOKENS)
     return [
         failed(item, lead.failure, MEASURES, answer.text)
         if lead.failure
@@ -151,4 +148,5 @@ SUITE = Suite(
     files="data/arena-hard-v0.1/question.jsonl (272 kB) or data/arena-hard-v2.0/question.jsonl (948 kB) of"
     " https://github.com/lmarena/arena-hard-auto (Apache 2.0)",
     needs=frozenset({"judge", "baseline"}),
+    uses=frozenset({"scorer"}),
 )

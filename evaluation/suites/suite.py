@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
+from evaluation.judges.judge import ScoreJudge
 from files.fields import kind_of, list_field, name_field, present
 from files.rows import InvalidRows, is_file_name, read_source, valid_rows
 from lm.tokenizer import Messages
@@ -169,13 +170,15 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class Tools:
-    """What the user gave for scoring: a judge and a baseline.
+    """What the user gave for scoring: a judge, which is a language model or a scorer, and a baseline.
 
-    `baseline` returns the baseline's answers to the requests that the model got, one per request.
+    `scorer.score(conversations, responses)` returns a score, or a failure, per response. `baseline` returns the
+    baseline's answers to the requests that the model got, one per request.
     """
 
     judge: Judge | None = None
     baseline: Callable[[Sequence[Request]], list[Answer]] | None = None
+    scorer: ScoreJudge | None = None
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,8 @@ class Suite:
     `source` is where items come from if the user names no other file or folder: a hub id, or "" if there is none.
     `files` says which file to get instead: address, licence and size.
     `needs` names the fields of `Tools` without which it measures nothing, and `uses` those that it can do without;
-    others are refused. Models that cannot do what it `asks` are refused before any model is asked.
+    others are refused. A suite that needs a judge and uses a scorer gets one of the two. Models that cannot do what it
+    `asks` are refused before any model is asked.
     """
 
     name: str

@@ -37,7 +37,7 @@ Data = Annotated[
     typer.Option(help="File or folder with a suite's items, [SUITE=]PATH (default: its hub id); may repeat."),
 ]
 Judge = Annotated[
-    str, typer.Option(help="Language model that judges answers: URL#MODEL, a model directory or a hub id.")
+    str, typer.Option(help="Judge of answers: URL#MODEL, a model directory, a hub id, FILE.py:FUNCTION or URL.")
 ]
 Baseline = Annotated[
     str, typer.Option(help="Model or file of answers that a judge compares answers with (default: the suite's).")
@@ -55,8 +55,8 @@ Samples = Annotated[
 FailIf = Annotated[
     str,
     typer.Option(
-        help='"B worse than A", or "... by .02": exit code 0 if shown not to be (by more than that), 1 if shown, 2 if'
-        " undecided; in the first measure of every suite."
+        help='"B worse than A", "... in MEASURE" (default: the first of a suite), "... by .02": exit code 0 if shown'
+        " not to be (by more than that), 1 if shown, 2 if undecided."
     ),
 ]
 MostRequests = Annotated[
@@ -141,12 +141,13 @@ def _folder_of(names: "Sequence[str]") -> Path:
 
 
 def _print_results(report: "EvaluationReport") -> None:
-    """Print a table of models and measures per suite, then what the first measure shows, in words."""
-    from evaluation.evaluate.report import ALGORITHMS, algorithm_conclusions, conclusions
+    """Print a table of models and measures per suite, then what the measures show, in words."""
+    from evaluation.evaluate.report import ALGORITHMS, algorithm_conclusions, conclusions, other_conclusions
 
     for suite in report.suites:
         results_console().print(values_table(report, suite.suite))
         sentences = [text for _, text in (*algorithm_conclusions(suite), *conclusions(suite))]
+        sentences += other_conclusions(suite)
         for sentence in sentences[:MAX_SENTENCES]:
             results_console().print(sentence, markup=False)
         if len(sentences) > MAX_SENTENCES:
@@ -159,7 +160,7 @@ def values_table(report: "EvaluationReport", name: str) -> "Table":
     """Returns the measures of all models on one suite, with their intervals; the numbers are the report's own."""
     from rich.table import Table
 
-    from evaluation.evaluate.report import interval_text, value_text
+    from evaluation.evaluate.report import interval_text, value_text, without_value
 
     suite = next(found for found in report.suites if found.suite == name)
     table = Table(title=suite.title, title_justify="left", box=None, pad_edge=False)
@@ -170,7 +171,7 @@ def values_table(report: "EvaluationReport", name: str) -> "Table":
         for measure in suite.measures:
             value = suite.statistics.of(model, measure.name)
             ends = interval_text(value)
-            failed = f"; {value.num_failed:,} failed" if value is not None and value.num_failed else ""
-            cells.append(f"{value_text(value)}{f' ({ends})' if ends else ''}{failed}")
+            missing = without_value(value)
+            cells.append(f"{value_text(value)}{f' ({ends})' if ends else ''}{missing and f'; {missing}'}")
         table.add_row(model, *cells)
     return table

@@ -130,14 +130,14 @@ def count_of(num: int, what: str) -> str:
     return f"{number(num)} {what if num == 1 else what[:-1] + 'ies' if what.endswith('y') else what + 's'}"
 
 
-def percent(value: Any) -> str:
-    """Format a share as a whole percentage. Only an exact 0, ½ or 1 shows as 0%, 50% or 100%.
+def percent(value: Any, digits: int = 0) -> str:
+    """Format a share as a percentage with this many digits. Only an exact 0, ½ or 1 shows as 0%, 50% or 100%.
 
-    Shares that would round to one of these get up to two digits.
+    Shares that would round to one of these get up to two more digits.
     """
     if not isinstance(value, int | float) or not math.isfinite(value):
         return UNKNOWN
-    texts = [f"{100 * value:.{digits}f}" for digits in range(3)]
+    texts = [f"{100 * value:.{digits + more}f}" for more in range(3)]
     is_true = [float(text) not in (0, 50, 100) or math.isclose(float(text), 100 * value) for text in texts]
     return f"{texts[is_true.index(True) if True in is_true else 2]}%"
 
@@ -167,11 +167,11 @@ def ends_of(mean: Interval | Share, digits: int = 2) -> str:
     return f"{number(float(mean.low), digits)} to {number(float(mean.high), digits)}"
 
 
-def share_ends(low: float, high: float) -> str:
+def share_ends(low: float, high: float, digits: int = 0) -> str:
     """Format the ends of a share's interval, as in "68 to 76%"."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return "unknown"
-    return f"{percent(low).removesuffix('%')} to {percent(high)}"
+    return f"{percent(low, digits).removesuffix('%')} to {percent(high, digits)}"
 
 
 def p_value(p: float) -> str:

@@ -196,24 +196,16 @@ def is_taken_back(pair: PairSummary | AlgorithmPair) -> bool:
     return p < ALPHA <= holm_p
 
 
-def _of_two(
-    pair: PairSummary, judge: str, styles: Styles, prompts: str = "", *, kl_ends: Mapping[str, float] = NO_KL
-) -> tuple[Tone, str]:
-    """Says which of two policies is preferred, unless by more than their KL allows. The one that is ahead must come
-    first.
-    """
+def _of_two(pair: PairSummary, judge: str, styles: Styles, prompts: str = "") -> tuple[Tone, str]:
+    """Says which of two policies is preferred, or why that is open. The one that is ahead must come first."""
     ahead, behind, mean = styles[pair.policy_a].title, styles[pair.policy_b].title, percent(pair.win_rate.mean)
     brackets = evidence(pair, prompts)
     if pair.conclusion.kind == "none":
         why = _by_name(pair.conclusion.reason, judge)
         return "unclear", f"Cannot tell which of {ahead} and {behind} is better: {why}."
-    if pair.different and is_beyond_kl(pair, kl_ends):
-        limit = points(kl_limit(pair, kl_ends))
-        return "unclear", (
-            f"Whether {ahead} is better than {behind} is open: by the judge {judge} it is preferred {mean} of the time"
-            f" ({brackets}), but their KL allows only {limit} points from 50% (Pinsker's inequality, with the upper"
-            " end of the KL's interval). The rest is chance in these prompts and samples: compare on more of them."
-        )
+    if pair.conclusion.kind == "bound":
+        why = _by_name(pair.conclusion.reason, judge)
+        brackets += f"; {why}, and the interval holds whatever they would have been"
     if pair.different:
         return "better", f"{ahead} is preferred to {behind} {mean} of the time by the judge {judge} ({brackets})."
     return "unclear", (
@@ -369,10 +361,10 @@ def answer_of_run(results: CompareResults) -> Answer:
     that of the last policy, which is the result of the run. `more` says whether the reward was hacked, or why that is
     unknown. What a verdict on a run must say belongs here.
     """
-    trained, styles, kl_ends = results.trained, results.styles, _kl_ends(results)
+    trained, styles = results.trained, results.styles
     answers = [_of_trained(results, one) for one in trained]
     between = [
-        _of_two(pair.ahead_first, results.judge.name, styles, kl_ends=kl_ends)[1]
+        _of_two(pair.ahead_first, results.judge.name, styles)[1]
         for one, other in combinations(reversed(trained), 2)
         if (pair := results.pair(one.policy, other.policy)) is not None
     ]
@@ -404,7 +396,7 @@ def _of_trained(results: CompareResults, one: PolicyResults) -> Answer:
     if pair is None:
         return Answer("unclear", f"{title} and {names.the_initial} have not been compared.")
     prompts = prompts_of(results, pair)
-    tone, text = _of_two(pair.ahead_first, results.judge.name, styles, prompts, kl_ends=_kl_ends(results))
+    tone, text = _of_two(pair.ahead_first, results.judge.name, styles, prompts)
     if tone == "better" and pair.win_rate.mean < 0.5:
         tone = "worse"
     sentences = [in_capital(text) if text.startswith(names.the_initial) else text]
@@ -425,12 +417,6 @@ def _of_trained(results: CompareResults, one: PolicyResults) -> Answer:
         ]
         sentences.append(f"{'; '.join([scores, *best])}.")
     return Answer(tone, " ".join([*sentences, *_hidden(results, one)]))
-
-
-def _kl_ends(results: CompareResults) -> dict[str, float]:
-    """Returns the upper ends of the policies' KL; none of greedy policies, whose log-ratios are those of others."""
-    kls = {name: one.kl_nats for name, one in results.policies.items() if results.temperature}
-    return {name: kl.high for name, kl in kls.items() if kl is not None}
 
 
 def _rate_and_score(results: CompareResults) -> tuple[str, ...]:

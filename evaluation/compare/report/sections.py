@@ -419,7 +419,7 @@ def _tests_row(pair: PairSummary, judge: int, policies: Sequence[str], styles: S
         Cell(percent(rate.mean), share_ends(rate.low, rate.high) + widened + other_labelers),
         Cell(
             _p(significance.holm_p),
-            "different" if pair.different else "cannot tell" if pair.conclusion.reason else "not shown",
+            "different" if pair.different else "cannot tell" if pair.conclusion.kind == "none" else "not shown",
         ),
         Cell("" if pair.different else detectable, _needed(pair)),
         Cell(number(pair.num_failed), missing),

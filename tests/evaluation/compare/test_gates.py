@@ -1,13 +1,18 @@
 """What a comparison concludes nothing from: prompts of the training data, the same responses, a judge of positions."""
 
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from evaluation.judges.external import read_verdict_file
-from evaluation.verdicts import read_verdicts
+from evaluation.statistics.summary import summarise
+from evaluation.verdicts import Verdict, read_verdicts
+from preferences.statistics.intervals import share_interval
 
 Call = Callable[..., tuple[int, str]]
 
@@ -122,3 +127,53 @@ def test_a_judge_of_positions_is_named_on_the_terminal_and_the_page(heed_main: C
         assert sentence in text
         assert "too few prompts" not in text
         assert "No difference" not in text
+
+
+@pytest.mark.parametrize(("num_failed", "kind"), [(0, "better"), (1, "better"), (3, "bound"), (9, "none")])
+def test_verdicts_that_failed_are_bounded_as_missing_answers_are(
+    heed_main: Call, place: Path, num_failed: int, kind: str
+) -> None:
+    """`long` wins on 36 of 80 prompts and ties on the rest, of which some fail: 1 is below 2%, 9 are above 10%."""
+    for name, lengths in (("long", [9] * 36 + [1] * 44), ("short", [5] * 80)):
+        rows = [{"prompt_id": f"p{n}", "output": name[0] * length} for n, length in enumerate(lengths)]
+        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = [{"prompt_id": f"p{n}", "prompt": ASKED.format(n)} for n in range(80)]
+    (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    (place / "judges.py").write_text(
+        "def length(prompts, responses):\n"
+        f"    failing = [f' {{n}} is' for n in range(80 - {num_failed}, 80)]\n"
+        "    gone = lambda prompt: any(one in prompt[-1]['content'] for one in failing)\n"
+        "    tied = lambda prompt: int(prompt[-1]['content'].split()[1]) >= 36\n"
+        "    return [None if gone(p) else 0 if tied(p) else len(r) for p, r in zip(prompts, responses)]\n"
+    )
+    said, page = compared(heed_main, place, "--max-failed-share", "0.2", "--out", str(place / "out"))
+    (pair,) = json.loads((place / "out" / "report.json").read_text())["summary"]["judges"][0]["pairs"]
+    assert (pair["conclusion"]["kind"], pair["different"], pair["num_failed"]) == (kind, kind != "none", num_failed)
+    sentence = f"{num_failed} of 80 verdicts of the judge length failed"
+    for text in (said, page):
+        assert (sentence in text) == (kind in ("bound", "none"))
+        assert ("is preferred to short" in text.replace("Short", "short")) == (kind != "none")
+    # The interval holds for the worst and the best of what the failed verdicts may have been.
+    if kind == "bound":
+        ends = [share_interval(np.array([1.0] * 36 + [0.5] * 41 + [end] * 3)) for end in (0.0, 1.0)]
+        assert pair["win_rate"]["low"] <= ends[0].low + 0.005
+        assert pair["win_rate"]["high"] >= ends[1].high - 0.005
+        assert pair["win_rate"]["mean"] == pytest.approx((36 + 41 / 2) / 77)
+
+
+def test_failed_verdicts_that_could_turn_a_difference_show_none() -> None:
+    """26 wins of 38 show a difference; 26 of 40, with both failures lost, do not, whichever policy is called a."""
+    for names in (("a", "b"), ("b", "a")):
+        rows = [
+            Verdict(f"p{n}", *names, 0, 0, "j", "j", math.nan if n > 37 else float((n < 26) == (names[0] == "a")),
+                    failure="timed out" if n > 37 else "")
+            for n in range(40)
+        ]  # fmt: skip
+        (pair,) = summarise(rows, ("a", "b"), seed=0).judges[0].pairs
+        assert (pair.conclusion.kind, pair.different) == ("bound", False)
+        assert summarise(rows[:38], ("a", "b"), seed=0).judges[0].pairs[0].different
+        assert pair.significance.p == summarise(
+            [replace(row, failure="", preference_a=float(names[0] == "b")) if row.failure else row for row in rows],
+            ("a", "b"),
+            seed=0,
+        ).judges[0].pairs[0].significance.p  # fmt: skip

@@ -81,12 +81,26 @@ def preferred(model, items, tools):
     ]
 
 
+def graded(model, items, tools):
+    """What a judge that scores single responses says of the answers."""
+    answers = model.answer([Request(item.messages, item_id=item.item_id) for item in items])
+    grades = tools.scorer.score([item.messages for item in items], [answer.text for answer in answers])
+    return [
+        Scored(item.item_id, {}, answer.text, {"grade": grade.failure}) if grade.failure
+        else Scored(item.item_id, {"grade": grade.score}, answer.text)
+        for item, answer, grade in zip(items, answers, grades)
+    ]
+
+
 BOTH = frozenset({"judge", "baseline"})
 SUITE = Suite("foxes", "Questions about foxes", "conversations", MEASURES, read, foxes, uses=BOTH)
 LIKELY = Suite("likely", "Continuations", "logprobs", (Measure("logprob", "Nats."),), read, likely, uses=BOTH)
 PREFERRED = Suite("preferred", "Rewards", "rewards", (Measure("reward", "The reward."),), read, preferred, uses=BOTH)
 NEEDY = Suite("needy", "Foxes", "conversations", MEASURES, read, foxes, needs=frozenset({"judge"}))
-SCORED = Suite("scored", "Foxes", "conversations", MEASURES, read, foxes, needs=frozenset({"scorer"}))
+SCORED = Suite("scored", "Foxes", "conversations", MEASURES, read, foxes, needs=frozenset({"grader"}))
+GRADED = Suite(
+    "graded", "Grades", "conversations", (Measure("grade", "The judge's."),), read, graded, needs=frozenset({"scorer"})
+)
 EMPTY = 5
 '''
 NUM_ITEMS = 6

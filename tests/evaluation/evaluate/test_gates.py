@@ -219,7 +219,7 @@ def test_the_terminal_and_the_page_say_on_which_items_the_verdict_is(
 ) -> None:
     long, short = saved("long", {n: 6 + n % 3 for n in range(100)}), saved("short", {n: 1 + n % 4 for n in range(100)})
     for num, sentence in (
-        (60, "drop: long is better than short in f1, on the 40 items outside the training data: +5"),
+        (60, "drop: long is better than short in f1, on the 40 items outside the training data: +49.7 points"),
         (100, "drop: no verdict on long and short in f1: only 0 of 100 items are outside the training data, and at"),
     ):
         (tmp_path / "seen.txt").write_text("\n\n".join(f"Question number {n} of them?" for n in range(num)))

@@ -37,8 +37,8 @@ def harness_log(
                 "arguments": {
                     "gen_args_0": {"arg_0": f"Question: What is {number}?\nAnswer:", "arg_1": {"until": ["Q"]}}
                 },
-                "resps": [[f"It is {number}."]],
-                "filtered_resps": [f"{number}, says {folder.name}"],
+                "resps": [[f"It is {number}, says {folder.name}."]],
+                "filtered_resps": [str(number)],
                 "filter": kept_by,
                 "metrics": ["exact_match"],
                 "doc_hash": f"hash{number}",
@@ -58,7 +58,8 @@ def openai_log(path: Path, right: list[list[bool]]) -> Path:
     for number, samples in enumerate(right):
         for is_right in samples:
             where = {"run_id": "r", "event_id": len(rows), "sample_id": f"sums.dev.{number}"}
-            rows.append({**where, "type": "sampling", "data": {"prompt": f"What is {number}?", "sampled": [path.stem]}})
+            written = f"I am {path.stem}."
+            rows.append({**where, "type": "sampling", "data": {"prompt": f"What is {number}?", "sampled": [written]}})
             match = {"correct": is_right, "expected": "1", "picked": path.stem, "sampled": path.stem}
             rows.append({**where, "type": "match", "data": match})
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"final_report": {"accuracy": 0.5}}]))
@@ -132,6 +133,51 @@ def test_malformed_logs_are_refused_by_file_and_line(
     assert code == 2
     assert expected in said.replace("\n", " ")
     assert str(file) in said.replace("\n", "")
+
+
+def test_every_measure_has_a_sentence_the_page_agrees_in_sign_and_a_gate_may_name_one(
+    heed_main: Call, tmp_path: Path
+) -> None:
+    """a is right by the strict filter on 10 of 40 items, b on 33 (and 4 are not in its log); both by the other one."""
+    for name, right in (("a", [1] * 10 + [0] * 30), ("b", [1] * 33 + [0] * 3)):
+        harness_log(tmp_path / name, right)
+        (log,) = (tmp_path / name).glob("samples_*")
+        rows = [json.loads(line) | {"metrics": ["exact_match", "f1"]} for line in log.read_text().splitlines()]
+        for row in rows:
+            row["f1"] = 1 - row["exact_match"] if row["filter"] == "strict-match" else 1.0
+        log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["evaluate", f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}", "--out", str(tmp_path / "out")]
+    code, said = heed_main(*command)
+    page, said = (tmp_path / "out" / "report.html").read_text(), " ".join(said.split())
+    assert code == 0, said
+    strict = (
+        "gsm8k: b is better than a in exact_match,strict-match, whatever the missing answers are worth: +63.9 points"
+    )
+    assert strict in said
+    assert strict in page
+    assert "gsm8k: a is better than b in f1,strict-match, whatever the missing answers are worth: +63.9 points" in said
+    assert "gsm8k: no difference in exact_match,flexible-extract and f1,flexible-extract is shown." in said
+    assert "25.0%" in said
+    assert "4 without a value" in said
+    assert "4 failed" not in said + page
+    assert page.count("+63.9 points") > 2
+    assert "\u221263.9 points" not in page
+    for measure, expected in (("exact_match,strict-match", 0), ("f1,strict-match", 1)):
+        code, said = heed_main(*command, "--fail-if", f"b worse than a in {measure} by .02")
+        assert (code, f"in {measure} (" in " ".join(said.split())) == (expected, True), said
+    code, said = heed_main(*command, "--fail-if", "b worse than a in bleu")
+    assert (code, "gsm8k has no measure 'bleu'; one of exact_match,strict-match, " in " ".join(said.split())) == (
+        2,
+        True,
+    )
+
+
+def test_the_whole_text_of_an_answer_is_kept(heed_main: Call, tmp_path: Path) -> None:
+    specs = [str(harness_log(tmp_path / "harness", [1, 0])), str(openai_log(tmp_path / "evals.jsonl", [[True]]))]
+    for spec, text in zip(specs, ("It is 1, says harness.", "I am evals."), strict=True):
+        code, said = heed_main("evaluate", f"a={spec}", "--out", str(tmp_path / f"out-{text[:2]}"))
+        assert code == 0, said
+        assert text in (tmp_path / f"out-{text[:2]}" / "report.html").read_text()
 
 
 def test_what_is_no_log_is_refused(heed_main: Call, tmp_path: Path) -> None:

@@ -86,3 +86,41 @@ def test_rows_of_saved_answers_that_are_unused_are_counted(heed_main: Call, eval
     assert json.loads((place / "out" / "evaluate.json").read_text())["unused_rows"] == {"foxes": {"old": 2}}
     page = (place / "out" / "report.html").read_text()
     assert "foxes: 2 rows of old&#39;s file answer no item that was asked and are unused." in page
+
+
+def test_a_suite_of_ones_own_is_judged_by_a_function(heed_main: Call, evaluate: Arguments, place: Path) -> None:
+    """A judge may fail on single answers: here on the one without a fox."""
+    (place / "judges.py").write_text(
+        "def words(prompts, responses):\n"
+        "    assert all(prompt[-1]['role'] == 'user' for prompt in prompts)\n"
+        "    return [None if 'fox' not in text else len(text.split()) for text in responses]\n"
+    )
+    for name, text in (("long", "a fox and more"), ("short", "fox")):
+        rows = [{"item_id": f"q{n}", "output": text if n or name == "long" else "none"} for n in range(6)]
+        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    models = [f"{name}={place / name}.jsonl" for name in ("long", "short")]
+    code, said = heed_main(*evaluate(place, *models, "--judge", f"{place / 'judges.py'}:words", suite="GRADED"))
+    assert code == 0, said
+    assert json.loads((place / "out/evaluate.json").read_text())["judge"]["kind"] == "function"
+    report = json.loads((place / "out/report.json").read_text())["suites"][0]["statistics"]
+    assert [(v["value"]["mean"], v["num_failed"]) for v in report["values"] if not v["group"]] == [(4, 0), (1, 1)]
+    assert report["failures"][0]["reason"].startswith(f"{place / 'judges.py'}:words returned None")
+
+
+@pytest.mark.parametrize(
+    ("judge", "suite", "refusal"),
+    [
+        ("{place}/scorers.py", "GRADED", "scorers.py names no function; FILE.py:FUNCTION was expected, as in"),
+        ("{place}/scorers.py:none", "GRADED", "no function 'none'"),
+        ("", "GRADED", "suite 'graded' needs --judge SPEC, a judge that scores single responses, such as FILE.py:"),
+        ("http://127.0.0.1:1/v1#judge", "GRADED", "graded uses no judge that is a language model"),
+        ("{place}/scorers.py:length", "SUITE", "foxes uses no judge that scores single responses"),
+        ("{place}/scorers.py:length", "LIKELY", "likely uses no judge that scores single responses"),
+    ],
+)
+def test_a_judge_is_refused_by_what_a_suite_needs(
+    heed_main: Call, evaluate: Arguments, place: Path, judge: str, suite: str, refusal: str
+) -> None:
+    given = ["--judge", judge.format(place=place)] if judge else []
+    code, said = heed_main(*evaluate(place, str(place / "models/one/model"), *given, suite=suite))
+    assert (code, refusal in " ".join(said.split())) == (2, True), said

@@ -128,10 +128,10 @@ def test_the_headline_of_one_model_is_of_a_measure_that_it_has(heed_main: Call, 
     options = ["--suite", "xstest", "--data", str(place / "xstest.csv"), "--out", str(place / "out")]
     code, said = heed_main("evaluate", str(place / "mine.jsonl"), *options)
     assert code == 0, said
-    assert "xstest: rule_refused_safe of mine 25% (" in said
+    assert "xstest: rule_refused_safe of mine 25.0% (" in said
     page = (place / "out" / "report.html").read_text()
     assert "of no model" not in page
-    assert "xstest: rule_refused_safe of mine 25% (" in page.partition("<section")[0]
+    assert "xstest: rule_refused_safe of mine 25.0% (" in page.partition("<section")[0]
 
 
 def test_the_first_sentence_agrees_with_the_tone_of_several_suites(

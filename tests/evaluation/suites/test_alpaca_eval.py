@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 
+from evaluation.compare.judges import function_judge
 from evaluation.statistics.win_rates import length_controlled
 from evaluation.suites.alpaca_eval import SUITE, at_equal_length
 from evaluation.suites.suite import Scored, Tools
@@ -80,6 +81,23 @@ def test_a_judge_that_prefers_the_first_answer_is_inconsistent(tmp_path: Path, c
     with pytest.raises(ValueError, match=r"1 of 2 items, such as '1', have no field 'output'; .* --baseline SPEC"):
         SUITE.score(unasked, without, Tools(judge))
     assert unasked.asked == []
+
+
+def test_a_function_judges_by_its_scores(tmp_path: Path) -> None:
+    """The higher score wins in both orders; there is no position, and a text without a score is a failure."""
+    (tmp_path / "judges.py").write_text(
+        "def length(prompts, responses):\n    return [None if r == 'mumble' else len(r) for r in responses]\n"
+    )
+    items = SUITE.read(write(tmp_path / "alpaca_eval.json", ROWS))
+    scorer = function_judge("length", f"{tmp_path / 'judges.py'}:length")
+    longer, shorter, same, unscored, failed = SUITE.score(
+        Written(by_prompt(ANSWERS)), items, Tools(scorer=scorer)
+    )  # fmt: skip
+    assert longer.values == {"win_rate": 1.0, "length_difference": 16.0}
+    assert shorter.values == {"win_rate": 0.0, "length_difference": -3.0}
+    assert same.values == {"win_rate": 0.5, "length_difference": 0.0}
+    assert "judges.py:length returned None" in unscored.failures["win_rate"]
+    assert failed.failures["win_rate"] == "the prompt does not fit"
 
 
 def test_the_win_rate_at_equal_length_is_a_logistic_fits() -> None:

@@ -141,7 +141,7 @@ def four_policies(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"pretrained": -2.0, "sft": 0.0, "best_of_16": 0.9, "ppo": 1.0},
         {"gpt": ["gpt"], "people": ["ada", "bo", "cleo"]},
         num_prompts=60,
-        failing={"gpt": 0.06},
+        failing={"gpt": 0.015},
         first_bonus={"gpt": 0.6},
         seed=3,
     )
