@@ -102,7 +102,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    examples.share = 1.0 if config.getoption("--nightly") else 0.25
+    examples.share = 1.0 if config.getoption("--nightly") else 0.1
     # A warning that Heed's own code causes is an error.
     config.addinivalue_line("filterwarnings", rf"error:::({'|'.join(PACKAGES)})(\..*)?")
 
