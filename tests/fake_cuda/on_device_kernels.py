@@ -96,7 +96,7 @@ def test_recorded_steps_draw_the_same_tokens() -> None:
     _, model = pair(QWEN, torch.float32)
     found = [
         generate(
-            model, prompts(6, 9), max_new_tokens=4, end_ids=(), choice=Choice(), seeds=range(6), max_rows=4, steps=steps
+            model, prompts(3, 5), max_new_tokens=3, end_ids=(), choice=Choice(), seeds=range(3), max_rows=2, steps=steps
         )
         for steps in ("eager", FixedSteps(model))
     ]
@@ -105,7 +105,7 @@ def test_recorded_steps_draw_the_same_tokens() -> None:
         assert recorded == pytest.approx(eager, abs=1e-4)
     with without_layers():
         plain = generate(
-            model, prompts(6, 9), max_new_tokens=4, end_ids=(), choice=Choice(), seeds=range(6), max_rows=4
+            model, prompts(3, 5), max_new_tokens=3, end_ids=(), choice=Choice(), seeds=range(3), max_rows=2
         )
     assert found[0].responses == plain.responses
 
