@@ -65,8 +65,8 @@ def operators(starts: Tensor, longest: int, group: int) -> dict[str, Attention]:
 
 
 def plain(q_LNH: Tensor, k_LGH: Tensor, v_LGH: Tensor, longest: int) -> Tensor:
-    rows = [x.unflatten(0, (-1, longest)).transpose(1, 2) for x in (q_LNH, k_LGH, v_LGH)]
-    y = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
+    q, k, v = (x.unflatten(0, (-1, longest)).transpose(1, 2) for x in (q_LNH, k_LGH, v_LGH))
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return y.transpose(1, 2).flatten(0, 1)
 
 

@@ -221,11 +221,13 @@ def recorded(ctx: Context, sizes: Pretraining) -> None:
     model = load(Drawn(partial(LanguageModel, sizes.model), ctx.device), ctx.device).train()
     objective = whole_rows(sizes)
     rows, count = np.arange(sizes.micro_batch), objective.count(np.arange(sizes.micro_batch))
-    model.forward = torch.autocast(ctx.device.type, torch.bfloat16, cache_enabled=False)(model.forward)
     tokens_BT = torch.from_numpy(objective.rows_BT[rows]).to(ctx.device, torch.int64)
 
     def work() -> None:
-        (-model(tokens_BT[:, :-1], targets=tokens_BT[:, 1:]).sum() / count).backward()
+        # A cast that autocast keeps would be of memory outside the recording.
+        with torch.autocast(ctx.device.type, torch.bfloat16, cache_enabled=False):
+            loss = -model(tokens_BT[:, :-1], targets=tokens_BT[:, 1:]).sum() / count
+        loss.backward()
 
     eager, norm = _seconds(ctx, work), _norm(model)
     ctx.note(recorded_eager_pass_seconds=eager, recorded_norm=norm)
