@@ -33,7 +33,7 @@ FIGURES = {
 NIGHTLY_FIGURES = {
     "draws": ("tested_planned_gib_fast_zero0",),
     "sft_05b": (
-        "packed_tokens_per_second", "rows_mfu", "compiled_rows_tokens_per_second", "compiled_packed_mfu",
+        "packed_tokens_per_second", "rows_mfu", "compiled_rows_tokens_per_second",
         "recorded_eager_pass_seconds",
     ),
     "zero1_8b": ("tokens8192_mfu", "tokens65536_tokens_per_second"),
