@@ -59,9 +59,10 @@ def decode(ctx: Context, model: ModelConfig, rows: int, response_tokens: int, pr
     sampling.seconds(2, "eager")
     reading = sampling.seconds(1, "eager")
     flops = sizes.batch * sizes.prompt_tokens * training_flops(model, sizes.prompt_tokens) / 3
-    kept = FixedSteps(sampling.model)
-    first = sampling.seconds(sizes.response_tokens, kept)
-    taken = sampling.seconds(sizes.response_tokens, kept, 1000) - reading
+    # A mixture counts the tokens of each expert on the CPU, which no recording may do.
+    kept = None if model.num_experts else FixedSteps(sampling.model)
+    first = sampling.seconds(sizes.response_tokens, kept or "eager")
+    taken = sampling.seconds(sizes.response_tokens, kept or "eager", 1000) - reading
     num_steps, rate = sizes.response_tokens - 1, decoded_bytes(sizes) / taken
     figures = {
         "prompt_tflops": flops / reading / 1e12,
@@ -69,13 +70,14 @@ def decode(ctx: Context, model: ModelConfig, rows: int, response_tokens: int, pr
         "ms_per_token": 1000 * taken / num_steps,
         "tokens_per_second": sizes.batch * num_steps / taken,
         "bandwidth_share": rate / ctx.hardware.bytes_per_second,
-        "recordings": kept.num_recordings,
+        "recordings": kept.num_recordings if kept else 0,
         "peak_gib": ctx.peak_gib(),
     }
     ctx.note(**{f"{prefix}{figure}": value for figure, value in figures.items()})
     profiled = 6 if ctx.tiny else PROFILED_TOKENS
-    note_profile(ctx, lambda: sampling.seconds(profiled, kept, 2000), f"{prefix}decode")
-    kept.forget()
+    note_profile(ctx, lambda: sampling.seconds(profiled, kept or "eager", 2000), f"{prefix}decode")
+    if kept:
+        kept.forget()
 
 
 def rows(ctx: Context) -> None:
