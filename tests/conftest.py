@@ -86,7 +86,7 @@ LONGEST = [
     "research/studies/test_study_algorithms.py", "heed/jobs/test_ahead.py", "heed/jobs/test_recovery.py",
     "preferences/test_scripted.py", "preferences/page/test_kills.py", "heed/jobs/test_replay.py",
     "ppo/test_planned_memory.py", "research/chaos/test_local_cluster.py", "benchmarks/test_speed.py",
-    "benchmarks/test_first_quarter.py", "heed/jobs/test_begun_workers.py", "classify/test_classify_stage.py",
+    "benchmarks/test_quarter.py", "heed/jobs/test_begun_workers.py", "classify/test_classify_stage.py",
     "research/studies/test_study.py", "training/test_sharding.py", "heed/jobs/test_judge_job.py",
     "ppo/test_ppo_ranks.py",
     "ppo/test_generator_teams.py", "preferences/test_backup.py", "heed/jobs/test_external_reward.py",
@@ -102,7 +102,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    examples.share = 1.0 if config.getoption("--nightly") else 0.25
+    examples.share = 1.0 if config.getoption("--nightly") else 0.1
     # A warning that Heed's own code causes is an error.
     config.addinivalue_line("filterwarnings", rf"error:::({'|'.join(PACKAGES)})(\..*)?")
 

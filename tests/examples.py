@@ -5,13 +5,13 @@ from typing import Any
 
 import hypothesis
 
-share = 0.25  # of the numbers that tests ask for, or 1; set by tests/conftest.py before tests are imported
+share = 0.1  # of the numbers that tests ask for, or 1; set by tests/conftest.py before tests are imported
 
 
 def examples(
     number: int, *, suppress_health_check: Collection[hypothesis.HealthCheck] = (), **options: Any
 ) -> hypothesis.settings:
-    """Returns a decorator: `number` examples with `pytest --nightly`, else a quarter of them, at least five.
+    """Returns a decorator: `number` examples with `pytest --nightly`, else a tenth of them, at least five.
 
     Only the nightly tests draw other examples in every run: a change is not to fail in CI because of an example that
     has to do with something else. How long examples take to draw depends on the machine's load.

@@ -694,17 +694,23 @@ def draw_splits() -> list[Split]:
 SPLITS = draw_splits()
 
 
+# With dropout, CI has whole and packed rows, an encoder-decoder, rankings and DPO.
+NIGHTLY = ("unpacked" + DROPOUT, "encoder-ranking" + DROPOUT)
+
+
 def splits_of_ci() -> set[str]:
-    """The whole batch of each stage and one of its splits; of PPO, all. All numbers of ranks meet all ZeRO stages."""
+    """One split of each stage; of PPO, all, and the whole batch. All numbers of ranks meet all ZeRO stages."""
     chosen = set[str]()
     for place, name in enumerate(dict.fromkeys(split.name for split in SPLITS)):
-        whole, *others = [str(split) for split in SPLITS if split.name == name]
-        chosen |= {whole, *(others if name == "ppo" else others[(place + place // 4) % len(others) :][:1])}
+        of_stage = [str(split) for split in SPLITS if split.name == name]
+        others = of_stage[1:]
+        if name not in NIGHTLY:
+            chosen |= {*(of_stage if name == "ppo" else others[(place + place // 4) % len(others) :][:1])}
     return chosen
 
 
 OF_CI = splits_of_ci()
-WHOLE = {split.name: split for split in reversed(SPLITS) if split.num_ranks == 1 and split.micro_batch >= NUM_ROWS}
+WHOLE = {split.name: str(split) for split in reversed(SPLITS) if split.num_ranks == 1 and split.micro_batch >= NUM_ROWS}
 
 
 def with_each(splits: Iterable[Split]) -> Any:
@@ -833,7 +839,9 @@ def fork_groups(folder: Path, names: Sequence[str]) -> None:
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the ranks have computed for the splits of the tests that were chosen, and for what those compare with."""
     folder = tmp_path_factory.mktemp("splits")
-    names = dict.fromkeys([*tried(request, "split"), *map(str, WHOLE.values())])
+    chosen = tried(request, "split")
+    wholes = [whole for split in SPLITS if str(split) in chosen for whole in compared_with(split)]
+    names = dict.fromkeys([*chosen, *wholes])
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "CUDA_VISIBLE_DEVICES": "",
                    "OMP_NUM_THREADS": "1"}  # fmt: skip
     with (folder / "program.log").open("w") as log:
@@ -846,6 +854,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         )
     assert code == 0, "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("*.log")))
     return folder
+
+
+def compared_with(split: Split) -> list[str]:
+    """The whole batches that a split of dropout, or of PPO, is compared with."""
+    if split.name.endswith(DROPOUT):
+        judge = split.name.removeprefix("un")
+        return [WHOLE[judge], WHOLE[judge.removesuffix(DROPOUT)]]
+    return [WHOLE["ppo"]] if split.name == "ppo" else []
 
 
 Expected = tuple[list[float], list[float], dict[str, Tensor]]
@@ -885,9 +901,7 @@ def test_a_split_changes_nothing(folder: Path, split: Split) -> None:
 
 @with_each(split for split in SPLITS if split.name.endswith(DROPOUT))
 def test_a_split_changes_nothing_with_dropout(folder: Path, split: Split) -> None:
-    judge = split.name.removeprefix("un")
-    whole = next(other for other in SPLITS if other.name == judge)
-    without = next(other for other in SPLITS if other.name == judge.removesuffix(DROPOUT))
+    whole, without = compared_with(split)
     expected = torch.load(folder / f"{whole}-rank-0.pt")
     assert expected["losses"][0] != pytest.approx(torch.load(folder / f"{without}-rank-0.pt")["losses"][0], rel=2e-5)
     for rank in range(split.num_ranks):
@@ -969,7 +983,7 @@ def test_a_split_changes_no_update_without_a_value_function(folder: Path, split:
 
 @with_each(split for split in SPLITS if split.name == "ppo")
 def test_a_split_changes_no_evidence_about_draws(folder: Path, split: Split) -> None:
-    whole = next(other for other in SPLITS if other.name == "ppo")
+    (whole,) = compared_with(split)
     expected = torch.load(folder / f"{whole}-rank-0.pt")["evidence"]
     assert expected.abs().max() > 1
     found = sum(torch.load(folder / f"{split}-rank-{rank}.pt")["evidence"] for rank in range(split.num_ranks))

@@ -12,15 +12,19 @@ import pytest
 from lm.weights import purpose_of
 
 ROOT = Path(__file__).parents[1]
+ONE_GPU = ROOT / "docs" / "tutorials" / "one-gpu.md"
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def run_blocks(page: Path, folder: Path) -> list[str]:
-    """Writes each Python block to the file that its first line names, runs each shell block; returns what those say."""
+def run_blocks(page: Path, folder: Path, num_blocks: int | None = None) -> list[str]:
+    """Writes each Python block to the file that its first line names, runs each shell block; returns what those say.
+
+    With `num_blocks`, only that many blocks, from the first.
+    """
     said = []
     bins = Path(sys.executable).parent
     environment = os.environ | {"PATH": f"{bins}:{os.environ['PATH']}", "COLUMNS": "200", "OMP_WAIT_POLICY": "PASSIVE"}
-    for language, text in BLOCK.findall(page.read_text(encoding="utf-8")):
+    for language, text in BLOCK.findall(page.read_text(encoding="utf-8"))[:num_blocks]:
         if language == "python":
             (name,) = re.findall(r"\A# (\S+\.py)\n", text)
             (folder / name).write_text(text, encoding="utf-8")
@@ -61,12 +65,17 @@ def test_your_own_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
-def test_one_gpu(tmp_path: Path) -> None:
-    planned, refused, ran, left, compared = run_blocks(ROOT / "docs" / "tutorials" / "one-gpu.md", tmp_path)[1:]
+def test_plans_for_one_gpu(tmp_path: Path) -> None:
+    _, planned, refused = run_blocks(ONE_GPU, tmp_path, 3)
     assert re.search(r"fits on h100: ppo needs most, 53\.14 GiB of 79\.00 GiB", planned)
     assert re.search(r"does not fit on h100: ppo needs most, 308\.78 GiB of 79\.00 GiB", refused)
     assert refused.rstrip().endswith("exit code 1")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_one_gpu(tmp_path: Path) -> None:
+    ran, left, compared = run_blocks(ONE_GPU, tmp_path)[3:]
     assert "ppo: done in" in ran
     assert "adapter_config.json" in left
     assert "same logits" in compared

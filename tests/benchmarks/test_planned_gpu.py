@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.counts import OPTIMIZER, planned_bytes
-from benchmarks.gpu.first_quarter.context import GPT2, LLAMA8, LLAMA13, QWEN, Fields, shape
+from benchmarks.gpu.quarter.context import GPT2, LLAMA8, LLAMA13, QWEN, Fields, shape
 from benchmarks.gpu.rows import Iteration
 from heed.jobs.memory import Layout, count, forward_pass, training_memory
 from heed.jobs.times import GIB, GPUS, Times
@@ -16,7 +16,7 @@ from lm.config import ModelConfig
 
 ROOT = Path(__file__).parents[2]
 MEASURED: dict[str, Any] = json.loads(
-    (ROOT / "benchmarks" / "gpu" / "first_quarter" / "h200.json").read_text(encoding="utf-8")
+    (ROOT / "benchmarks" / "gpu" / "quarter" / "h200.json").read_text(encoding="utf-8")
 )
 STEPS: dict[str, dict[str, Any]] = {}
 for _command in MEASURED["commands"].values():

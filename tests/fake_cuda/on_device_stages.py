@@ -151,6 +151,7 @@ def weights_after(run: Path, folder: Path, memory: str) -> dict[str, torch.Tenso
     return dict(load_language_model(folder / "model").state_dict())
 
 
+@pytest.mark.nightly  # in CI, tests/gpu/test_ppo_memory.py compares the modes' metrics
 def test_every_memory_mode_of_ppo_has_the_same_bits(run: Path, tmp_path: Path) -> None:
     """Two iterations each: what is offloaded, dropped or gathered comes back as it was."""
     found = {memory: weights_after(run, tmp_path / memory, memory) for memory in ("fast", "balanced", "small")}

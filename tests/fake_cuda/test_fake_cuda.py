@@ -24,9 +24,9 @@ FEWEST = {
     "tests/fake_cuda/on_device.py": 14,
     "tests/fake_cuda/on_device_stages.py": 4,
     "tests/fake_cuda/on_device_memory.py": 8,
-    "tests/fake_cuda/on_device_first_quarter.py": 9,
+    "tests/fake_cuda/on_device_quarter.py": 6,
 }  # tests that pass
-REHEARSAL = "tests/fake_cuda/on_device_first_quarter.py"  # the nightly tests run it
+REHEARSAL = "tests/fake_cuda/on_device_quarter.py"  # the nightly tests run it
 KERNELS = {"tests/fake_cuda/on_device_kernels.py": 12}  # likewise, in Triton's interpreter
 
 

@@ -91,7 +91,7 @@ def test_steps_that_are_kept_are_recorded_once() -> None:
     assert recorded[0] == recorded[1] <= 2  # 8 rows with up to 64 columns, and with all
 
 
-@pytest.mark.parametrize("steps", ["eager", "fixed"])
+@pytest.mark.parametrize("steps", [pytest.param("eager", marks=pytest.mark.nightly), "fixed"])
 def test_memory_is_that_of_one_cache(steps: StepKind) -> None:
     """A shape whose cache is far larger than its weights, logits and prompts; two lots of rows."""
     config = shape(num_hidden_layers=16, num_key_value_heads=4, head_dim=128, max_position_embeddings=640, vocab_size=8)

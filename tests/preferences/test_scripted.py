@@ -63,16 +63,16 @@ def fill(path, num_tasks, num_labelers=2):
 def test_a_killed_run_resumes_to_the_content_of_an_undisturbed_one(new_database, share):
     undisturbed, killed = new_database(), new_database()
     for url in (undisturbed, killed):
-        fill(url, num_tasks=200)
+        fill(url, num_tasks=80)
     finish(start(undisturbed))
     process = start(killed, pause=0.002)
     with LabelStore(killed) as store:
-        while (before := store.progress("b").num_judgments) < share * 400:
+        while (before := store.progress("b").num_judgments) < share * 160:
             assert process.poll() is None, "finished before it could be killed"
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
-        assert before <= store.progress("b").num_judgments < 400
+        assert before <= store.progress("b").num_judgments < 160
         kept = {(r.task_id, r.labeler, r.ranks) for r in store.rankings("b")}
         finish(start(killed))
         assert kept <= {(r.task_id, r.labeler, r.ranks) for r in store.rankings("b")}
@@ -85,13 +85,13 @@ def test_a_killed_run_resumes_to_the_content_of_an_undisturbed_one(new_database,
 def test_four_processes_at_once_never_exceed_the_quota(new_database):
     """Two of them even play the same labelers."""
     path = new_database()
-    fill(path, num_tasks=200, num_labelers=2)
+    fill(path, num_tasks=80, num_labelers=2)
     processes = [start(path, names) for names in ("ann,bob", "ann,bob", "cy,dee", "eve,fay")]
     for process in processes:
         finish(process)
     with LabelStore(path) as store:
         judged = Counter(ranking.task_id for ranking in store.rankings("b"))
-        assert judged == dict.fromkeys((f"t{i:04d}" for i in range(200)), 2)
+        assert judged == dict.fromkeys((f"t{i:04d}" for i in range(80)), 2)
 
 
 LEASER = """

@@ -13,6 +13,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.heed.jobs.test_recovery import worker_of
+from tests.tiers import in_ci
 
 pytestmark = pytest.mark.long
 
@@ -180,7 +181,7 @@ evaluate_every_steps = 10
 }
 
 
-@pytest.mark.parametrize("stage", ONE_STAGE)
+@pytest.mark.parametrize("stage", in_ci(ONE_STAGE, ["rejection"]))
 def test_a_rank_that_is_killed_changes_no_file_of_the_stage(
     stage: str,
     heed: Callable[..., Any],

@@ -1,46 +1,42 @@
-"""The steps that train: SFT, single layers of a large model, compiled blocks, ZeRO, checkpoints.
+"""The steps that train: a small model in three ways, layers of a large one, a whole large one, a mixture of experts.
 
 They run the engine's steps as `training.loop.TrainingLoop` does, with random weights and random tokens.
 """
 
-import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from benchmarks.gpu.counts import planned_bytes, training_flops
-from benchmarks.gpu.first_quarter.context import (
+from benchmarks.gpu.quarter.context import (
     GIB,
-    GPT2,
     LLAMA8,
-    LLAMA13,
     OPTIMIZER,
     QWEN,
+    QWEN3_30B,
     Context,
     Drawn,
     Fields,
     shape,
 )
-from benchmarks.gpu.first_quarter.kernels import note_profile
+from benchmarks.gpu.quarter.profiles import note_profile
+from benchmarks.gpu.quarter.sampling_steps import decode
 from benchmarks.gpu.rows import Pretraining
-from cluster.processes import free_port
+from lm.lora import LoRAConfig, WithAdapters
 from lm.model import LanguageModel
-from lm.samplers.engine import digests_of
-from ppo.rank import WeightBroadcast
-from training.checkpoint import step_folder
+from lm.source import ModelSource, load
 from training.config import EngineConfig
 from training.engine import Engine
 from training.objectives import CausalLMObjective, PackedObjective
 from training.packing import IntArray, pack
 
-NUM_SAVES = 2  # the first one pins the memory
-STEPS_WHILE_WRITING = 2
+REPEATS = 8  # of a recorded pass
+MIXTURE_LAYERS = 8  # of 48
 
 
 def conversations(number: int, longest: int, vocab_size: int) -> list[tuple[list[int], list[bool]]]:
@@ -59,14 +55,15 @@ def conversations(number: int, longest: int, vocab_size: int) -> list[tuple[list
 class Training:
     """An engine and its rows. A step is `sizes.num_micro_batches` micro-batches."""
 
-    def __init__(self, ctx: Context, sizes: Pretraining, *, packed: bool, **options: Any) -> None:
-        self.ctx, self.sizes, self.packed = ctx, sizes, packed
+    def __init__(
+        self, ctx: Context, sizes: Pretraining, *, packed: bool, lora: LoRAConfig | None = None, **options: Any
+    ) -> None:
+        self.ctx, self.sizes, self.packed, self.lora = ctx, sizes, packed, lora
         config = EngineConfig.model_validate({"precision": "bf16", "trackers": [], **options})
-        source = Drawn(partial(LanguageModel, sizes.model), ctx.device)
+        drawn = Drawn(partial(LanguageModel, sizes.model), ctx.device)
+        source: ModelSource[Any] = drawn if lora is None else WithAdapters(drawn, lora, 0)
         started = ctx.now()
-        self.engine: Engine[LanguageModel] = Engine(
-            source, OPTIMIZER, config, world_size=1, micro_batch=sizes.micro_batch
-        )
+        self.engine: Engine[Any] = Engine(source, OPTIMIZER, config, world_size=1, micro_batch=sizes.micro_batch)
         self.build_seconds = ctx.now() - started
         self.objective = _objective(ctx, sizes, packed=packed)
         self.rows = np.random.default_rng(1)
@@ -103,11 +100,15 @@ class Training:
         return seconds, num_tokens
 
     def flops_per_token(self) -> float:
-        """Returns model FLOPs per token read. The head counts only for tokens with a loss, since only those need it."""
+        """Returns model FLOPs per token read. The head counts only for tokens with a loss, since only those need it.
+
+        With adapters two of three products count, since the frozen body has no gradient of its own.
+        """
         model, seq_len = self.sizes.model, self.sizes.seq_len
         if self.packed:  # a token sees its own conversation, not its row
             seq_len = int(np.mean([len(tokens) for tokens, _ in conversations(500, seq_len, model.vocab_size)]))
-        return training_flops(model, seq_len) - (1 - self.counted_share()) * 6 * model.vocab_size * model.hidden_size
+        every = training_flops(model, seq_len) - (1 - self.counted_share()) * 6 * model.vocab_size * model.hidden_size
+        return every * (1 if self.lora is None else 2 / 3)
 
     def counted_share(self) -> float:
         everything = np.arange(len(self.objective))
@@ -138,49 +139,18 @@ class Training:
         taken["step"] = ctx.now() - started
         return taken
 
-    def checkpoints(self) -> dict[str, Any]:
-        """Saves twice, training meanwhile, and loads the second checkpoint. Returns how long each call blocks training.
-
-        `load_wrong` is the number of loaded tensors that differ from the saved ones; 0 is right.
-        """
-        ctx, engine = self.ctx, self.engine
-        stalls, written = list[float](), list[float]()
-        with tempfile.TemporaryDirectory(prefix="checkpoints-") as name, engine.checkpoint_writer() as writer:
-            folder = Path(name)
-            for number in range(1, NUM_SAVES + 1):
-                saved = {key: part.values.detach().cpu().clone() for key, part in engine.state().items()}
-                started = ctx.now()
-                writer.save(folder, number, {"model": engine.state()})
-                stalls.append(ctx.now() - started)
-                started = time.perf_counter()
-                seconds, _ = self.timed(STEPS_WHILE_WRITING)
-                writer.wait()
-                written.append(time.perf_counter() - started)
-            newest = step_folder(folder, NUM_SAVES)
-            size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
-            started = ctx.now()
-            engine.load(newest / "model")
-            loaded = ctx.now() - started
-        state = engine.state()
-        return {
-            "checkpoint_stall_seconds": stalls,
-            "checkpoint_write_seconds": written,
-            "step_while_writing": median(seconds),
-            "checkpoint_gib": size / GIB,
-            "load_seconds": loaded,
-            "load_tensors": len(saved),
-            "load_wrong": sum(not torch.equal(state[key].values.detach().cpu(), value) for key, value in saved.items()),
-        }
-
 
 def _objective(ctx: Context, sizes: Pretraining, *, packed: bool) -> CausalLMObjective | PackedObjective:
     rows, vocab_size = sizes.micro_batch * sizes.num_micro_batches, sizes.model.vocab_size
     if packed:
         number = 60 if ctx.tiny else 30 * rows
         return PackedObjective(pack(conversations(number, sizes.seq_len, vocab_size), sizes.seq_len, 0))
-    return CausalLMObjective(
-        np.random.default_rng(0).integers(0, vocab_size, (4 * rows, sizes.seq_len + 1), dtype=np.int32)
-    )
+    return whole_rows(sizes)
+
+
+def whole_rows(sizes: Pretraining) -> CausalLMObjective:
+    shape_BT = (4 * sizes.micro_batch * sizes.num_micro_batches, sizes.seq_len + 1)
+    return CausalLMObjective(np.random.default_rng(0).integers(0, sizes.model.vocab_size, shape_BT, dtype=np.int32))
 
 
 def sizes_of(ctx: Context, fields: Fields, micro_batch: int, num_micro_batches: int, **changes: Any) -> Pretraining:
@@ -191,7 +161,7 @@ def sizes_of(ctx: Context, fields: Fields, micro_batch: int, num_micro_batches: 
 
 def train(
     ctx: Context, sizes: Pretraining, prefix: str, *, packed: bool = True, steps: int = 4, warmup: int = 2,
-    profiles: bool = True, checkpoints: bool = False, **options: Any,
+    profiles: bool = True, **options: Any,
 ) -> None:  # fmt: skip
     """Notes tokens and FLOPs per second, MFU, memory, kernels and phases of some steps. `options` are the engine's."""
     ctx.release_memory()
@@ -220,9 +190,6 @@ def train(
         note_profile(ctx, training.step, f"{prefix}step")
         with ctx.attempt(f"{prefix}phases"):
             _note(ctx, prefix, {"phase_seconds": training.phases()})
-    if checkpoints:
-        with ctx.attempt(f"{prefix}checkpoint"):
-            _note(ctx, prefix, training.checkpoints())
     training.engine.close()
     del training
     ctx.release_memory()
@@ -234,53 +201,103 @@ def _note(ctx: Context, prefix: str, figures: dict[str, Any]) -> None:
 
 
 def sft_05b(ctx: Context) -> None:
+    """The 0.5B model: plain, compiled and recorded passes, one after another."""
     sizes = sizes_of(ctx, QWEN, 16, 4)
-    train(ctx, sizes, "packed_", steps=6)
-    with ctx.attempt("plain"):
-        train(ctx, sizes, "plain_", packed=False, warmup=1)
+    for name, options in {"": {}, "compiled_": {"compile_blocks": True}}.items():
+        # On a CPU, each length of a packed row's sequences compiles once more, for minutes.
+        for packed in (True, False) if ctx.on_gpu or not options else (False,):
+            prefix = f"{name}{'packed' if packed else 'rows'}_"
+            with ctx.attempt(prefix.removesuffix("_")):
+                train(ctx, sizes, prefix, packed=packed, warmup=1, profiles=not name or packed, **options)
+    with ctx.attempt("recorded"):
+        recorded(ctx, sizes)
 
 
-def sft_13b(ctx: Context) -> None:
-    train(ctx, sizes_of(ctx, LLAMA13, 8, 8), "packed_")
+def recorded(ctx: Context, sizes: Pretraining) -> None:
+    """Notes the seconds of a pass with gradients over whole rows, as it is and as a CUDA graph that is replayed.
+
+    That is what a recorded training step would save. A CPU cannot record, and runs the pass alone.
+    """
+    ctx.release_memory()
+    model = load(Drawn(partial(LanguageModel, sizes.model), ctx.device), ctx.device).train()
+    objective = whole_rows(sizes)
+    rows, count = np.arange(sizes.micro_batch), objective.count(np.arange(sizes.micro_batch))
+    tokens_BT = torch.from_numpy(objective.rows_BT[rows]).to(ctx.device, torch.int64)
+
+    def work() -> None:
+        # A cast that autocast keeps would be of memory outside the recording.
+        with torch.autocast(ctx.device.type, torch.bfloat16, cache_enabled=False):
+            loss = -model(tokens_BT[:, :-1], targets=tokens_BT[:, 1:]).sum() / count
+        loss.backward()
+
+    eager, norm = _seconds(ctx, work), _norm(model)
+    ctx.note(recorded_eager_pass_seconds=eager, recorded_norm=norm)
+    if not ctx.on_gpu:
+        return
+    graph = torch.cuda.CUDAGraph()
+    model.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        work()
+    seconds = _seconds(ctx, graph.replay)
+    flops = sizes.micro_batch * sizes.seq_len * training_flops(sizes.model, sizes.seq_len)
+    ctx.note(
+        recorded_pass_seconds=seconds,
+        recorded_gain=eager / seconds,
+        recorded_pass_mfu=flops / seconds / ctx.hardware.flops,
+        recorded_norm_apart=abs(_norm(model) / norm - 1),
+        recorded_peak_gib=ctx.peak_gib(),
+    )
 
 
-def sft_8b_layers(ctx: Context) -> None:
-    """Four of Llama 3 8B's 32 layers at ZeRO 1, as the cluster's jobs train it."""
-    train(ctx, sizes_of(ctx, LLAMA8, 4, 2, num_hidden_layers=4), "zero1_", zero_stage=1)
+def _seconds(ctx: Context, work: Any) -> float:
+    """Returns the median of some calls, after three that do not count. Gradients add up."""
+    taken = list[float]()
+    for _ in range(3 + REPEATS):
+        started = ctx.now()
+        work()
+        taken.append(ctx.now() - started)
+    return median(taken[3:])
 
 
-def checkpoint(ctx: Context) -> None:
-    """Measures what a checkpoint of GPT-2 (124M) costs at ZeRO 0."""
-    train(ctx, sizes_of(ctx, GPT2, 16, 2), "gpt2_", packed=False, checkpoints=True)
+def _norm(model: nn.Module) -> float:
+    """Returns the gradient's norm; the same number of passes has been added up whenever this is called."""
+    gradients = [parameter.grad.float().norm() for parameter in model.parameters() if parameter.grad is not None]
+    return float(torch.stack(gradients).norm())
 
 
-def compiled(ctx: Context) -> None:
-    sizes = sizes_of(ctx, QWEN, 16, 4)
-    train(ctx, sizes, "plain_", packed=False, warmup=1, compile_blocks=True)
-    with ctx.attempt("packed"):
-        train(ctx, sizes, "packed_", warmup=1, profiles=False, compile_blocks=True)
+def zero1_8b(ctx: Context) -> None:
+    """Four of Llama 3 8B's 32 layers at ZeRO 1: 8,192 tokens per optimizer step, as measured before, and 65,536."""
+    for micro_batches in (2, 16):
+        sizes = sizes_of(ctx, LLAMA8, 4, micro_batches, num_hidden_layers=4)
+        with ctx.attempt(f"tokens{4096 * micro_batches}"):
+            train(ctx, sizes, f"tokens{4096 * micro_batches}_", steps=3, warmup=1, zero_stage=1)
 
 
-def zero(ctx: Context) -> None:
-    """Runs each ZeRO stage on one rank, and compares losses, speed, checkpoints and memory with those of stage 0."""
-    sizes = sizes_of(ctx, GPT2, 16, 2)
-    train_at: Callable[..., None] = partial(train, ctx, sizes, warmup=1)
-    for stage in range(4):
-        prefix = f"zero{stage}_"
-        with ctx.attempt(f"zero{stage}"):
-            train_at(prefix=prefix, zero_stage=stage, profiles=stage < 2, checkpoints=stage in (1, 3))
-    with ctx.attempt("zero1_offload"):
-        train_at(prefix="zero1_offload_", zero_stage=1, profiles=False, offload=["optimizer"])
-    with ctx.attempt("broadcast"):
-        _broadcast(ctx)
+def whole_8b(ctx: Context) -> None:
+    """All layers of Llama 3 8B, 65,536 tokens per optimizer step: by adapters, and all weights at ZeRO 1 with the
+    optimizer's states in CPU memory, which take 96 GB.
+    """
+    sizes = sizes_of(ctx, LLAMA8, 4, 16)
+    with ctx.attempt("adapters"):
+        train(
+            ctx, sizes, "adapters_", steps=2, warmup=0, zero_stage=1, lora=LoRAConfig(rank=16),
+            checkpoint_activations=True,
+        )  # fmt: skip
+    with ctx.attempt("offloaded"):
+        train(
+            ctx, sizes, "offloaded_", steps=2, warmup=0, profiles=False, zero_stage=1, offload=["optimizer"],
+            checkpoint_activations=True,
+        )  # fmt: skip
 
 
-def _broadcast(ctx: Context) -> None:
-    """Times the transport of weights between GPUs with one rank, which shows whether NCCL works, not how fast it is."""
-    weights = {
-        f"w{number}": torch.randn(2**20 if ctx.tiny else 2**26, device=ctx.device).bfloat16() for number in range(2)
-    }
-    group = WeightBroadcast("127.0.0.1", free_port(), 0, 1, device=ctx.device, timeout_seconds=60.0)
-    started = ctx.now()
-    group.send(weights, digests_of(weights))
-    ctx.note(broadcast_to_itself_seconds=ctx.now() - started)
+def mixtures(ctx: Context) -> None:
+    """Eight of Qwen3-30B-A3B's 48 layers: training steps, and sampling with 128 rows."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    model = shape(QWEN3_30B, tiny=ctx.tiny, num_hidden_layers=MIXTURE_LAYERS)
+    if ctx.tiny:
+        model = model.model_copy(update=experts)
+    sizes = Pretraining(model, 2, 2, 64) if ctx.tiny else Pretraining(model, 8, 4, 1024)
+    with ctx.attempt("training"):
+        train(ctx, sizes, "training_", steps=3, warmup=1)
+    with ctx.attempt("sampling"):
+        decode(ctx, model, 128, 128, "sampling_")

@@ -3,21 +3,26 @@
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 from benchmarks.gpu.counts import planned_bytes
-from benchmarks.gpu.first_quarter.context import GIB, QWEN, Context, Drawn, shape
 from benchmarks.gpu.measure import FIRST_WORD, write_models
+from benchmarks.gpu.quarter.context import GIB, QWEN, Context, Drawn, shape
+from benchmarks.gpu.quarter.profiles import note_profile
 from benchmarks.gpu.rows import Iteration
 from benchmarks.speed.own import ENGINE, ppo_config
+from lm.samplers.draws import TESTED
 from lm.samplers.engine import max_difference
 from ppo.controller import PPOController
 from ppo.rank import InitialModels, ScoreScale
 from ppo.roles import Roles
 from training.config import BatchConfig
 
+ITERATIONS = 3
 METRICS = (
     "response_tokens", "kl_nats", "sampler_difference", "importance_mean", "importance_max", "policy_loss",
     "value_loss",
@@ -30,12 +35,11 @@ def sizes_of(ctx: Context) -> Iteration:
     return Iteration(model, model, 8, 4, 4, 8, 8) if ctx.tiny else Iteration(model, model, 512, 128, 32, 256, 256)
 
 
-def ppo(
-    ctx: Context, folder: Path, *, prefix: str = "", iterations: int = 3, memory: str = "fast", zero_stage: int = 0
-) -> None:
+def ppo(ctx: Context, folder: Path, *, prefix: str, profiles: bool = False) -> None:
     """Notes iterations by phase, with their peak memory and the difference between sampler and learner.
 
-    `folder` holds the models, which are written if it is empty.
+    `folder` holds the models, which are written if it is empty. With `profiles`, the scoring of a last iteration, which
+    notes nothing else, is profiled.
     """
     sizes = sizes_of(ctx)
     ctx.release_memory()
@@ -46,11 +50,10 @@ def ppo(
         ctx.release_memory()
     row_tokens = sizes.prompt_tokens + sizes.response_tokens
     batch = BatchConfig(batch_size=sizes.minibatch, micro_batch_tokens=sizes.micro_batch * row_tokens)
-    config = ppo_config(iterations, sizes.rollout, batch, sizes.response_tokens).model_copy(update={"memory": memory})
-    engine = ENGINE.model_copy(update={"zero_stage": zero_stage})
+    config = ppo_config(ITERATIONS + 1, sizes.rollout, batch, sizes.response_tokens)
     models = InitialModels(folder / "policy", folder / "reward", ScoreScale(0.0, 1.0), None)
     started = ctx.now()
-    roles = Roles.in_process(config, engine, models)
+    roles = Roles.in_process(config, ENGINE, models)
     ctx.note(**{f"{prefix}load_seconds": ctx.now() - started, f"{prefix}held_gib": ctx.held_gib()})
     controller = PPOController(
         config,
@@ -61,8 +64,10 @@ def ppo(
         seed=0,
         max_difference=max_difference("bf16", sizes.model.num_hidden_layers),
     )
-    for number in range(iterations):
+    for number in range(ITERATIONS):
         _iterate(ctx, controller, number, sizes.rollout, prefix)
+    if profiles:
+        _profile_scoring(ctx, controller, prefix)
     ctx.note(**{f"{prefix}planned_gib_fast_zero0": planned_bytes(sizes) / GIB})
     roles.close()
     del roles, controller
@@ -86,6 +91,19 @@ def _iterate(ctx: Context, controller: PPOController, number: int, rollout: int,
     ctx.note(**{f"{prefix}iteration_{number}": found})
 
 
+def _profile_scoring(ctx: Context, controller: PPOController, prefix: str) -> None:
+    """Profiles `_score` within an iteration: the passes of all models and the test of draws."""
+    score = controller._score
+
+    def profiled(*arguments: Any) -> Any:
+        found = list[Any]()
+        note_profile(ctx, lambda: found.append(score(*arguments)), f"{prefix}scoring")
+        return found[0] if found else score(*arguments)
+
+    with mock.patch.object(controller, "_score", profiled):
+        controller.step(ITERATIONS)
+
+
 def draw_prompts(sizes: Iteration) -> list[list[int]]:
     """Returns prompts of random tokens. Lengths are uniform between half the longest and the longest."""
     generator = np.random.default_rng(0)
@@ -93,16 +111,17 @@ def draw_prompts(sizes: Iteration) -> list[list[int]]:
     return [generator.integers(FIRST_WORD, sizes.model.vocab_size, length).tolist() for length in lengths]
 
 
-def ppo_05b(ctx: Context) -> None:
+def draws(ctx: Context) -> None:
+    """Scores with the test of draws and without it, in turn, and profiles the scoring of one more iteration of each."""
     with tempfile.TemporaryDirectory(prefix="ppo-") as name:
-        ppo(ctx, Path(name))
+        ppo(ctx, Path(name), prefix="tested_", profiles=True)
+        with mock.patch.dict(TESTED, dict.fromkeys(TESTED, 1)):  # one token of the rollout
+            ppo(ctx, Path(name), prefix="untested_", profiles=True)
 
 
-def ppo_modes(ctx: Context) -> None:
-    """Runs PPO with the values of `ppo.memory` other than "fast", and with ZeRO."""
+def kept_steps(ctx: Context) -> None:
+    """Samples in PPO with decoding steps that are kept between iterations, as "fast" does, and recorded in each."""
     with tempfile.TemporaryDirectory(prefix="ppo-") as name:
-        ppo(ctx, Path(name), prefix="balanced_", iterations=2, memory="balanced")
-        for memory, stage, iterations in (("small", 0, 2), ("small", 3, 1), ("fast", 1, 1)):
-            prefix = f"{memory}_zero{stage}_"
-            with ctx.attempt(prefix.removesuffix("_")):
-                ppo(ctx, Path(name), prefix=prefix, iterations=iterations, memory=memory, zero_stage=stage)
+        ppo(ctx, Path(name), prefix="kept_")
+        with mock.patch("ppo.generator.KEPT_SHARE", 0.0):
+            ppo(ctx, Path(name), prefix="recorded_")

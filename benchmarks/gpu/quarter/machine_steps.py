@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from benchmarks.gpu.ceiling import copy_rate
-from benchmarks.gpu.first_quarter.context import GIB, Context, device_seconds
+from benchmarks.gpu.quarter.context import GIB, Context, device_seconds
 from training.internals import host_bytes
 
 PACKAGES = (

@@ -1,6 +1,6 @@
-"""The steps of benchmarks/gpu/first_quarter on the fake device, with the code that only a GPU runs.
+"""The steps of benchmarks/gpu/quarter on the fake device, with the code that only a GPU runs.
 
-Run by test_fake_cuda.py. Left out: `environment` (its products are 8192 wide), compiled blocks, ZeRO, pinned memory.
+Run by test_fake_cuda.py. Left out: `environment` (its products are 8192 wide), compiled models, ZeRO, pinned memory.
 """
 
 import json
@@ -14,21 +14,18 @@ import torch
 from torch import Tensor
 from torch._C._autograd import DeviceType
 
-from benchmarks.gpu.first_quarter import kernels
-from benchmarks.gpu.first_quarter.context import Context, Drawn
-from benchmarks.gpu.first_quarter.steps import STEPS
+from benchmarks.gpu.quarter import profiles, training_steps
+from benchmarks.gpu.quarter.context import QWEN, Context, Drawn
+from benchmarks.gpu.quarter.steps import RUN
 from lm.source import RandomInit, Rows
 
 # Figures that a step on a GPU notes, all positive.
 FIGURES = {
-    "attention": ("0.5B_causal_forward_tflops", "8B_packed_forward_tflops", "1.3B_decode_two_products"),
-    "sft_05b": ("packed_tokens_per_second", "packed_peak_gib", "packed_step_kernels", "plain_mfu"),
-    "sft_13b": ("packed_tokens_per_second", "packed_planned_gib_zero0"),
-    "checkpoint": ("gpt2_tokens_per_second", "gpt2_checkpoint_gib", "gpt2_load_seconds"),
-    "generation_05b": ("kept_bandwidth_share", "recordings", "decode_kernels", "fixed_ms_per_token", "peak_gib"),
-    "generation_8b": ("kept_bandwidth_share", "prompt_tflops"),
-    "peers": ("train_tokens_per_second", "train_kernels", "generate_tokens_per_second"),
-    "ppo_05b": ("held_gib", "planned_gib_fast_zero0"),
+    "rows": ("rows128_bandwidth_share", "rows512_recordings", "rows256_decode_kernels", "rows512_peak_gib"),
+    "mixtures": ("training_tokens_per_second", "training_step_kernels", "sampling_ms_per_token"),
+    "draws": ("tested_held_gib", "tested_scoring_kernels", "untested_scoring_kernels"),
+    "kept_steps": ("kept_planned_gib_fast_zero0", "recorded_held_gib"),
+    "recorded": ("recorded_pass_seconds", "recorded_gain", "recorded_peak_gib"),
 }
 
 
@@ -58,11 +55,14 @@ def _drawn_on_a_cpu(self: Drawn[Any], rows: Rows | None = None) -> Iterator[tupl
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a step and returns its figures."""
     monkeypatch.setattr(Drawn, "tensors", _drawn_on_a_cpu)
-    monkeypatch.setattr(kernels, "profile", Profile)
+    monkeypatch.setattr(profiles, "profile", Profile)
 
     def run_step(name: str) -> dict[str, Any]:
         context = Context(name, torch.device("cuda", 0), True, tmp_path / f"{name}.json")
-        STEPS[name](context)
+        if name == "recorded":  # a part of `sft_05b`, whose others compile
+            training_steps.recorded(context, training_steps.sizes_of(context, QWEN, 16, 4))
+        else:
+            RUN[name](context)
         return dict(json.loads(context.path.read_text()))
 
     return run_step
@@ -76,7 +76,7 @@ def test_a_step_measures_a_gpu(name: str, run: Any) -> None:
 
 
 def test_only_the_devices_time_counts_as_kernels(run: Any) -> None:
-    found = run("generation_8b")
-    assert found["decode_kernels"] == 1
-    assert found["decode_ms_by_kind"] == {"product": 1.5}
-    assert found["decode_longest_ms"] == {"nvjet_tst_bf16": 1.5}
+    found = run("rows")
+    assert found["rows128_decode_kernels"] == 1
+    assert found["rows128_decode_ms_by_kind"] == {"product": 1.5}
+    assert found["rows128_decode_longest_ms"] == {"nvjet_tst_bf16": 1.5}

@@ -1,14 +1,14 @@
-"""Runs a list of steps on one GPU within a time limit, and keeps what was measured even if a step or the run is killed.
+"""Runs what a GPU should measure next, within a time limit, and keeps what was measured even if a step is killed.
 
-    python3 benchmarks/gpu/first_quarter/run.py first --seconds 430       # in the root of Heed's tree
-    python3 benchmarks/gpu/first_quarter/run.py second --seconds 295      # then, on the same machine
-    python3 benchmarks/gpu/first_quarter/run.py first --device cpu --tiny # a rehearsal without a GPU
+    python3 benchmarks/gpu/quarter/run.py --seconds 430                # in the root of the tree: what fits, in order
+    python3 benchmarks/gpu/quarter/run.py --seconds 295                # again on the same machine: what did not fit
+    python3 benchmarks/gpu/quarter/run.py --device cpu --tiny          # a rehearsal without a GPU
 
-Each step is a process with a time limit, and starts only if enough time is left. Steps are forked after the libraries
+Each step is a process with a time limit, and starts only if its estimate is left. Steps are forked after the libraries
 are imported, so that happens only once. A crash of a step's CUDA context ends only that step. `$OUT/results.json` is
 written after each step, and `$OUT/parts` has the figures of the step that is running.
 
-This file uses the standard library alone until the wheels are installed. It also runs as a copy elsewhere.
+This file uses the standard library alone until the wheels are installed.
 """
 
 import argparse
@@ -30,46 +30,68 @@ from typing import Any
 
 STARTED = time.monotonic()
 ROOT = Path.cwd()
-CARRIED = ROOT / ".first_quarter"  # what prepare.sh made
-NEEDED = (  # what the wheels contain, by import name
-    "pydantic", "sqlalchemy", "alembic", "tomli_w", "tenacity", "hjson", "jsonschema", "attrs", "datasets", "einops",
-    "msgpack", "cpuinfo", "requests", "httpx", "gguf", "ray", "deepspeed",
-)  # fmt: skip
+WHEELS = ROOT / "wheels"  # what prepare.py downloaded
+NEEDED = ("pydantic", "hjson", "einops", "msgpack", "cpuinfo", "deepspeed")  # what the wheels contain, by import name
 RESERVED_SECONDS = 3  # for writing and printing the results
+QUERY = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
 
-# Seconds on an H200 as measured (`ppo_modes` and `rows`: estimated), and the limit.
-LIMITS: dict[str, tuple[int, int]] = {
-    "environment": (4, 30),
-    "kernels": (12, 45),
-    "tests": (65, 120),
-    "sft_05b": (16, 60),
-    "generation_05b": (19, 60),
-    "ppo_05b": (47, 90),
-    "chain": (159, 190),
-    "sft_13b": (14, 45),
-    "attention": (2, 40),
-    "checkpoint": (18, 45),
-    "peers": (17, 45),
-    "compiled": (42, 110),
-    "zero": (50, 100),
-    "ppo_modes": (125, 180),
-    "generation_13b": (9, 40),
-    "sft_8b": (10, 45),
-    "generation_8b": (12, 60),
-    "smollm2": (118, 150),
-    "rows": (120, 200),
-}
-COMMANDS = ("tests", "chain", "smollm2", "rows")  # the steps of commands.py; steps.py has the others
-PLANS = {
-    "first": "environment,kernels,tests,sft_05b,generation_05b,ppo_05b,chain,sft_13b,attention,checkpoint,peers",
-    "second": "compiled,zero,ppo_modes,generation_13b,sft_8b,generation_8b,peers,checkpoint",
-    "third": "smollm2",
-    "again": "environment,tests,compiled,ppo_05b,ppo_modes,rows",
-}
+
+@dataclass(frozen=True)
+class Known:
+    """A step: its estimate and limit in seconds, and what is known or expected of its figures."""
+
+    estimate: int
+    limit: int
+    known: str
+
+
+# In order of value. A step whose question is answered leaves this list. Shares are of an H200's data sheet; "measured"
+# is h200.json (27 November 2026, torch 2.11).
+STEPS = {
+    "environment": Known(4, 30, "measured: 4.15 TB/s of copies, 25 us per launch; names the card of every figure"),
+    "draws": Known(
+        75, 120, "measured: scoring takes 4.4 s per iteration, 1.9 to 3.3 of them in the test of draws by arithmetic; "
+        "expected: under .3 s of test since larger parts are tested at once",
+    ),
+    "sft_05b": Known(
+        75, 150, "measured: 31% packed, 38% whole rows; compiled 157,000 tokens/s; prime-rl 23.7% (0.6B, H100); "
+        "expected: compiled 42%, a recorded pass 41%",
+    ),
+    "rows": Known(
+        40, 80, "measured: 86,000 tokens/s at 128 rows (22% of the bandwidth); expected: 220,000 at 512"
+    ),
+    "zero1_8b": Known(
+        35, 80, "measured: 36% at 8,192 tokens per step; expected: 57% at 65,536; KempnerForge 57.8%, torchtitan 33 to "
+        "39% (8B, H100)",
+    ),
+    "whole_8b": Known(
+        90, 150, "never run; KempnerForge 10,471 tokens/s on one H200, torchtitan 6,667 per H100 compiled"
+    ),
+    "packed_attention": Known(
+        5, 40, "measured: .55 ms of CPU per call of varlen_attn; expected: under .1 ms by the C++ operator, same kernel"
+    ),
+    "kept_steps": Known(
+        60, 110, "measured: 1.49 ms per token with steps kept between calls, 2.22 recorded in each; expected: sampling "
+        "in PPO 25% shorter",
+    ),
+    "two_ranks": Known(
+        90, 180, "never run on CUDA; expected: losses of one rank within .5%, the same tokens, the same weights"
+    ),
+    "mixtures": Known(
+        45, 90, "never run; NeMo Automodel 277 TFLOP/s per H100 on Qwen3-30B-A3B; expected: less"
+    ),
+    "peers": Known(
+        70, 140, "measured: Transformers trains 79,050 and samples 3,860 tokens/s; nano-vllm's workload on an A800: "
+        "17,700 by vLLM 0.10.2, 24,100 by nano-vllm-triton, x2.35 by bandwidth",
+    ),
+    "tests": Known(65, 120, "measured: 53 of 54 passed; expected: all"),
+    "table": Known(120, 200, "never run; the table of `python -m benchmarks.gpu`, with deterministic steps"),
+}  # fmt: skip
+COMMANDS = ("tests", "table", "two_ranks")  # the steps of commands.py; steps.py has the others
 # For each step, figures are printed if their name has one of these endings.
 SHOWN = (
-    "mfu", "tokens_per_second", "bandwidth_share", "ms_per_token", "peak_gib", "step_busy_share", "failures", "tests",
-    "_failed",
+    "mfu", "tokens_per_second", "bandwidth_share", "ms_per_token", "peak_gib", "busy_share", "failures", "tests",
+    "enqueued_us", "apart", "_failed",
 )  # fmt: skip
 
 
@@ -98,8 +120,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results: dict[str, Any] = {"plan": ",".join(options.steps), "install": install(), "steps": {}}
     compile_kernels()
     results |= import_libraries()
+    results["measured_on"] = measured_on(options.device)
     for name in options.steps:
-        results["steps"][name] = run_step(name, options)
+        found = results["steps"][name] = run_step(name, options)
+        if options.device == "cuda" and "status" in found:
+            note_begun(name)
         results["seconds"] = round(time.monotonic() - STARTED, 1)
         write_json(options.out / "results.json", results)
     print_summary(results)
@@ -107,24 +132,56 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("plan", help=f"{', '.join(PLANS)}, or steps separated by commas: {', '.join(LIMITS)}")
+    parser.add_argument(
+        "steps",
+        nargs="?",
+        default="",
+        help=f"by commas (default: all not begun here yet): {', '.join(STEPS)}",
+    )
     parser.add_argument("--seconds", type=float, default=400.0, help="total time, the installation included")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="the same code at tiny, meaningless sizes")
     parser.add_argument("--slow", type=float, default=1.0, help="multiply each step's time limit, for a rehearsal")
     given = parser.parse_args(arguments)
-    steps = tuple(PLANS.get(given.plan, given.plan).split(","))
-    unknown = [name for name in steps if name not in LIMITS]
+    begun = begun_before() if given.device == "cuda" else []
+    steps = tuple(given.steps.split(",") if given.steps else [name for name in STEPS if name not in begun])
+    unknown = [name for name in steps if name not in STEPS]
     if unknown:
-        parser.error(
-            f"no step is named {', '.join(unknown)}; {', '.join(PLANS)}, or some of {', '.join(LIMITS)} expected"
-        )
-    if not (ROOT / "benchmarks" / "gpu" / "first_quarter").is_dir():
+        parser.error(f"no step is named {', '.join(unknown)}; some of {', '.join(STEPS)} expected")
+    if not (ROOT / "benchmarks" / "gpu" / "quarter").is_dir():
         parser.error(f"{ROOT} is not the root of Heed's tree; start this command there")
     if given.device == "cpu" and not given.tiny:
         parser.error("--device cpu needs --tiny: the steps are sized for a GPU")
-    out = Path(os.environ.get("OUT", CARRIED / "out")).resolve()
+    out = Path(os.environ.get("OUT", ROOT / ".quarter" / "out")).resolve()
     return Options(steps, given.seconds, given.device, given.tiny, given.slow, out)
+
+
+# --- what this machine has --------------------------------------------------------------------------------------------
+
+
+def site() -> Path:
+    """The folder for the wheels: `quarter` in the machine's temporary folder, or $QUARTER_SITE."""
+    return Path(os.environ.get("QUARTER_SITE") or Path(tempfile.gettempdir()) / "quarter")
+
+
+def begun_before() -> list[str]:
+    """The steps that earlier commands have begun on this machine, all but `environment`."""
+    return [name for name in read_json(site().with_suffix(".begun")) if name != "environment"]
+
+
+def note_begun(name: str) -> None:
+    path = site().with_suffix(".begun")
+    write_json(path, {**read_json(path), name: time.strftime("%Y-%m-%d %H:%M:%S")})
+
+
+def measured_on(device: str) -> dict[str, str]:
+    """Card, driver, torch and date, without which a figure says nothing."""
+    found = {"card": "none", "driver": "none"}
+    if device == "cuda":
+        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=30, check=False)
+        found = dict(zip(found, done.stdout.strip().split("\n")[0].split(", "), strict=True))
+    version = getattr(sys.modules.get("torch"), "__version__", "missing")
+    return {**found, "torch": str(version), "date": time.strftime("%Y-%m-%d")}
 
 
 # --- before the steps -------------------------------------------------------------------------------------------------
@@ -136,7 +193,6 @@ def set_environment(device: str) -> None:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "true",
         "PYTHONUNBUFFERED": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
         # Checking for a GPU must not initialise CUDA, because forked processes could not use it afterwards.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
@@ -151,41 +207,36 @@ def set_environment(device: str) -> None:
 
 
 def _commit() -> str:
-    noted = CARRIED / "src" / "commit.txt"
+    noted = ROOT / "commit.txt"
     return noted.read_text(encoding="utf-8").strip() if noted.exists() else "unknown"
 
 
 def install() -> dict[str, Any]:
-    """Installs the carried wheels into a separate folder on the path, if this Python lacks something.
+    """Installs the carried wheels into `site()` and puts it on the path, if this Python lacks something.
 
-    The folder is `site` in the machine's temporary folder, or $FIRST_QUARTER_SITE. A second run finds it.
+    A second run finds the folder.
     """
-    wheels, started = sorted((CARRIED / "whl").glob("*.whl")), time.monotonic()
-    site = Path(os.environ.get("FIRST_QUARTER_SITE") or Path(tempfile.gettempdir()) / "site")
+    wheels, started, folder = sorted(WHEELS.glob("*.whl")), time.monotonic(), site()
     lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if not wheels or not lacking:
         how = f"no wheels, and {', '.join(lacking)} missing" if lacking else "nothing is missing"
     else:
-        how = "already installed" if (site / "pydantic").exists() else _install(wheels, site)
-    paths = [str(site), str(ROOT)]
+        how = "already installed" if (folder / "pydantic").exists() else _install(wheels, folder)
+    paths = [str(folder), str(ROOT)]
     sys.path[:0] = paths
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     return {"how": how, "wheels": len(wheels), "seconds": round(time.monotonic() - started, 1)}
 
 
-def _install(wheels: Sequence[Path], site: Path) -> str:
-    flags = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target", str(site)]
+def _install(wheels: Sequence[Path], folder: Path) -> str:
+    flags = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target", str(folder)]
     command = [sys.executable, "-m", "pip", "install", "-q", *flags, *map(str, wheels)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not done.returncode:
         return "installed by pip"
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(site)
-    for program in ("gcs/gcs_server", "raylet/raylet"):  # unzipping loses the permission to run them
-        path = site / "ray" / "core" / "src" / "ray" / program
-        if path.exists():
-            path.chmod(0o755)
+            archive.extractall(folder)
     return f"unzipped, since pip failed: {done.stderr[-300:]}"
 
 
@@ -201,7 +252,7 @@ def import_libraries() -> dict[str, Any]:
     try:
         import torch._dynamo  # noqa: F401  # attention over packed rows on a GPU needs it
 
-        import benchmarks.gpu.first_quarter.steps  # noqa: F401
+        import benchmarks.gpu.quarter.steps  # noqa: F401
     except Exception:
         traceback.print_exc()
         found["import_failed"] = traceback.format_exc()[-800:]
@@ -214,14 +265,14 @@ def import_libraries() -> dict[str, Any]:
 def run_step(name: str, options: Options) -> dict[str, Any]:
     """Returns a step's figures and its `status`: "ok" or what went wrong.
 
-    If less than half of its estimate is left, it is not started, and `not_started` says how much time was left.
+    If less than its estimate is left, it is not started, and `not_started` says how much time was left.
     """
-    estimate, limit = LIMITS[name]
+    step = STEPS[name]
     started = time.monotonic()
     left = options.seconds - (started - STARTED) - RESERVED_SECONDS
-    if left < 0.5 * estimate:
+    if left < step.estimate:
         return {"not_started": f"{left:.0f} s are left"}
-    allowed = min(limit * options.slow, left)
+    allowed = min(step.limit * options.slow, left)
     print(f"== {name}: {left:.0f} s left, {allowed:.0f} allowed", flush=True)
     status = _run_command(name, allowed, options) if name in COMMANDS else _run_forked(name, allowed, options)
     seconds = round(time.monotonic() - started, 1)
@@ -231,9 +282,9 @@ def run_step(name: str, options: Options) -> dict[str, Any]:
 
 def _run_command(name: str, allowed: float, options: Options) -> str:
     try:
-        from benchmarks.gpu.first_quarter.commands import CommandStep, run_chain, run_rows, run_smollm2, run_tests
+        from benchmarks.gpu.quarter.commands import CommandStep, run_table, run_tests, run_two_ranks
 
-        run = {"tests": run_tests, "chain": run_chain, "smollm2": run_smollm2, "rows": run_rows}[name]
+        run = {"tests": run_tests, "table": run_table, "two_ranks": run_two_ranks}[name]
         return run(CommandStep(allowed, options.device, options.tiny, options.out))
     except Exception:
         traceback.print_exc()
@@ -288,8 +339,8 @@ def _measure(name: str, options: Options) -> None:
     """Runs a step in this process, which was forked for it."""
     import torch
 
-    from benchmarks.gpu.first_quarter.context import Context
-    from benchmarks.gpu.first_quarter.steps import STEPS
+    from benchmarks.gpu.quarter.context import Context
+    from benchmarks.gpu.quarter.steps import RUN
     from training.internals import use_supported_segments
 
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
@@ -298,7 +349,7 @@ def _measure(name: str, options: Options) -> None:
     context = Context(name, device, options.tiny, options.parts / f"{name}.json")
     if unsupported := use_supported_segments():
         context.note(expandable_segments_failed=unsupported)
-    STEPS[name](context)
+    RUN[name](context)
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
@@ -319,6 +370,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def print_summary(results: dict[str, Any]) -> None:
     """Prints the main figures last, so that a log that keeps only its end still has them."""
     print(f"\n{results['install']} imports {results['import_seconds']} s, total {results['seconds']} s")
+    print(", ".join(f"{name} {value}" for name, value in results["measured_on"].items()))
     for name, found in results["steps"].items():
         print(
             f"{name}: {found.get('status') or 'not started, ' + found['not_started']}, {found.get('wall_seconds', 0)} s"
@@ -327,9 +379,8 @@ def print_summary(results: dict[str, Any]) -> None:
         print("   " + json.dumps(figures)[:700])
         for key in sorted(key for key in found if "iteration_" in key):
             print(f"   {key} " + json.dumps(found[key])[:500])
-        if name in ("chain", "smollm2"):
-            stages = {stage: part.get("stage_seconds") for stage, part in found.items() if isinstance(part, dict)}
-            print("   " + json.dumps(stages))
+        if "status" in found:
+            print(f"   known: {STEPS[name].known}")
         if name == "tests":
             print("   " + json.dumps(found.get("failed"))[:2500])
 

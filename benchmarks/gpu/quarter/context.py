@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.gpu.ceiling import by_events
 from benchmarks.gpu.device import now, peak_bytes
-from benchmarks.gpu.first_quarter.run import write_json
+from benchmarks.gpu.quarter.run import write_json
 from benchmarks.gpu.rows import SMALL
 from heed.jobs.times import GPUS, Hardware
 from lm.config import ModelConfig
@@ -134,6 +134,7 @@ def published(name: str) -> Fields:
 
 
 QWEN = published("Qwen/Qwen2.5-0.5B")  # 0.49B weights, tied
+QWEN3_30B = published("Qwen/Qwen3-30B-A3B")  # a mixture of 128 experts, of which a token takes 8
 LLAMA8 = published("meta-llama/Meta-Llama-3-8B")
 GPT2: Fields = SMALL.model_dump()  # 124M
 # A Llama block at 1.3B: heads of 128, each with its own keys and values, and Llama 2's vocabulary.
