@@ -212,6 +212,48 @@ CASES = {
          "rope_local_base_freq": 0},
         written_as="Gemma3",
     ),
+    "gemma2": Case(
+        "Gemma2",
+        {"sliding_window": 7, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0,
+         "query_pre_attn_scalar": 11, "attention_bias": True},
+        {"mlp": "geglu", "norm_place": "sandwich", "scale_embedding": True, "sliding_window": (7, 0),
+         "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0, "attention_bias": "all"},
+    ),
+    "smollm3": Case(
+        "SmolLM3",
+        {"no_rope_layers": [1, 0, 1], "attention_bias": True, "use_sliding_window": True, "sliding_window": 7},
+        {"layers_without_positions": (1,), "sliding_window": (0, 7), "tie_word_embeddings": True},
+    ),
+    "olmo3, yarn": Case(
+        "Olmo3",
+        {"sliding_window": 7, "layer_types": GEMMA_LAYERS,
+         "rope_parameters": {**GEMMA_ROPE, "full_attention": {**YARN, "attention_factor": 1.3}}},
+        {"norm_place": "output", "qk_norm_over": "projection", "sliding_window": (7, 7, 0),
+         "rope_local_base_freq": 30.0, "rope_scaling": RopeScaling(rope_type="yarn", factor=4,
+         original_max_position_embeddings=12, attention_factor=1.3)},
+    ),
+    "granite": Case(
+        "Granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.15, "logits_scaling": 2.5},
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.5,
+         "query_pre_attn_scalar": 44.4444444444},
+    ),
+    "ministral3": Case(
+        "Ministral3",
+        {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}},
+        {"rope_scaling": RopeScaling(rope_type="yarn", factor=4, original_max_position_embeddings=12,
+         attention_factor=1.0, llama_4_scaling_beta=0.4)},
+    ),
+    "exaone4": Case(
+        "Exaone4",
+        {"sliding_window": 7, "layer_types": GEMMA_LAYERS, "rope_parameters": LLAMA3},
+        {"norm_place": "output", "qk_norm_over": "head", "sliding_window": (7, 7, 0), "layers_without_positions": (2,)},
+    ),
+    "glm4": Case(
+        "Glm4",
+        {"head_dim": 8, "rope_parameters": {**LINEAR, "partial_rotary_factor": 0.5}},
+        {"norm_place": "sandwich", "attention_bias": "qkv", "partial_rotary_factor": 0.5, "rope_interleave": True},
+    ),
     "bert, masked words": Case("Bert", {}, {"type_vocab_size": 2, "mlp": "gelu", "norm_eps": 1e-3}, purpose="masked"),
     "bert, masked words, untied, relu": Case(
         "Bert",

@@ -71,9 +71,10 @@ def shape_of(init_from: str, *, opens_models: bool) -> dict[str, Any]:
             raise
         names = ", ".join(built_in_names())
         raise ValueError(f"{error}. These need no download, because their shapes are built in: {names}") from None
-    kind = read_config(folder, purpose_of(folder))[0].kind
-    # Ignore a head for scores or labels: the stage trains the model with the head that its kind is pretrained with.
-    return read_config(folder, PURPOSES[PRETRAINED[kind]])[0].model_dump(mode="json")
+    shape = read_config(folder, purpose_of(folder))[0]
+    if shape.kind != "encoder":  # [classify] starts from any encoder's body; the other stages train its kind's own head
+        read_config(folder, PURPOSES[PRETRAINED[shape.kind]])
+    return shape.model_dump(mode="json")
 
 
 def known_shape(name: str) -> ModelConfig | None:

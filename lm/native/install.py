@@ -71,13 +71,13 @@ def _split_heads(
     return operators.split_heads(qkv_BTE, cos, sin, num_heads, num_kv_heads)
 
 
-def takes_attention(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> bool:
-    """Whether the attention kernel supports these tensors: all fp32 or all bf16, values as wide as keys."""
+def takes_attention(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None, cap: float = 0.0) -> bool:
+    """Whether the attention kernel supports these: all fp32 or all bf16, values as wide as keys, no cap."""
     is_one_type = all(x.is_cpu and x.dtype == q_BNTH.dtype for x in (q_BNTH, k_BGSH, v_BGSH))
-    return is_one_type and q_BNTH.dtype in TYPES and k_BGSH.shape == v_BGSH.shape and is_available()
+    return is_one_type and not cap and q_BNTH.dtype in TYPES and k_BGSH.shape == v_BGSH.shape and is_available()
 
 
-def _attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
+def _attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None, _cap: float = 0.0) -> Tensor:
     mask_BTS = None if mask_BTS is None else mask_BTS.contiguous()
     y_BTNH, _ = operators.attend(q_BNTH.contiguous(), k_BGSH.contiguous(), v_BGSH.contiguous(), mask_BTS)
     return y_BTNH.transpose(1, 2)
