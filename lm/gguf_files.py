@@ -529,6 +529,9 @@ def _scaling_metadata(scaling: RopeScaling | None) -> dict[str, Any]:
     """Returns no metadata for Llama 3's scaling, which is a tensor instead."""
     if scaling is None or scaling.rope_type == "llama3":
         return {}
+    for name in ("attention_factor", "llama_4_scaling_beta"):
+        if value := getattr(scaling, name):
+            raise ValueError(f"model.rope_scaling.{name} is {value}; only 0 is written for llama.cpp")
     fields: dict[str, Any] = {"rope.scaling.type": scaling.rope_type, "rope.scaling.factor": scaling.factor}
     if scaling.rope_type == "yarn":
         fields |= {

@@ -178,7 +178,7 @@ DRAWN: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     },
     "SmolLM3": lambda draw: {
         **rotary_shape(draw),
-        "no_rope_layer_interval": draw.randint(1, 4),
+        "no_rope_layers": [0, *(draw.randint(0, 1) for _ in range(4))],
         "attention_bias": draw.random() < 0.5,
         "mlp_bias": draw.random() < 0.5,
         "use_sliding_window": draw.random() < 0.5,
