@@ -46,7 +46,7 @@ class RopeScaling(BaseModel):
     llama_4_scaling_beta: float = Field(
         default=0.0,
         ge=0,
-        description="b in a query's factor of 1 + b ln(1 + ⌊position / original_max_position_embeddings⌋) (Ministral 3).",
+        description="b in a query's factor 1 + b ln(1 + ⌊position / original_max_position_embeddings⌋) (Ministral 3).",
     )
 
     @field_validator("attention_factor")

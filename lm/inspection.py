@@ -229,8 +229,8 @@ def exchanged_numbers(config: ModelConfig, batch: Pass) -> int:
 
 def _score_bytes(config: ModelConfig, batch: Pass) -> int:
     """A row of weights per head, or ln Σ exp(scores)."""
-    if config.attn_logit_softcapping:  # written out everywhere; what tanh returns is kept too, and autocast's copy
-        in_fp32 = 4 if batch.compute_bytes < batch.stream_bytes else 0
+    if config.attn_logit_softcapping:  # written out everywhere; what tanh returns is kept too
+        in_fp32 = 4 if batch.is_fused and batch.compute_bytes < batch.stream_bytes else 0  # autocast's, on a GPU
         return config.num_attention_heads * batch.seq_len * (2 * batch.compute_bytes + in_fp32)
     if batch.is_fused or _is_tiled(config, batch):
         return 4 * config.num_attention_heads
