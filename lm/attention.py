@@ -316,14 +316,15 @@ def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Mask, cap: floa
     same code with and without gradients, so that both round alike: PPO divides the probabilities of one by those of the
     other.
     """
-    if isinstance(mask, OwnKeys) and not cap:
-        return attend_own_keys(q_BNTH, k_BGSH, v_BGSH, mask)
+    if isinstance(mask, OwnKeys):
+        if not cap:
+            return attend_own_keys(q_BNTH, k_BGSH, v_BGSH, mask)
+        mask = mask.seen
     if isinstance(mask, GroupedMask):
         return _attend_in_groups(q_BNTH, k_BGSH, v_BGSH, mask, cap)
     if cap:
-        mask_BTS = mask.seen if isinstance(mask, OwnKeys) else mask
-        assert not isinstance(mask_BTS, PackedMask), "rows of capped scores are not packed on a GPU"
-        return attend_written_out(q_BNTH, k_BGSH, v_BGSH, mask_BTS, cap)
+        assert not isinstance(mask, PackedMask), "rows of capped scores are not packed on a GPU"
+        return attend_written_out(q_BNTH, k_BGSH, v_BGSH, mask, cap)
     if isinstance(mask, Tensor) and mask.dim() == 4:
         return F.scaled_dot_product_attention(q_BNTH, k_BGSH, v_BGSH, mask, enable_gqa=True)
     if is_on_gpu(q_BNTH):

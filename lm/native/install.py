@@ -77,7 +77,7 @@ def takes_attention(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Te
     return is_one_type and not cap and q_BNTH.dtype in TYPES and k_BGSH.shape == v_BGSH.shape and is_available()
 
 
-def _attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None, _cap: float = 0.0) -> Tensor:
+def _attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None, cap: float = 0.0) -> Tensor:
     mask_BTS = None if mask_BTS is None else mask_BTS.contiguous()
     y_BTNH, _ = operators.attend(q_BNTH.contiguous(), k_BGSH.contiguous(), v_BGSH.contiguous(), mask_BTS)
     return y_BTNH.transpose(1, 2)
