@@ -420,9 +420,8 @@ INTRODUCTION = """# Parity with transformers
 
 Largest absolute difference between Heed's logits and those of `transformers` {version} in fp32, on randomly
 initialised models: all weights, norms and biases far from their defaults, 3 rows of {context} tokens, unusual
-shapes (odd head sizes and head sizes other than hidden size / heads, grouped queries, windows shorter than the
-text, scaled rotary positions, heads that are rotated in part, encoder and decoder of different depth). For BERT and for
-the encoder of BART and T5, two of the rows are padded, after {lengths} tokens; outputs at padding are not compared.
+shapes (odd head sizes, grouped queries, short windows, scaled or partial rotary positions, different depths). For BERT
+and the encoder of BART and T5, two of the rows are padded, after {lengths} tokens; outputs at padding are not compared.
 "Written as" is the family in which Heed saves the shape. Greedy tokens compare Heed's batch of ragged prompts, two
 running at a time, with `generate` on each prompt separately; prompts of BART and T5 are the beginning of their targets.
 
@@ -431,7 +430,7 @@ to be below 1e-4. For the families from OLMo 2 on, mixtures and T5 it also draws
 both directions, greedy tokens, and three gradients. `tests/lm/test_conversations.py` compares the tokens of
 conversations, in 17 kinds of vocabulary under 6 templates.
 
-Gemma 2's capped scores are computed by the equation written out, on GPUs too, where their rows are not packed.
+Gemma 2's capped scores are written out, also on GPUs, which do not pack their rows.
 """
 
 
