@@ -376,6 +376,45 @@ def test_gemma_and_phi_are_read_as_they_are_published() -> None:
     assert config_from_hf(transformers.Phi3Config(**PHI_4K).to_dict(), "config.json") == phi
 
 
+OLMO3_ROPE = {  # as allenai/Olmo-3-7B-Instruct spells it: only layers that attend to all tokens are stretched
+    "rope_theta": 500_000,
+    "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192,
+                     "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0},
+}  # fmt: skip
+MINISTRAL_ROPE = {
+    "rope_parameters": {"type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+                        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                        "llama_4_scaling_beta": 0.1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("prefix", "published", "found"),
+    [
+        ("SmolLM3", {}, {"layers_without_positions": (3, 7), "rope_theta": 2e6, "tie_word_embeddings": True}),
+        ("Olmo3", OLMO3_ROPE, {"sliding_window": (4096, 4096, 4096, 0), "rope_local_base_freq": 500_000}),
+        ("Ministral3", MINISTRAL_ROPE, {"head_dim": 128, "num_key_value_heads": 8}),
+        ("Exaone4", {}, {"sliding_window": (4096, 4096, 4096, 0), "layers_without_positions": (3, 7)}),
+        ("Gemma2", {}, {"attn_logit_softcapping": 50, "final_logit_softcapping": 30, "sliding_window": (4096, 0)}),
+        ("Glm4", {}, {"partial_rotary_factor": 0.5, "attention_bias": "qkv", "num_key_value_heads": 2}),
+        ("Granite", {"attention_multiplier": 0.0078125}, {"query_pre_attn_scalar": 16384, "logits_scaling": 1}),
+    ],
+)
+def test_what_newer_families_leave_out_is_what_the_library_takes_for_it(
+    prefix: str, published: dict[str, Any], found: dict[str, Any]
+) -> None:
+    shape = {
+        "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 32, "intermediate_size": 48,
+        "vocab_size": 288, "max_position_embeddings": 65536, "rms_norm_eps": 1e-6, **published,
+    }  # fmt: skip
+    brief = config_from_hf({**shape, "model_type": prefix.lower()}, "config.json")
+    full = getattr(transformers, f"{prefix}Config")(**shape).to_dict()
+    assert brief == config_from_hf(full, "config.json")
+    assert {name: getattr(brief, name) for name in found} == found
+    if brief.rope_scaling is not None:  # YaRN's own factor, and DeepSeek's two scales
+        assert brief.rope_scaling.attention_factor == (1 if prefix == "Ministral3" else 0)
+
+
 T5_SMALL = {  # as google-t5/t5-small is published, with another size
     "d_ff": 30, "d_kv": 4, "d_model": 20, "decoder_start_token_id": 0, "dropout_rate": 0.1, "eos_token_id": 1,
     "initializer_factor": 1.0, "is_encoder_decoder": True, "layer_norm_epsilon": 1e-06, "n_positions": 512,
