@@ -311,7 +311,6 @@ def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Mask, cap: floa
     """softmax(Q Kᵀ / √H) V, [B, N, T, H]; a mask [B, T, S] is True where a query may attend, None = causal (T = S).
 
     A `cap` c makes scores s into c tanh(s / c) (Gemma 2), 0 = s. No kernel does that: the equation is written out.
-
     GPUs use PyTorch's fused kernels; so do single queries without gradients on a CPU. All other passes on a CPU use the
     same code with and without gradients, so that both round alike: PPO divides the probabilities of one by those of the
     other.
@@ -525,13 +524,11 @@ class Attention(nn.Module):
             q_BNTH, k_BGTH, v_BGTH = self.project(x_BTD, rotary)
         else:
             q_BNTH, k_BGTH, v_BGTH = store_heads(self, self._heads(x_BTD), rotary, cache, layer)
-        if query_scale is not None:
-            q_BNTH = q_BNTH * query_scale
+        q_BNTH = q_BNTH if query_scale is None else q_BNTH * query_scale
         if split is not None:  # x is this rank's slice of the rows, and the mask is of all their tokens
             y_BETH = attend(*split.to_heads(q_BNTH, k_BGTH, v_BGTH), mask, self.cap)
             return self.out(split.to_tokens(y_BETH).transpose(1, 2).flatten(2))
-        y_BNTH = attend(q_BNTH, k_BGTH, v_BGTH, mask, self.cap)
-        return self.out(y_BNTH.transpose(1, 2).flatten(2))
+        return self.out(attend(q_BNTH, k_BGTH, v_BGTH, mask, self.cap).transpose(1, 2).flatten(2))
 
     def project(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries [B, N, T, H], keys and values [B, G, T, H]; queries and keys are rotated by position."""
@@ -539,8 +536,7 @@ class Attention(nn.Module):
 
     def _heads(self, x_BTD: Tensor) -> Tensor:
         """Returns the product for Q, K and V, with what is turned together half a head apart."""
-        qkv_BTE = self.qkv(x_BTD)
-        R = self.interleaved_dim
+        qkv_BTE, R = self.qkv(x_BTD), self.interleaved_dim
         return neighbours_apart(qkv_BTE, R, self.head_dim, self.num_kv_heads) if R else qkv_BTE
 
     def split(self, qkv_BTE: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
