@@ -44,9 +44,10 @@ def attention_weights(
     across: list[Tensor] = []
 
     def look(attention: Attention, inputs: tuple[Any, ...]) -> None:
-        x_BTD, rotary, mask_BTT = inputs[:3]
+        x_BTD, rotary, mask_BTT, _, _, _, query_scale = inputs
         q_BNTH, k_BGTH, _ = attention.project(x_BTD, rotary)
-        self_weights.append(_weights(q_BNTH, k_BGTH, mask_BTT))
+        scaled_BNTH = q_BNTH if query_scale is None else q_BNTH * query_scale
+        self_weights.append(_weights(scaled_BNTH, k_BGTH, mask_BTT, attention.cap))
 
     def look_across(attention: CrossAttention, inputs: tuple[Any, ...]) -> None:
         x_BTD, seen, layer = inputs
@@ -98,13 +99,13 @@ def measure_heads(stack: Transformer, texts: Iterable[Sequence[int]]) -> list[He
     ]
 
 
-def _weights(q_BNTH: Tensor, k_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
+def _weights(q_BNTH: Tensor, k_BGSH: Tensor, mask_BTS: Tensor | None, cap: float = 0.0) -> Tensor:
     """Computes attention weights: with unit vectors as values, `attend` returns them."""
     T, S = q_BNTH.shape[2], k_BGSH.shape[2]
     unit_BGSS = torch.eye(S, dtype=q_BNTH.dtype, device=q_BNTH.device).expand(*k_BGSH.shape[:2], S, S)
     if mask_BTS is not None and mask_BTS.dim() == 3:
         mask_BTS = mask_BTS.expand(-1, T, -1)
-    return attend(q_BNTH, k_BGSH, unit_BGSS, mask_BTS)
+    return attend(q_BNTH, k_BGSH, unit_BGSS, mask_BTS, cap=cap)
 
 
 def draw_attention(

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from lm.config import ModelConfig
 from lm.layers import Linear, Replaceable, RMSNorm, compute_dtype
-from lm.positions import Rotary, rotate
+from lm.positions import Rotary, neighbours_apart, rotate
 from lm.sequence_parallel import SplitRows
 from lm.sinks import FlashKernel, WithSinks, attend_with_a_key_more, sink_scores
 from lm.transfer import upload
@@ -208,12 +208,16 @@ class OwnKeys:
         self.last_B, self.num_columns, self.window, self.like = last_B, num_columns, window, like
 
     @functools.cached_property
-    def written_out(self) -> Tensor:
-        """The mask [B, 1, S], made once for all layers: on a GPU as numbers to add to the scores."""
+    def seen(self) -> Tensor:
+        """The mask [B, 1, S], made once for all layers; True = may attend."""
         distance_BS = self.last_B[:, None] - torch.arange(self.num_columns, device=self.last_B.device)
         seen_BS = distance_BS >= 0
-        seen_BTS = (seen_BS & (distance_BS < self.window) if self.window else seen_BS)[:, None]
-        return scores_bias(seen_BTS, self.like) if is_on_gpu(self.like) else seen_BTS
+        return (seen_BS & (distance_BS < self.window) if self.window else seen_BS)[:, None]
+
+    @functools.cached_property
+    def written_out(self) -> Tensor:
+        """The mask, made once for all layers: on a GPU as numbers to add to the scores."""
+        return scores_bias(self.seen, self.like) if is_on_gpu(self.like) else self.seen
 
 
 # What each query attends to: [B, T, S], True = may attend, or numbers that are added to the scores, which may differ
@@ -304,18 +308,26 @@ def whole_rows(tokens_BT: Tensor, *, causal: bool, window: int = 0) -> PackedMas
     return PackedMask(starts, T, causal, window)
 
 
-def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Mask, sinks_N: Tensor | None = None) -> Tensor:
+def attend(
+    q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Mask, sinks_N: Tensor | None = None, cap: float = 0.0
+) -> Tensor:
     """softmax(Q Kᵀ / √H) V, [B, N, T, H]; a mask [B, T, S] is True where a query may attend, None = causal (T = S).
     With sinks, the sum of the softmax has one more term, exp(sink) of the head (gpt-oss, arXiv 2508.10925).
 
+    A `cap` c makes scores s into c tanh(s / c) (Gemma 2), 0 = s. No kernel does that: the equation is written out.
     GPUs use PyTorch's fused kernels; so do single queries without gradients on a CPU. All other passes on a CPU use the
     same code with and without gradients, so that both round alike: PPO divides the probabilities of one by those of the
     other.
     """
     if isinstance(mask, OwnKeys):
-        return attend_own_keys(q_BNTH, k_BGSH, v_BGSH, mask, sinks_N)
+        if not cap:
+            return attend_own_keys(q_BNTH, k_BGSH, v_BGSH, mask, sinks_N)
+        mask = mask.seen
     if isinstance(mask, GroupedMask):
-        return _attend_in_groups(q_BNTH, k_BGSH, v_BGSH, mask, sinks_N)
+        return _attend_in_groups(q_BNTH, k_BGSH, v_BGSH, mask, sinks_N, cap)
+    if cap:
+        assert not isinstance(mask, PackedMask), "rows of capped scores are not packed on a GPU"
+        return attend_written_out(q_BNTH, k_BGSH, v_BGSH, mask, sinks_N, cap)
     if isinstance(mask, Tensor) and mask.dim() == 4:
         assert sinks_N is None, "relative positions have no sinks"
         return F.scaled_dot_product_attention(q_BNTH, k_BGSH, v_BGSH, mask, enable_gqa=True)
@@ -340,7 +352,12 @@ def attend_own_keys(
 
 @Replaceable
 def attend_written_out(
-    q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None, sinks_N: Tensor | None = None
+    q_BNTH: Tensor,
+    k_BGSH: Tensor,
+    v_BGSH: Tensor,
+    mask_BTS: Tensor | None,
+    sinks_N: Tensor | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """Compute the equation of `attend` step by step.
 
@@ -355,14 +372,17 @@ def attend_written_out(
     rows, batch = N // G * T, len(bias_BTS)
     bias = bias_BTS[:, None, None].expand(batch, G if batch > 1 else 1, N // G, T, S).reshape(-1, rows, S)
     q, k, v = q_BNTH.reshape(B * G, rows, H), k_BGSH.reshape(B * G, S, H), v_BGSH.reshape(B * G, S, -1)
-    scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=1 / math.sqrt(H))
+    if cap:
+        scores = bias + cap * (torch.bmm(q, k.transpose(1, 2)) / (math.sqrt(H) * cap)).tanh()
+    else:
+        scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=1 / math.sqrt(H))
     if sinks_N is not None:
         scores = torch.cat([scores, sink_scores(sinks_N, B, T, scores.dtype).reshape(B * G, rows, 1)], dim=-1)
     return torch.bmm(scores.softmax(dim=-1)[..., :S], v).view(B, N, T, -1)
 
 
 def _attend_in_groups(
-    q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, mask: GroupedMask, sinks_N: Tensor | None
+    q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, mask: GroupedMask, sinks_N: Tensor | None, cap: float
 ) -> Tensor:
     """Computes `attend` [B, N, T, H] group by group; 0 at the rows' padding."""
     B, _, T, _ = q_BNTH.shape
@@ -374,7 +394,7 @@ def _attend_in_groups(
     found = []
     for group, *qkv in zip(mask.groups, *parts, strict=True):
         q, k, v = (x.unflatten(0, (group.num_sequences, group.longest)).transpose(1, 2) for x in qkv)
-        found.append(attend_written_out(q, k, v, group.mask, sinks_N).transpose(1, 2).flatten(0, 1))
+        found.append(attend_written_out(q, k, v, group.mask, sinks_N, cap).transpose(1, 2).flatten(0, 1))
     y = _Rearranged.apply(torch.cat(found), mask.back, mask.places_M, mask.is_padding_M)  # type: ignore[no-untyped-call]
     return y.unflatten(0, (B, T)).transpose(1, 2)
 
@@ -505,7 +525,8 @@ class Attention(nn.Module):
         super().__init__()
         N, G, H, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.hidden_size
         self.num_heads, self.num_kv_heads, self.head_dim = N, G, H
-        self.query_factor = config.query_factor
+        self.query_factor, self.cap = config.query_factor, config.attn_logit_softcapping
+        self.interleaved_dim = config.rotary_dim if config.rope_interleave else 0
         self.qkv = Linear(D, (N + 2 * G) * H, bias=config.attention_bias != "none")
         self.out = Linear(N * H, D, bias=config.attention_bias == "all")
         self.norms_projection = config.qk_norm_over == "projection"
@@ -523,28 +544,34 @@ class Attention(nn.Module):
         cache: PassCache | None,
         layer: int,
         split: SplitRows | None = None,
+        query_scale: Tensor | None = None,
     ) -> Tensor:
         if cache is None:
             q_BNTH, k_BGTH, v_BGTH = self.project(x_BTD, rotary)
         else:
-            q_BNTH, k_BGTH, v_BGTH = store_heads(self, self.qkv(x_BTD), rotary, cache, layer)
+            q_BNTH, k_BGTH, v_BGTH = store_heads(self, self._heads(x_BTD), rotary, cache, layer)
+        q_BNTH = q_BNTH if query_scale is None else q_BNTH * query_scale
         if split is not None:  # x is this rank's slice of the rows, and the mask is of all their tokens
             sinks_E = None if self.sinks is None else split.own_heads(self.sinks)
-            y_BETH = attend(*split.to_heads(q_BNTH, k_BGTH, v_BGTH), mask, sinks_E)
+            y_BETH = attend(*split.to_heads(q_BNTH, k_BGTH, v_BGTH), mask, sinks_E, self.cap)
             return self.out(split.to_tokens(y_BETH).transpose(1, 2).flatten(2))
-        y_BNTH = attend(q_BNTH, k_BGTH, v_BGTH, mask, self.sinks)
-        return self.out(y_BNTH.transpose(1, 2).flatten(2))
+        return self.out(attend(q_BNTH, k_BGTH, v_BGTH, mask, self.sinks, self.cap).transpose(1, 2).flatten(2))
 
     def project(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries [B, N, T, H], keys and values [B, G, T, H]; queries and keys are rotated by position."""
-        return self.split(self.qkv(x_BTD), rotary)
+        return self.split(self._heads(x_BTD), rotary)
+
+    def _heads(self, x_BTD: Tensor) -> Tensor:
+        """Returns the product for Q, K and V, with what is turned together half a head apart."""
+        qkv_BTE, R = self.qkv(x_BTD), self.interleaved_dim
+        return neighbours_apart(qkv_BTE, R, self.head_dim, self.num_kv_heads) if R else qkv_BTE
 
     def split(self, qkv_BTE: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """Computes `project` from the product for Q, K and V."""
         N, G = self.num_heads, self.num_kv_heads
         if self.query_norm is None or self.key_norm is None:
             q, k, v = split_heads(qkv_BTE, rotary, N, G)
-            return _times(q, self.query_factor), k, v
+            return times(q, self.query_factor), k, v
         q, k, v = qkv_BTE.unflatten(-1, (N + 2 * G, -1)).split([N, G, G], dim=2)
         if self.norms_projection:
             q, k = self.query_norm(q.flatten(2)).view_as(q), self.key_norm(k.flatten(2)).view_as(k)
@@ -554,11 +581,11 @@ class Attention(nn.Module):
         if rotary is not None:
             qk = rotate(qk, rotary)
         q, k = qk.split([N, G], dim=2)
-        return _times(q.transpose(1, 2), self.query_factor), k.transpose(1, 2), v.transpose(1, 2)
+        return times(q.transpose(1, 2), self.query_factor), k.transpose(1, 2), v.transpose(1, 2)
 
 
-def _times(q_BNTH: Tensor, factor: float) -> Tensor:
-    return q_BNTH if factor == 1 else q_BNTH * factor
+def times(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor
 
 
 @Replaceable
@@ -592,7 +619,7 @@ class CrossAttention(nn.Module):
         """Returns the queries [B, N, T, H] of the decoder's states."""
         B, T, _ = x_BTD.shape
         q_BNTH = self.query(x_BTD).view(B, T, self.num_heads, self.head_dim).transpose(1, 2)
-        return _times(q_BNTH, self.query_factor)
+        return times(q_BNTH, self.query_factor)
 
     def forward(self, x_BTD: Tensor, cache: CrossAttentionCache, layer: int) -> Tensor:
         mask_BTS = cache.real_BS[:, None].expand(-1, x_BTD.shape[1], -1)

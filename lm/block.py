@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lm.attention import Attention, CrossAttention, CrossAttentionCache, Mask, PassCache
+from lm.attention import Attention, CrossAttention, CrossAttentionCache, Mask, PassCache, times
 from lm.config import ModelConfig
 from lm.experts import Mixture
 from lm.layers import MLP, Dropout, Replaceable, make_norm, site_offset
@@ -37,6 +37,7 @@ class BlockInputs:
     dropout_keys_BT: Tensor | None = None
     split: SplitRows | None = None  # of rows of which each rank of a group has a slice
     positions_BTD: Tensor | None = None  # added to the input of every block but the first, whose input has them
+    query_scale: Tensor | None = None  # a factor on each token's queries, [B, 1, T, 1]
 
 
 class Block(nn.Module):
@@ -62,6 +63,7 @@ class Block(nn.Module):
         self.mlp = Mixture(config) if has_experts else MLP(config)
         self.mlp_output_norm = norm() if config.norms_outputs else nn.Identity()
         self.dropout = Dropout(dropout)
+        self.multiplier = config.residual_multiplier
 
     def forward(self, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:
         x_BTD = x_BTD + self.attend(self.attention_norm(x_BTD), inputs, layer)
@@ -70,16 +72,21 @@ class Block(nn.Module):
         return x_BTD + self.transform(self.mlp_norm(x_BTD), inputs, layer)
 
     def attend(self, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:
-        y_BTD = self.attention(x_BTD, inputs.rotary[layer], inputs.masks[layer], inputs.cache, layer, inputs.split)
-        return self.dropout(self.attention_output_norm(y_BTD), inputs.dropout_keys_BT, 1 + BRANCHES * layer)
+        y_BTD = self.attention(
+            x_BTD, inputs.rotary[layer], inputs.masks[layer], inputs.cache, layer, inputs.split, inputs.query_scale
+        )
+        return self._branch(self.attention_output_norm(y_BTD), inputs, 1 + BRANCHES * layer)
 
     def attend_to_encoder(self, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:
         assert self.cross is not None, "this block has no cross-attention"
         y_BTD = self.cross(x_BTD, inputs.cross_cache, layer)
-        return self.dropout(y_BTD, inputs.dropout_keys_BT, 2 + BRANCHES * layer)
+        return self._branch(y_BTD, inputs, 2 + BRANCHES * layer)
 
     def transform(self, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:
-        return self.dropout(self.mlp_output_norm(self.mlp(x_BTD)), inputs.dropout_keys_BT, 3 + BRANCHES * layer)
+        return self._branch(self.mlp_output_norm(self.mlp(x_BTD)), inputs, 3 + BRANCHES * layer)
+
+    def _branch(self, y_BTD: Tensor, inputs: BlockInputs, site: int) -> Tensor:
+        return times(self.dropout(y_BTD, inputs.dropout_keys_BT, site), self.multiplier)
 
 
 class PostNormBlock(Block):

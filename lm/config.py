@@ -16,6 +16,11 @@ def exact_div(numerator: int, denominator: int, what: str) -> int:
     return numerator // denominator
 
 
+def yarn_factor(factor: float, scale: float = 1.0) -> float:
+    """Returns 0.1 · scale · ln(factor) + 1, with which YaRN sharpens attention (arXiv 2309.00071, eq. 22)."""
+    return 0.1 * scale * math.log(factor) + 1
+
+
 class RopeScaling(BaseModel):
     """How rotary frequencies are stretched for a context longer than pretraining's."""
 
@@ -39,6 +44,19 @@ class RopeScaling(BaseModel):
         default=True,
         description="yarn: whether the blend starts and ends at whole pairs of dimensions (not in gpt-oss).",
     )
+    attention_factor: float = Field(
+        default=0.0, ge=0, description="yarn: factor on queries and keys; 0 = 0.1 ln(`factor`) + 1 (its eq. 22)."
+    )
+    llama_4_scaling_beta: float = Field(
+        default=0.0,
+        ge=0,
+        description="b in a query's factor 1 + b ln(1 + ⌊position / original_max_position_embeddings⌋) (Ministral 3).",
+    )
+
+    @field_validator("attention_factor")
+    @classmethod
+    def _zero_for_yarns_own(cls, value: float, info: ValidationInfo) -> float:
+        return 0.0 if math.isclose(value, yarn_factor(info.data.get("factor", 1.0)), rel_tol=1e-9) else value
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -50,6 +68,14 @@ class RopeScaling(BaseModel):
             raise ValueError(
                 f"model.rope_scaling.low_freq_factor {self.low_freq_factor} is not below"
                 f" high_freq_factor {self.high_freq_factor}"
+            )
+        if self.attention_factor and self.rope_type != "yarn":
+            raise ValueError(
+                f"model.rope_scaling.attention_factor is {self.attention_factor}, but rope_type is {self.rope_type!r}"
+            )
+        if self.llama_4_scaling_beta and self.original_max_position_embeddings is None:
+            raise ValueError(
+                "model.rope_scaling.original_max_position_embeddings is missing; llama_4_scaling_beta needs it"
             )
         return self
 
@@ -117,10 +143,13 @@ class ModelConfig(BaseModel):
     qk_norm_over: Literal["head", "projection"] = Field(
         default="head", description="`head`: `qk_norm` is of each head; `projection`: of all heads together (OLMo 2)."
     )
-    query_pre_attn_scalar: int = Field(
-        default=0,
+    query_pre_attn_scalar: float = Field(
+        default=0.0,
         ge=0,
         description="Products of queries and keys are divided by the root of this number (Gemma 3); 0 = head_dim.",
+    )
+    attn_logit_softcapping: float = Field(
+        default=0.0, ge=0, description="c in scores of c tanh(s / c) instead of s (Gemma 2, arXiv 2408.00118); 0 = s."
     )
     sliding_window: tuple[int, ...] = Field(
         default=(0,),
@@ -157,6 +186,13 @@ class ModelConfig(BaseModel):
     partial_rotary_factor: float = Field(
         default=1.0, gt=0, le=1, description="The part of each head that rotary positions turn, from its start (Phi-4)."
     )
+    rope_interleave: bool = Field(
+        default=False,
+        description="Whether rotary positions turn neighbouring dimensions (GLM-4), not those half apart.",
+    )
+    layers_without_positions: tuple[int, ...] = Field(
+        default=(), description="Numbers of the layers, from 0, without `rotary` positions (SmolLM3, EXAONE 4)."
+    )
     norm: Literal["rms", "layer"] = Field(
         default="rms", description="`rms` (RMSNorm, arXiv 1910.07467) or `layer` (LayerNorm, arXiv 1607.06450)."
     )
@@ -171,13 +207,21 @@ class ModelConfig(BaseModel):
     )
     embedding_norm: bool = Field(default=False, description="A norm after the embeddings (BERT, BART).")
     scale_embedding: bool = Field(default=False, description="Embeddings times √hidden_size (Vaswani et al.).")
+    embedding_multiplier: float = Field(default=1.0, gt=0, description="Factor on the tokens' embeddings (Granite).")
+    residual_multiplier: float = Field(
+        default=1.0, gt=0, description="Factor on what each branch adds to the residual stream (Granite)."
+    )
+    logits_scaling: float = Field(default=1.0, gt=0, description="What a decoder's logits are divided by (Granite).")
+    final_logit_softcapping: float = Field(
+        default=0.0, ge=0, description="c in a decoder's logits of c tanh(z / c) instead of z (Gemma 2); 0 = z."
+    )
     tie_word_embeddings: bool = Field(
         default=True, description="Whether the output layer shares the weights of the token embeddings."
     )
 
     @field_validator("query_pre_attn_scalar")
     @classmethod
-    def _zero_for_head_dim(cls, divisor: int, info: ValidationInfo) -> int:
+    def _zero_for_head_dim(cls, divisor: float, info: ValidationInfo) -> float:
         return 0 if divisor == info.data.get("head_dim") else divisor
 
     @field_validator("sliding_window", mode="before")
@@ -233,6 +277,9 @@ class ModelConfig(BaseModel):
             raise ValueError(f"model.attention_sinks is true, but model.kind is {self.kind!r}, not 'decoder'")
         if self.kind == "encoder-decoder" and self.norm_place not in ("pre", "post"):
             raise ValueError(f"model.norm_place is {self.norm_place!r}, but model.kind is {self.kind!r}")
+        for name in ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling"):
+            if self.kind != "decoder" and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"model.{name} is {getattr(self, name)}, but model.kind is {self.kind!r}")
         return self
 
     @model_validator(mode="after")
@@ -271,10 +318,16 @@ class ModelConfig(BaseModel):
     def _check_positions(self) -> Self:
         if self.positions == "rotary" and self.head_dim % 2:
             raise ValueError(f"model.head_dim is {self.head_dim}; rotary positions need an even number")
-        if self.positions != "rotary" and self.partial_rotary_factor != 1:
+        for name in ("partial_rotary_factor", "rope_interleave", "layers_without_positions", "rope_scaling"):
+            if self.positions != "rotary" and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"model.{name} is {getattr(self, name)}, but model.positions is {self.positions!r}")
+        if self.rope_interleave and self.qk_norm:
+            raise ValueError("model.rope_interleave and model.qk_norm are true; at most one of them was expected")
+        bare = self.layers_without_positions
+        if list(bare) != sorted({*bare} & {*range(self.num_hidden_layers)}):
             raise ValueError(
-                f"model.partial_rotary_factor is {self.partial_rotary_factor}, but model.positions is"
-                f" {self.positions!r}"
+                f"model.layers_without_positions is {list(bare)}; different numbers from 0 to"
+                f" {self.num_hidden_layers - 1}, in order, were expected"
             )
         if self.positions == "rotary" and (self.rotary_dim % 2 or not self.rotary_dim):
             raise ValueError(
@@ -301,8 +354,6 @@ class ModelConfig(BaseModel):
                 f"model.relative_attention_max_distance is {farthest}; more than half of"
                 f" model.relative_attention_num_buckets, {buckets}, was expected"
             )
-        if self.positions != "rotary" and self.rope_scaling is not None:
-            raise ValueError(f"model.rope_scaling is given, but model.positions is {self.positions!r}")
         return self
 
     def with_blocks(self, dropped: int, added: int) -> Self:
@@ -321,6 +372,7 @@ class ModelConfig(BaseModel):
             "num_hidden_layers": kept + added,
             "sliding_window": [self.window(layer) for layer in range(kept + added)],
             "mlp_only_layers": [layer for layer in self.mlp_only_layers if layer < kept],
+            "layers_without_positions": [layer for layer in self.layers_without_positions if layer < kept],
         }
         return type(self).model_validate(self.model_dump() | changed)
 

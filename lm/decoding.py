@@ -22,9 +22,10 @@ from lm.attention import CrossAttentionCache, KVCache, Mask, OwnKeys, TokenWrite
 from lm.block import BlockInputs, run_blocks
 from lm.config import ModelConfig
 from lm.encoder import EncoderDecoder
-from lm.layers import Fp32Linear, compute_dtype
+from lm.layers import Fp32Linear, Head, compute_dtype
 from lm.model import LanguageModel
 from lm.native.decoder import NativeSteps, what_native_steps_miss
+from lm.positions import query_scale
 from lm.tensor_parallel import LanguageModelPart
 
 ROWS, COLUMNS = 8, 64  # recorded steps have multiples of these, up to the size of the cache
@@ -98,7 +99,8 @@ def decode(
     masks = [by_window[config.window(layer)] for layer in range(config.num_hidden_layers)]
     again_BTD = stack.layer_positions(positions_BT, x_BTD.dtype)
     writer = TokenWriter(cache, columns_B, num_columns)
-    inputs = BlockInputs(masks, rotary, writer, cross_cache, positions_BTD=again_BTD)
+    scale = query_scale(positions_BT, config.rope_scaling, compute_dtype(x_BTD))
+    inputs = BlockInputs(masks, rotary, writer, cross_cache, positions_BTD=again_BTD, query_scale=scale)
     hidden_BTD = run_blocks(stack.blocks, stack.norm, x_BTD, inputs)
     return model.head(hidden_BTD[:, -1])
 
@@ -110,8 +112,7 @@ def prepacked(model: nn.Module, num_rows: int) -> Iterator[None]:
 
     The weights must not change inside it. The copies take as much memory as the weights.
     """
-    products = [m for m in model.modules() if isinstance(m, nn.Linear) and not isinstance(m, Fp32Linear)]
-    linears = [module for module in products if gains(module.weight)]
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear) and is_product(m) and gains(m.weight)]
     for linear in linears:
         linear.forward = PrepackedLinear(linear, num_rows)  # type: ignore[assignment]
     try:
@@ -119,6 +120,11 @@ def prepacked(model: nn.Module, num_rows: int) -> Iterator[None]:
     finally:
         for linear in linears:
             del linear.forward
+
+
+def is_product(module: nn.Linear) -> bool:
+    """Whether the module computes x Wᵀ + b in its operands' dtype, and nothing else."""
+    return module.is_product if isinstance(module, Head) else not isinstance(module, Fp32Linear)
 
 
 class PrepackedLinear:

@@ -531,6 +531,9 @@ def _scaling_metadata(scaling: RopeScaling | None) -> dict[str, Any]:
         return {}
     if not scaling.truncate:
         raise ValueError("model.rope_scaling.truncate is false; llama.cpp computes true")
+    for name in ("attention_factor", "llama_4_scaling_beta"):
+        if value := getattr(scaling, name):
+            raise ValueError(f"model.rope_scaling.{name} is {value}; only 0 is written for llama.cpp")
     fields: dict[str, Any] = {"rope.scaling.type": scaling.rope_type, "rope.scaling.factor": scaling.factor}
     if scaling.rope_type == "yarn":
         fields |= {

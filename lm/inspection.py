@@ -164,10 +164,11 @@ def forward_bytes(config: ModelConfig, batch: Pass) -> int:
     around = (3 * batch.stream_bytes + (1 if batch.is_fused else 2) * c) * config.hidden_size
     around += 2 * c * H if config.positions == "rotary" else 0
     around += batch.stream_bytes * config.hidden_size if config.positions_every_layer else 0
+    in_one_pass = batch.is_fused or _is_tiled(config, batch)
     attention = (
         2 * c * (N + 2 * G) * H
         + c * N * H
-        + (0 if batch.is_fused or _is_tiled(config, batch) else 2 * _score_bytes(config, batch))
+        + (2 * _score_bytes(config, batch) if config.attn_logit_softcapping or not in_one_pass else 0)
     )
     widths = {"swiglu": 3, "clamped_swiglu": 6, "geglu": 4}.get(config.mlp, 2)
     mlp = c * config.intermediate_size * widths
@@ -228,6 +229,9 @@ def exchanged_numbers(config: ModelConfig, batch: Pass) -> int:
 
 def _score_bytes(config: ModelConfig, batch: Pass) -> int:
     """A row of weights per head, or ln Σ exp(scores)."""
+    if config.attn_logit_softcapping:  # written out everywhere; what tanh returns is kept too
+        in_fp32 = 4 if batch.is_fused and batch.compute_bytes < batch.stream_bytes else 0  # autocast's, on a GPU
+        return config.num_attention_heads * batch.seq_len * (2 * batch.compute_bytes + in_fp32)
     if batch.is_fused or _is_tiled(config, batch):
         return 4 * config.num_attention_heads
     # With a bias, PyTorch's attention on a CPU computes in fp32, and keeps the weights in both types.

@@ -127,9 +127,20 @@ class Head(Linear):
     Rows of 50,257 logits do not, so all three products of the head would use slower kernels. On GPUs the head therefore
     multiplies by a copy of its weight, padded with rows of 0 to a multiple of `row_multiple`, and returns a view of the
     logits without the padding. Weights, checkpoints and files are not padded. What it gains has not been measured.
+
+    `scaling` divides the logits (Granite); a `cap` c then makes them c tanh(z / c) (Gemma 2), 0 = z.
     """
 
     row_multiple = 1
+
+    def __init__(self, width: int, rows: int, bias: bool = True, *, scaling: float = 1.0, cap: float = 0.0) -> None:
+        super().__init__(width, rows, bias)
+        self.scaling, self.cap = scaling, cap
+
+    @property
+    def is_product(self) -> bool:
+        """Whether logits are x Wᵀ + b itself."""
+        return self.scaling == 1 and not self.cap
 
     def forward(
         self, x: Tensor, reduce: Callable[[Tensor, Tensor], Tensor] | None = None, targets: Tensor | None = None
@@ -141,11 +152,11 @@ class Head(Linear):
         chunks itself, because under ZeRO-3 all ranks must call a module equally often.
         """
         if reduce is None:
-            return self._logits(x)
+            return self._adjusted(x)
         assert targets is not None, "a function of logits and targets, without targets"
 
         def reduced(x_CD: Tensor, targets_C: Tensor) -> Tensor:
-            return reduce(self._logits(x_CD), targets_C)
+            return reduce(self._adjusted(x_CD), targets_C)
 
         size = max(1, CHUNK_LOGITS // len(self.weight))
         if not x.is_cuda or targets.numel() <= size:
@@ -153,6 +164,11 @@ class Head(Linear):
         run = partial(checkpoint, reduced, use_reentrant=False) if torch.is_grad_enabled() else reduced
         chunks = zip(x.flatten(0, -2).split(size), targets.flatten().split(size), strict=True)
         return torch.cat([run(x_CD, targets_C) for x_CD, targets_C in chunks]).view(targets.shape)
+
+    def _adjusted(self, x: Tensor) -> Tensor:
+        logits = self._logits(x)
+        scaled = logits if self.scaling == 1 else logits / self.scaling
+        return self.cap * (scaled / self.cap).tanh() if self.cap else scaled
 
     def _logits(self, x: Tensor) -> Tensor:
         V = len(self.weight)

@@ -28,7 +28,7 @@ from lm.attention import (
 from lm.block import Block, BlockInputs, PostNormBlock, run_blocks, run_compiled_blocks
 from lm.config import ModelConfig
 from lm.layers import Dropout, Fp32Linear, Head, compute_dtype, make_norm, token_keys
-from lm.positions import RelativeBias, Rotary, rotary_tables, sinusoids
+from lm.positions import RelativeBias, Rotary, query_scale, rotary_tables, sinusoids
 from lm.sampling import token_logprobs
 from lm.sequence_parallel import SequenceGroup, SplitRows, check_sequence_split
 from lm.transfer import at_positions, upload
@@ -111,7 +111,8 @@ class Transformer(nn.Module):
         x_BTD = self.embed(tokens_BT, positions_BT, token_types_BT, keys_BT)
         rotary = self.rotary(positions_BT, compute_dtype(x_BTD))
         again_BTD = self.layer_positions(positions_BT, x_BTD.dtype)
-        inputs = BlockInputs(masks, rotary, cache, cross_cache, keys_BT, split, again_BTD)
+        scale = query_scale(positions_BT, self.config.rope_scaling, compute_dtype(x_BTD))
+        inputs = BlockInputs(masks, rotary, cache, cross_cache, keys_BT, split, again_BTD, scale)
         recompute = self.recomputes and torch.is_grad_enabled()
         if self.compiles and cache is None and cross_cache is None:
             return self.norm(run_compiled_blocks(self.blocks, x_BTD, inputs, recompute=recompute))
@@ -128,6 +129,8 @@ class Transformer(nn.Module):
         x_BTD = self.embedding(tokens_BT)
         if self.config.scale_embedding:
             x_BTD = x_BTD * math.sqrt(self.config.hidden_size)
+        if self.config.embedding_multiplier != 1:
+            x_BTD = x_BTD * self.config.embedding_multiplier
         if self.config.adds_positions:
             x_BTD = x_BTD + self._position_vectors(positions_BT, x_BTD.dtype)
         if self.token_types is not None:
@@ -145,15 +148,16 @@ class Transformer(nn.Module):
         return sinusoids(positions_BT, self.config.hidden_size).to(dtype)
 
     def rotary(self, positions_BT: Tensor, dtype: torch.dtype) -> Sequence[Rotary | None]:
-        """Returns each layer's rotary tables; layers share them."""
+        """Returns each layer's rotary tables, None without rotary positions; layers share them."""
         config, layers = self.config, range(len(self.blocks))
         if config.positions != "rotary":
             return [None for _ in layers]
+        bare = config.layers_without_positions
         tables = rotary_tables(positions_BT, config.rotary_dim, config.rope_theta, config.rope_scaling, dtype)
         if not config.rope_local_base_freq:
-            return [tables for _ in layers]
+            return [None if layer in bare else tables for layer in layers]
         local = rotary_tables(positions_BT, config.rotary_dim, config.rope_local_base_freq, None, dtype)
-        return [local if config.window(layer) else tables for layer in layers]
+        return [None if layer in bare else local if config.window(layer) else tables for layer in layers]
 
     def hidden(
         self,
@@ -205,7 +209,8 @@ class Transformer(nn.Module):
 
     def packs_rows(self) -> bool:
         """Whether variable-length attention supports this model on its device and in its precision."""
-        return self.relative_bias is None and takes_packed_rows(self._table(), self.config.head_dim)
+        is_plain = self.relative_bias is None and not self.config.attn_logit_softcapping
+        return is_plain and takes_packed_rows(self._table(), self.config.head_dim)
 
     def _table(self) -> Tensor:
         """The embedding's matrix. Use only its dtype and device.
@@ -236,6 +241,12 @@ def segment_positions(segments_BT: Tensor) -> Tensor:
     return positions_BT * (segments_BT > 0)  # padding in a row wider than the context has no position
 
 
+def language_head(config: ModelConfig, num_rows: int) -> Head:
+    """Returns a decoder's next-token head, or a part of its rows."""
+    scaling, cap = config.logits_scaling, config.final_logit_softcapping
+    return Head(config.hidden_size, num_rows, bias=False, scaling=scaling, cap=cap)
+
+
 class LanguageModel(nn.Module):
     """A decoder with a next-token head."""
 
@@ -244,7 +255,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.decoder = Transformer(config, dropout)
-        self.head = Head(config.hidden_size, config.vocab_size, bias=False)
+        self.head = language_head(config, config.vocab_size)
         self.tie()
 
     def tie(self) -> None:

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lm.config import ModelConfig, RopeScaling
+from lm.config import ModelConfig, RopeScaling, yarn_factor
 
 Rotary = tuple[Tensor, Tensor]  # cos and signed sin, [B, T, 1, H]
 
@@ -52,8 +52,19 @@ def _yarn_ramp(head_dim: int, theta: float, scaling: RopeScaling, device: torch.
 
 
 def attention_sharpening(scaling: RopeScaling | None) -> float:
-    """Returns the factor on queries and keys: YaRN's 0.1 ln(factor) + 1 (arXiv 2309.00071, eq. 22), else 1."""
-    return 0.1 * math.log(scaling.factor) + 1 if scaling is not None and scaling.rope_type == "yarn" else 1.0
+    """Returns YaRN's factor on queries and keys, else 1."""
+    if scaling is None or scaling.rope_type != "yarn":
+        return 1.0
+    return scaling.attention_factor or yarn_factor(scaling.factor)
+
+
+def query_scale(positions_BT: Tensor, scaling: RopeScaling | None, dtype: torch.dtype) -> Tensor | None:
+    """Returns the factor on each token's queries [B, 1, T, 1] of `llama_4_scaling_beta`; None without it."""
+    if scaling is None or not scaling.llama_4_scaling_beta:
+        return None
+    assert scaling.original_max_position_embeddings is not None  # the config's own check
+    contexts_BT = (positions_BT / scaling.original_max_position_embeddings).floor()
+    return (1 + scaling.llama_4_scaling_beta * contexts_BT.log1p()).to(dtype)[:, None, :, None]
 
 
 def rotary_tables(
@@ -80,6 +91,17 @@ def rotate(x_BTNH: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     if (R := cos.shape[-1]) < x_BTNH.shape[-1]:
         return torch.cat([rotate(x_BTNH[..., :R], rotary), x_BTNH[..., R:]], dim=-1)
     return torch.addcmul(x_BTNH * cos, x_BTNH.roll(x_BTNH.shape[-1] // 2, dims=-1), sin)
+
+
+def neighbours_apart(qkv_BTE: Tensor, rotary_dim: int, head_dim: int, num_value_heads: int) -> Tensor:
+    """Reorder each query's and key's first R dimensions, (0, 1, 2, ...) to (0, 2, ..., 1, 3, ...): what `rotate` then
+    turns together are neighbours in the checkpoint (`rope_interleave`). Products of queries and keys stay the same.
+    """
+    heads = qkv_BTE.unflatten(-1, (-1, head_dim))
+    turned, kept = heads.split([rotary_dim, head_dim - rotary_dim], dim=-1)
+    apart = torch.cat([turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), kept], dim=-1)
+    num_turned = heads.shape[-2] - num_value_heads
+    return torch.cat([apart[..., :num_turned, :], heads[..., num_turned:, :]], dim=-2).flatten(-2)
 
 
 def turns_whole_heads(qkv_BTE: Tensor, rotary: Rotary, num_heads: int, num_kv_heads: int) -> bool:

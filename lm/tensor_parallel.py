@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from lm.block import Block
 from lm.config import ModelConfig, exact_div
 from lm.experts import Experts, Mixture
-from lm.layers import MLP, Head
-from lm.model import LanguageModel, count_parameters
+from lm.layers import MLP
+from lm.model import LanguageModel, count_parameters, language_head
 from lm.source import inference_device, on_meta
 
 
@@ -155,7 +155,7 @@ class LanguageModelPart(LanguageModel):
         self.whole, self.team, self._rows = whole, team, team.own_columns(whole.vocab_size)
         super().__init__(config_of_part(whole, team.size))
         if not whole.tie_word_embeddings:
-            self.head = Head(whole.hidden_size, self._rows.stop - self._rows.start, bias=False)
+            self.head = language_head(whole, self._rows.stop - self._rows.start)
         # Hooks do not refer to the model: a cycle would keep its weights until Python's garbage collection.
         self.head.register_forward_hook(partial(_gathered, team, whole.vocab_size))
         for block in self.decoder.blocks:

@@ -223,7 +223,8 @@ def logit_bytes(config: ModelConfig, layout: Layout, of: Pass, num_logits: int, 
     if layout.is_gpu and config.kind == "decoder":
         held = min(held, layers.CHUNK_LOGITS)
     part = min(held, PART_NUMBERS["cuda"]) if layout.is_gpu else 0
-    return (1 + with_gradient) * layout.compute_bytes * held + (8 if layout.is_bf16 else 4) * part
+    copies = 1 + with_gradient + (config.final_logit_softcapping > 0)  # tanh keeps what it returns
+    return copies * layout.compute_bytes * held + (8 if layout.is_bf16 else 4) * part
 
 
 def training_phase(counts: Counts, layout: Layout, of: Pass, num_logits: int, num_micro_batches: int) -> Parts:

@@ -31,12 +31,14 @@ def take_shape(at: Callable[[str], str], values: dict[str, Any], registry: Regis
         values["model"] = _written(at("model"), values["model"])
     # Leave out stages whose model may have another shape than the policy, such as a reward model.
     of_policy = (stage for stage in registry if "init_from" in stage.config.model_fields and not stage.has_own_shape)
-    first = next((stage.name for stage in of_policy if isinstance(values.get(stage.name), dict)), "")
+    start = next((stage for stage in of_policy if isinstance(values.get(stage.name), dict)), None)
+    first = start.name if start is not None else ""
     init_from = values[first].get("init_from") if first else None
-    if not isinstance(init_from, str) or not init_from or (not opens_models and "model" in values):
+    if start is None or not isinstance(init_from, str) or not init_from or (not opens_models and "model" in values):
         return
     try:
-        shape = shape_of(init_from, opens_models=opens_models)
+        takes_any_head = [*start.model_kinds] == ["encoder"]
+        shape = shape_of(init_from, opens_models=opens_models, takes_any_head=takes_any_head)
     except ValueError as error:
         raise ValueError(f"{at(f'{first}.init_from')}: {first}.init_from: {error}") from None
     written = values.get("model", {})
@@ -59,8 +61,10 @@ def _written(name: str, model: Any) -> Any:
     return model
 
 
-def shape_of(init_from: str, *, opens_models: bool) -> dict[str, Any]:
-    """Returns the shape of a stage that starts from this folder or hub id."""
+def shape_of(init_from: str, *, opens_models: bool, takes_any_head: bool) -> dict[str, Any]:
+    """Returns the shape of a stage that starts from this folder or hub id. Unless it `takes_any_head`, as a stage for
+    encoders alone does, it trains the model with the head that its kind is pretrained with.
+    """
     built_in = None if opens_models or Path(init_from).is_dir() else built_in_shape(init_from)
     if built_in is not None:
         return built_in
@@ -71,9 +75,10 @@ def shape_of(init_from: str, *, opens_models: bool) -> dict[str, Any]:
             raise
         names = ", ".join(built_in_names())
         raise ValueError(f"{error}. These need no download, because their shapes are built in: {names}") from None
-    kind = read_config(folder, purpose_of(folder))[0].kind
-    # Ignore a head for scores or labels: the stage trains the model with the head that its kind is pretrained with.
-    return read_config(folder, PURPOSES[PRETRAINED[kind]])[0].model_dump(mode="json")
+    shape = read_config(folder, purpose_of(folder))[0]
+    if not (takes_any_head and shape.kind == "encoder"):
+        read_config(folder, PURPOSES[PRETRAINED[shape.kind]])
+    return shape.model_dump(mode="json")
 
 
 def known_shape(name: str) -> ModelConfig | None:

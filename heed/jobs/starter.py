@@ -277,7 +277,7 @@ class Starter:
 
     @cached_property
     def _model_shape(self) -> Mapping[str, Any]:
-        return shape_of(self.model, opens_models=True)
+        return shape_of(self.model, opens_models=True, takes_any_head=self._chosen == "classify")
 
     @property
     def _kind(self) -> str:

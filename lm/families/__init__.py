@@ -12,13 +12,20 @@ from pydantic import ValidationError
 from lm.config import ModelConfig
 from lm.families.bart import BartFamily
 from lm.families.bert import BertFamily
+from lm.families.exaone4 import Exaone4Family
 from lm.families.family import Family, Stored, expect
+from lm.families.gemma2 import Gemma2Family
 from lm.families.gemma3 import Gemma3Family
+from lm.families.glm4 import Glm4Family
 from lm.families.gpt2 import GPT2Family
 from lm.families.gpt_oss import GptOssFamily
+from lm.families.granite import GraniteFamily
 from lm.families.heed import HeedFamily
+from lm.families.ministral3 import Ministral3Family
 from lm.families.mixtures import MixtralFamily, OlmoeFamily, Qwen3MoeFamily
+from lm.families.olmo3 import Olmo3Family
 from lm.families.rotary import Olmo2Family, Phi3Family, RotaryFamily
+from lm.families.smollm3 import SmolLM3Family
 from lm.families.t5 import T5Family
 
 __all__ = ["FAMILIES", "NOT_COVERED", "Family", "Stored", "expect", "family_of"]
@@ -30,8 +37,8 @@ _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers":
 NOT_COVERED = {
     "qwen3_5": "which has layers of linear attention",
     "qwen3_5_text": "which has layers of linear attention",
-    "gemma2": "which caps logits and attention scores with tanh",
     "gemma3": "which has a vision tower (its language model alone is gemma3_text)",
+    "mistral3": "which has a vision tower (its language model alone is mistral or ministral3)",
 }
 
 FAMILIES: tuple[Family, ...] = (
@@ -53,8 +60,15 @@ FAMILIES: tuple[Family, ...] = (
     MixtralFamily("mixtral", "Mixtral", windows="all", defaults={"num_key_value_heads": 8}),
     GptOssFamily("gpt_oss", "GptOss", mlp="clamped_swiglu", attention_bias="flag"),
     Olmo2Family("olmo2", "Olmo2", attention_bias="flag"),
-    Phi3Family("phi3", "Phi3", windows="all"),
-    Gemma3Family("gemma3_text", "Gemma3", mlp="geglu", attention_bias="flag", even_heads=True),
+    Olmo3Family("olmo3", "Olmo3", attention_bias="flag"),
+    Phi3Family("phi3", "Phi3", windows="all", partial_rotary=True),
+    SmolLM3Family("smollm3", "SmolLM3", attention_bias="flag", mlp_bias_flag=True, windows="by layer"),
+    GraniteFamily("granite", "Granite", attention_bias="flag", mlp_bias_flag=True),
+    Ministral3Family("ministral3", "Ministral3", windows="all", defaults={"num_key_value_heads": 8, "head_dim": 128}),
+    Exaone4Family("exaone4", "Exaone4", qk_norm=True),
+    Glm4Family("glm4", "Glm4", attention_bias="qkv flag", partial_rotary=True),
+    Gemma2Family("gemma2", "Gemma2", mlp="geglu", attention_bias="flag", even_heads=True),
+    Gemma3Family("gemma3_text", "Gemma3", mlp="geglu", attention_bias="flag", qk_norm=True, even_heads=True),
     GPT2Family(),
     BertFamily(),
     BartFamily(),

@@ -1,10 +1,10 @@
-"""Llama and its descendants: Arcee, Mistral, Qwen2, Qwen3, OLMo 2, Phi-3; the base of Gemma 3."""
+"""Llama and its descendants: Arcee, Mistral, Qwen2, Qwen3, OLMo 2, Phi-3; the base of families in other files."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from lm.config import ModelConfig
+from lm.config import ModelConfig, yarn_factor
 from lm.families.family import Fields, Stored, expect
 
 _ROPE_FIELDS_OF = {
@@ -20,7 +20,8 @@ def rope_to_hf(config: ModelConfig) -> Fields:
     if scaling is None:
         return {"rope_type": "default", "rope_theta": config.rope_theta}
     values = {name: getattr(scaling, name) for name in _ROPE_FIELDS_OF[scaling.rope_type]}
-    return {"rope_type": scaling.rope_type, "rope_theta": config.rope_theta, **values}
+    sharpening = {"attention_factor": scaling.attention_factor} if scaling.attention_factor else {}
+    return {"rope_type": scaling.rope_type, "rope_theta": config.rope_theta, **values, **sharpening}
 
 
 def rope_from_hf(raw: Mapping[str, Any], kinds: Collection[str] = tuple(_ROPE_FIELDS_OF)) -> Fields:
@@ -35,20 +36,73 @@ def rope_from_hf(raw: Mapping[str, Any], kinds: Collection[str] = tuple(_ROPE_FI
     kind = rope.get("rope_type", rope.get("type", "default"))
     expect({"rope_type": kind}, "rope_type", "default", *kinds)
     expect(rope, "partial_rotary_factor", 1.0)
-    for name in ("attention_factor", "mscale", "mscale_all_dim"):
-        expect(rope, name, None)
+    if kind != "yarn":
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            expect(rope, name, None)
     if kind == "default":
         return {"rope_theta": rope["rope_theta"]}
     found = {name: rope[name] for name in _ROPE_FIELDS_OF[kind] if rope.get(name) is not None}
+    if kind == "yarn":
+        found["attention_factor"] = _attention_factor(rope)
     return {"rope_theta": rope["rope_theta"], "rope_scaling": {"rope_type": kind, **found}}
+
+
+def _attention_factor(rope: Mapping[str, Any]) -> float:
+    """Returns YaRN's factor on queries and keys: as given, or from two scales as in DeepSeek-V2; 0 = YaRN's own."""
+    given, scales = rope.get("attention_factor"), (rope.get("mscale"), rope.get("mscale_all_dim"))
+    if given is None and all(scales):
+        ours, of_scores = (yarn_factor(rope["factor"], scale) for scale in scales if scale)
+        return ours / of_scores
+    return given or 0.0
+
+
+def ropes_to_hf(config: ModelConfig) -> Fields:
+    """Returns `rope_parameters` where layers with a sliding window have some of their own."""
+    every, theta = rope_to_hf(config), config.rope_local_base_freq
+    local = {"rope_type": "default", "rope_theta": theta} if theta else every
+    return {"full_attention": every, "sliding_attention": local}
+
+
+def ropes_from_hf(raw: Mapping[str, Any], theta: float, local_theta: float) -> Fields:
+    """Returns what `rope_from_hf` does, and `rope_local_base_freq`; the bases are for fields that are missing.
+
+    Raises: ValueError for layers with a sliding window whose frequencies are stretched in a way of their own.
+    """
+    ropes = raw.get("rope_parameters") or {}
+    scaled = {**(ropes.get("full_attention") or {}), **(raw.get("rope_scaling") or {})}
+    every = rope_from_hf({"rope_parameters": {"rope_theta": theta, **scaled}})
+    of_windows = {"rope_theta": local_theta, **(ropes.get("sliding_attention") or {})}
+    if rope_from_hf({"rope_parameters": of_windows}) == every:
+        return {**every, "rope_local_base_freq": 0.0}
+    return {**every, "rope_local_base_freq": rope_from_hf({"rope_parameters": of_windows}, kinds=())["rope_theta"]}
+
+
+def layer_types_to_hf(config: ModelConfig) -> list[str]:
+    """Returns `layer_types` of `config.json`."""
+    layers = range(config.num_hidden_layers)
+    return ["sliding_attention" if config.window(layer) else "full_attention" for layer in layers]
+
+
+def windows_from_hf(raw: Mapping[str, Any], every: int) -> list[int]:
+    """Returns each layer's window; without `layer_types`, all layers have one but each `every`-th."""
+    default = [
+        "full_attention" if (n + 1) % every == 0 else "sliding_attention" for n in range(raw["num_hidden_layers"])
+    ]
+    window = raw["sliding_window"] or 0
+    return [window if kind == "sliding_attention" else 0 for kind in raw.get("layer_types") or default]
+
+
+_FLAGGED = {"flag": "all", "qkv flag": "qkv"}
 
 
 @dataclass(frozen=True)
 class RotaryFamily:
     """Llama and its descendants: RMSNorm before each branch, rotary positions, grouped queries.
 
-    `attention_bias`: which products have biases: "none", "qkv", or with "flag" all four if the config's flag is set.
+    `attention_bias`: which products have biases: "none", "qkv", or if the config's flag is set, with "flag" all four
+    and with "qkv flag" those.
     `windows`: which layers have a sliding window: none, all, or those that `layer_types` names.
+    `partial_rotary`: whether rotary positions may turn a part of each head.
     `even_heads`: transformers refuses a width that is not a multiple of the heads, even if `head_dim` is given.
     `defaults`: the values of transformers for fields missing from config.json; a field that is null is not missing.
     """
@@ -56,10 +110,11 @@ class RotaryFamily:
     model_type: str
     class_prefix: str
     mlp: Literal["swiglu", "clamped_swiglu", "geglu", "relu2"] = "swiglu"
-    attention_bias: Literal["none", "qkv", "flag"] = "none"
+    attention_bias: Literal["none", "qkv", "flag", "qkv flag"] = "none"
     mlp_bias_flag: bool = False
     windows: Literal["none", "all", "by layer"] = "none"
     qk_norm: bool = False
+    partial_rotary: bool = False
     even_heads: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -89,23 +144,23 @@ class RotaryFamily:
             "intermediate_size": config.intermediate_size,
             "hidden_act": self.hidden_act,
             "rms_norm_eps": config.norm_eps,
-            "rope_parameters": rope_to_hf(config),
+            "rope_parameters": self._rope_to(config),
             "tie_word_embeddings": config.tie_word_embeddings,
         }
-        if self.attention_bias == "flag":
-            fields["attention_bias"] = config.attention_bias == "all"
+        if self.attention_bias in _FLAGGED:
+            fields["attention_bias"] = config.attention_bias == _FLAGGED[self.attention_bias]
         if self.mlp_bias_flag:
             fields["mlp_bias"] = config.mlp_bias
         window = max(config.sliding_window)
         if self.windows == "all":
             fields["sliding_window"] = window or None
         elif self.windows == "by layer":
-            banded = [config.window(layer) > 0 for layer in range(config.num_hidden_layers)]
+            kinds = layer_types_to_hf(config)
             fields |= {
                 "use_sliding_window": window > 0,
                 "sliding_window": window or None,
-                "max_window_layers": banded.index(True) if True in banded else config.num_hidden_layers,
-                "layer_types": ["sliding_attention" if found else "full_attention" for found in banded],
+                "max_window_layers": kinds.index("sliding_attention") if window else len(kinds),
+                "layer_types": kinds,
             }
         return fields
 
@@ -114,9 +169,10 @@ class RotaryFamily:
         expect(raw, "hidden_act", self.hidden_act)
         if not self.mlp_bias_flag:
             expect(raw, "mlp_bias", False)
-        if self.attention_bias != "flag":
+        if self.attention_bias not in _FLAGGED:
             expect(raw, "attention_bias", False, *([True] if self.attention_bias == "qkv" else []))
-        flagged = "all" if raw.get("attention_bias") else "none"
+        flagged = _FLAGGED.get(self.attention_bias)
+        bias = self.attention_bias if flagged is None else flagged if raw.get("attention_bias") else "none"
         heads = raw["num_attention_heads"]
         return {
             "vocab_size": raw["vocab_size"],
@@ -129,13 +185,25 @@ class RotaryFamily:
             "intermediate_size": raw["intermediate_size"],
             "mlp": self.mlp,
             "mlp_bias": bool(raw.get("mlp_bias")),
-            "attention_bias": flagged if self.attention_bias == "flag" else self.attention_bias,
+            "attention_bias": bias,
             "qk_norm": self.qk_norm,
             "sliding_window": self._windows_from(raw),
             "norm_eps": raw["rms_norm_eps"],
             "tie_word_embeddings": raw.get("tie_word_embeddings", False),
-            **rope_from_hf(raw),
+            **self._rope_from(raw),
         }
+
+    def _rope_to(self, config: ModelConfig) -> Fields:
+        rope = rope_to_hf(config)
+        expect(rope, "rope_type", "default", *self._SCALINGS)
+        return {**rope, "partial_rotary_factor": config.partial_rotary_factor} if self.partial_rotary else rope
+
+    def _rope_from(self, raw: Mapping[str, Any]) -> Fields:
+        if not self.partial_rotary:
+            return rope_from_hf(raw, self._SCALINGS)
+        rope = dict(raw.get("rope_parameters") or {})
+        part = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+        return {**rope_from_hf({**raw, "rope_parameters": rope}, self._SCALINGS), "partial_rotary_factor": part}
 
     def _windows_from(self, raw: Mapping[str, Any]) -> list[int]:
         window, num_layers = raw.get("sliding_window") or 0, raw["num_hidden_layers"]
@@ -158,7 +226,7 @@ class RotaryFamily:
         if not module.startswith("decoder.blocks."):
             return Stored({f"{self._OUTER[module]}.{kind}": None})
         _, _, layer, inner = module.split(".", 3)
-        if inner in stacked and not (inner == "mlp.up" and not config.is_gated):
+        if inner in stacked and inner not in self._WHOLE and (config.is_gated or inner != "mlp.up"):
             return Stored({f"model.layers.{layer}.{part}.{kind}": rows for part, rows in stacked[inner].items()})
         return Stored({f"model.layers.{layer}.{self._INNER[inner]}.{kind}": None})
 
@@ -168,6 +236,8 @@ class RotaryFamily:
         "head": "lm_head",
         "score": "score",
     }
+    _SCALINGS: ClassVar[tuple[str, ...]] = tuple(_ROPE_FIELDS_OF)
+    _WHOLE: ClassVar[tuple[str, ...]] = ()  # the stacked maps that a checkpoint stores as one tensor
     _INNER: ClassVar = {
         "attention_norm": "input_layernorm",
         "attention.query_norm": "self_attn.q_norm",
@@ -179,6 +249,12 @@ class RotaryFamily:
     }
 
 
+OUTPUT_NORMS = {
+    "attention_output_norm": "post_attention_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+
+
 class Olmo2Family(RotaryFamily):
     """OLMo 2 (arXiv 2501.00656): RMSNorm of each branch's output instead of its input, and of all heads' queries or
     keys together.
@@ -187,11 +263,7 @@ class Olmo2Family(RotaryFamily):
     def from_hf(self, raw: Mapping[str, Any]) -> Fields:
         return {**super().from_hf(raw), "norm_place": "output", "qk_norm": True, "qk_norm_over": "projection"}
 
-    _INNER: ClassVar = {
-        **RotaryFamily._INNER,
-        "attention_output_norm": "post_attention_layernorm",
-        "mlp_output_norm": "post_feedforward_layernorm",
-    }
+    _INNER: ClassVar = {**RotaryFamily._INNER, **OUTPUT_NORMS}
 
 
 class Phi3Family(RotaryFamily):
@@ -202,22 +274,8 @@ class Phi3Family(RotaryFamily):
     rows that are longer than the original context.
     """
 
-    def to_hf(self, config: ModelConfig) -> Fields:
-        if config.rope_scaling is not None:
-            raise ValueError("transformers refuses scaled rotary positions in this family")
-        rope = {**rope_to_hf(config), "partial_rotary_factor": config.partial_rotary_factor}
-        return {**super().to_hf(config), "rope_parameters": rope}
-
-    def from_hf(self, raw: Mapping[str, Any]) -> Fields:
-        rope = dict(raw.get("rope_parameters") or {})
-        part = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-        whole = {**raw, "rope_parameters": rope}
-        scaling = rope_from_hf(whole, kinds=())
-        return {**super().from_hf(whole), **scaling, "partial_rotary_factor": part}
-
-    def stored(self, config: ModelConfig, ours: str) -> Stored:
-        for inner, theirs in (("attention.qkv", "self_attn.qkv_proj"), ("mlp.up", "mlp.gate_up_proj")):
-            if f".{inner}." in ours:
-                _, _, layer, *_ = ours.split(".")
-                return Stored({f"model.layers.{layer}.{theirs}.weight": None})
-        return super().stored(config, ours)
+    _SCALINGS: ClassVar = ()  # others are refused by transformers
+    _WHOLE: ClassVar = ("attention.qkv", "mlp.up")
+    _INNER: ClassVar = {
+        **RotaryFamily._INNER, "attention.qkv": "self_attn.qkv_proj", "mlp.up": "mlp.gate_up_proj",
+    }  # fmt: skip

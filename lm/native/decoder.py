@@ -55,10 +55,18 @@ def what_a_decoder_misses(config: ModelConfig, dtype: torch.dtype) -> str:
         "query_pre_attn_scalar",
         "rope_local_base_freq",
         "partial_rotary_factor",
+        "rope_interleave",
+        "layers_without_positions",
+        "attn_logit_softcapping",
+        "residual_multiplier",
+        "logits_scaling",
+        "final_logit_softcapping",
     ):
         default = ModelConfig.model_fields[field].default
         if getattr(config, field) != default:
             return f"{field} {json.dumps(default)}"
+    if config.rope_scaling is not None and config.rope_scaling.llama_4_scaling_beta:
+        return "llama_4_scaling_beta 0.0"
     return "" if _functions() is not None else "a compiler"
 
 

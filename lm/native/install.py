@@ -73,16 +73,27 @@ def _split_heads(
 
 
 def takes_attention(
-    q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None, sinks_N: Tensor | None = None
+    q_BNTH: Tensor,
+    k_BGSH: Tensor,
+    v_BGSH: Tensor,
+    mask_BTS: Tensor | None,
+    sinks_N: Tensor | None = None,
+    cap: float = 0.0,
 ) -> bool:
-    """Whether the attention kernel supports these tensors: all fp32 or all bf16, values as wide as keys."""
+    """Whether the attention kernel supports these: all fp32 or all bf16, values as wide as keys, no cap."""
     is_one_type = all(x.is_cpu and x.dtype == q_BNTH.dtype for x in (q_BNTH, k_BGSH, v_BGSH))
-    return is_one_type and q_BNTH.dtype in TYPES and k_BGSH.shape == v_BGSH.shape and is_available()
+    return is_one_type and not cap and q_BNTH.dtype in TYPES and k_BGSH.shape == v_BGSH.shape and is_available()
 
 
 def _attend(
-    q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None, sinks_N: Tensor | None = None
+    q_BNTH: Tensor,
+    k_BGSH: Tensor,
+    v_BGSH: Tensor,
+    mask_BTS: Tensor | None,
+    sinks_N: Tensor | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
+    assert not cap, "no kernel caps scores"
     mask_BTS = None if mask_BTS is None else mask_BTS.contiguous()
     qkv = q_BNTH.contiguous(), k_BGSH.contiguous(), v_BGSH.contiguous()
     if sinks_N is None:

@@ -38,6 +38,28 @@ DECODERS = {
             "scale_embedding": True,
         },
         "phi3": {"partial_rotary_factor": 0.5},
+        "gemma2": {
+            "norm_place": "sandwich",
+            "mlp": "geglu",
+            "sliding_window": (5, 0),
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 1.5,
+        },
+        "granite, glm4 and ministral3": {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.7,
+            "query_pre_attn_scalar": 3.5,
+            "rope_interleave": True,
+            "layers_without_positions": (1,),
+            "rope_scaling": RopeScaling(
+                rope_type="yarn",
+                factor=2,
+                original_max_position_embeddings=4,
+                attention_factor=1.0,
+                llama_4_scaling_beta=0.7,
+            ),
+        },
         "vaswani": {**_GPT, "mlp": "relu", "positions": "sinusoidal", "norm_place": "post"},
         "learned in every layer": {"positions": "learned", "positions_every_layer": True},
     }.items()

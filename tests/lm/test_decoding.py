@@ -177,6 +177,23 @@ def test_auto_takes_native_steps_where_they_compute_the_same() -> None:
         ({"query_pre_attn_scalar": 7}, "query_pre_attn_scalar 0"),
         ({"rope_local_base_freq": 9, "sliding_window": (4, 0)}, "rope_local_base_freq 0.0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 1.0"),
+        ({"rope_interleave": True}, "rope_interleave false"),
+        ({"layers_without_positions": (1,)}, r"layers_without_positions \(\)|layers_without_positions \[\]"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 0.0"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 0.0"),
+        ({"residual_multiplier": 0.5}, "residual_multiplier 1.0"),
+        ({"logits_scaling": 2.0}, "logits_scaling 1.0"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 2,
+                    "original_max_position_embeddings": 8,
+                    "llama_4_scaling_beta": 0.1,
+                }
+            },
+            "llama_4_scaling_beta 0.0",
+        ),
         ({"mlp": "geglu"}, "mlp of"),
         ({"mlp": "gelu"}, "mlp of .'swiglu', 'relu2', 'gelu_tanh', 'relu'."),
     ],

@@ -263,9 +263,12 @@ def planned_bytes(config: ModelConfig, of: Pass) -> int:
     return config.num_hidden_layers * block_bytes(config, of) + ends_bytes(config, of)
 
 
-def fused(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None, sinks_N: Tensor | None) -> Tensor:
+def fused(
+    q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None, sinks_N: Tensor | None, cap: float
+) -> Tensor:
     assert mask_BTS is None
     assert sinks_N is None
+    assert not cap
     return F.scaled_dot_product_attention(q_BNTH, k_BGSH, v_BGSH, is_causal=True)
 
 
@@ -278,6 +281,7 @@ def fused(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | Non
         {**GPT2_SHAPE, "norm_place": "sandwich"}, {**LLAMA_SHAPE, **GEMMA3, "num_key_value_heads": 6},
         {**LLAMA_SHAPE, "partial_rotary_factor": 0.5}, {**LLAMA_SHAPE, **EXPERTS},
         {**LLAMA_SHAPE, **EXPERTS, "norm_topk_prob": True, "num_experts_per_tok": 5}, {**LLAMA_SHAPE, **GPT_OSS},
+        {**LLAMA_SHAPE, "attn_logit_softcapping": 2.0, "sliding_window": (8, 0), "residual_multiplier": 0.5},
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "autocast", "dropout"])

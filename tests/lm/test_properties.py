@@ -29,6 +29,9 @@ SCALINGS = [
     RopeScaling(rope_type="linear", factor=3),
     RopeScaling(rope_type="llama3", factor=4, original_max_position_embeddings=10),
     RopeScaling(rope_type="yarn", factor=2, original_max_position_embeddings=12, beta_fast=16, beta_slow=2),
+    RopeScaling(
+        rope_type="yarn", factor=2, original_max_position_embeddings=5, attention_factor=1.3, llama_4_scaling_beta=0.5
+    ),
 ]
 CLASSIC: dict[str, Any] = {
     "mlp": "gelu", "mlp_bias": True, "attention_bias": "all", "qk_norm": False, "qk_norm_over": "head",
@@ -82,6 +85,17 @@ def configs(draw: st.DrawFn, kind: str = "decoder", vocab_size: int = 11, publis
         values["partial_rotary_factor"] = draw(st.sampled_from([0.5, 1]))
     if positions == "rotary" and any(values["sliding_window"]):
         values["rope_local_base_freq"] = draw(st.sampled_from([0, 70.0]))
+    if positions == "rotary" and not published:
+        values["layers_without_positions"] = draw(st.sampled_from([(), (0,), (num_layers - 1,)]))
+        values["rope_interleave"] = not qk_norm and draw(st.booleans())
+    if kind == "decoder" and not published:
+        values |= {
+            "attn_logit_softcapping": draw(st.sampled_from([0, 0, 1.5])),
+            "final_logit_softcapping": draw(st.sampled_from([0, 2.0])),
+            "logits_scaling": draw(st.sampled_from([1, 0.5])),
+            "embedding_multiplier": draw(st.sampled_from([1, 1.5])),
+            "residual_multiplier": draw(st.sampled_from([1, 0.5])),
+        }
     if published:
         values |= {
             **PUBLISHED[kind],

@@ -44,6 +44,14 @@ SHAPES: dict[str, dict[str, object]] = {
         "num_key_value_heads": 2, "norm_place": "sandwich", "mlp": "geglu", "qk_norm": True, "sliding_window": (4, 0),
         "rope_local_base_freq": 70.0, "query_pre_attn_scalar": 5, "partial_rotary_factor": 0.5,
     },
+    "Gemma 2": {
+        "num_key_value_heads": 2, "norm_place": "sandwich", "mlp": "geglu", "sliding_window": (4, 0),
+        "attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.5,
+    },
+    "multipliers": {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "logits_scaling": 0.7, "rope_interleave": True,
+        "layers_without_positions": (1,), "tie_word_embeddings": False,
+    },
     "after the sum": {"norm_place": "post", "attention_bias": "qkv", "mlp": "relu2", "sliding_window": (4, 0)},
     "mixture": {
         "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,

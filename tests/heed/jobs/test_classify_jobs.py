@@ -2,12 +2,14 @@
 
 import json
 import random
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from cluster.connection import connect, disconnect
 from heed.cli import main
@@ -58,6 +60,19 @@ def test_the_other_tasks_start_from_its_encoder(pretrained: Path, tmp_path: Path
     run = run_job(load_job(JOBS / f"{name}.toml", start), tmp_path)
     assert purpose_of(run / "classify" / "model") == purpose
     assert 0 <= json.loads((run / "classify" / "results.json").read_text())["metrics"]["f1"]["mean"] <= 1
+
+
+def test_a_job_starts_from_an_encoder_with_any_head_or_none(pretrained: Path, tmp_path: Path) -> None:
+    encoder, body = pretrained / "pretrain" / "model", tmp_path / "body"
+    transformers.BertModel.from_pretrained(encoder).save_pretrained(body)
+    for file in encoder.glob("*token*"):
+        shutil.copy(file, body)
+    assert purpose_of(body) == "body"
+    for start in (body, pretrained / "classify" / "model"):
+        job = load_job(JOBS / "classify.toml", [f"classify.init_from={start}", "pretrain=none"])
+        assert job.model == load_job(JOBS / "classify.toml").model
+    with pytest.raises(ValueError, match=r"pretrain.init_from: .*\['BertModel'\]; \['BertForPreTraining'|MaskedLM"):
+        load_job(JOBS / "classify.toml", [f"pretrain.init_from={body}"])
 
 
 @pytest.mark.parametrize(
