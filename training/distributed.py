@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import Tensor, nn
@@ -25,9 +26,11 @@ from lm.source import ModelSource
 from training.checkpoint import ParamShard
 from training.config import EngineConfig, ranks_sharing_weights
 from training.internals import (
+    forget_node_copy,
     full_shape,
     is_accelerate_initialised,
     node_group,
+    require_deepspeed,
     shard_zero3,
     shard_zero12,
     update_deepspeed_config,
@@ -75,6 +78,8 @@ def freeze_imports() -> None:
 
 def _make_accelerator(config: EngineConfig, deepspeed: dict[str, Any]) -> Accelerator:
     on_cpu = not torch.cuda.is_available()
+    if config.zero_stage > 0:
+        require_deepspeed()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = str(config.zero_stage > 0).lower()
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it at its first import
@@ -153,10 +158,9 @@ def deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: in
 
 
 @torch.no_grad()
-def build_sharded(source: ModelSource[AnyModule], config: Mapping[str, Any]) -> AnyModule:
-    """Build a model sharded by ZeRO-3; a collective call. A rank holds its shards and one whole tensor at a time.
-
-    Only rank 0 reads the source, and it sends every rank its shards.
+def build_sharded(source: ModelSource[AnyModule], config: Mapping[str, Any], device: torch.device) -> AnyModule:
+    """Build a model sharded by ZeRO-3; a collective call. Rank 0 alone reads the source, one whole tensor at a time, and
+    sends each rank its shards over `device`, and nothing else.
     """
     from deepspeed import zero
 
@@ -168,14 +172,20 @@ def build_sharded(source: ModelSource[AnyModule], config: Mapping[str, Any]) -> 
     is_main = dist.get_rank() == MAIN
     tensors = source.tensors() if is_main else iter(())
     for name, parameter in model.named_parameters():
-        with zero.GatheredParameters([parameter], modifier_rank=MAIN):  # broadcasts what rank 0 has written
-            if is_main:
-                source_name, tensor = next(tensors)
-                assert source_name == name, (
-                    f"the source yields {source_name} where {type(model).__name__} expects {name}"
-                )
-                parameter.copy_(tensor)
-                del tensor  # before the next one is read
+        shard = zero3_shard(parameter)
+        received, parts = torch.empty_like(shard, device=device), None
+        if is_main:
+            source_name, tensor = next(tensors)
+            assert (source_name, tuple(tensor.shape)) == (name, full_shape(parameter)), (
+                f"the source yields {source_name} {tuple(tensor.shape)} where {type(model).__name__} expects {name}"
+                f" {full_shape(parameter)}"
+            )
+            flat, num_padded = tensor.to(device, shard.dtype).flatten(), dist.get_world_size() * len(shard)
+            parts = [*F.pad(flat, (0, num_padded - len(flat))).chunk(dist.get_world_size())]
+            del tensor, flat  # before the next one is read
+        dist.scatter(received, parts, MAIN)
+        shard.copy_(received)
+        forget_node_copy(parameter)
     buffers = dict(model.named_buffers())
     if buffers:
         rest = [dict(tensors)]

@@ -90,7 +90,7 @@ class Engine(Generic[AnyModule]):
         self.sequences = make_sequence_group(config)
         self.device = self._accelerator.device
         if config.zero_stage == 3:
-            model = build_sharded(source, settings)
+            model = build_sharded(source, settings, self.device)
         else:
             # DeepSpeed rounds the weights in any case, and takes its fp32 copies from the rounded ones.
             model = load(source, self.device, self.held_dtype)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.optim import AdamW, Optimizer
 from training.checkpoint import ParamShard
 from training.notices import say
 
+DEEPSPEED = "0.19.8"
 
 def use_supported_segments() -> str:
     """Turn expandable segments of GPU memory off where the driver does not support them, as on some virtual GPUs.
@@ -139,6 +141,13 @@ def without_operators() -> None:
     vars(deepspeed.ops)["__compatible_ops__"] = {}
 
 
+def require_deepspeed() -> None:
+    """Raises: ValueError for another version of DeepSpeed than the one whose private attributes this file uses."""
+    found = version("deepspeed")
+    if found != DEEPSPEED:
+        raise ValueError(f"engine.zero_stage: deepspeed {found} is installed; {DEEPSPEED} was expected")
+
+
 def is_deepspeed_engine(model: Any) -> bool:
     """Whether a prepared model is DeepSpeed's. Looks at the name, since importing DeepSpeed takes seconds."""
     return type(model).__name__ == "DeepSpeedEngine"
@@ -220,6 +229,11 @@ def zero3_shard(parameter: nn.Parameter) -> Tensor:
     """
     shard: Tensor = vars(parameter)["ds_tensor"]
     return shard.detach().view(-1)
+
+
+def forget_node_copy(parameter: nn.Parameter) -> None:
+    """Drop the node's second copy of a parameter after its shard was written; the next pass makes it from the shards."""
+    vars(parameter)["ds_secondary_tensor"] = None
 
 
 def write_back_zero12(zero_optimizer: Any) -> None:
