@@ -73,7 +73,7 @@ class _Worker:
         """This node's address and the port of a new store. A rank 0 in this process that starts one there shares it."""
 
         def serve() -> tuple[str, int]:
-            from torch.distributed import TCPStore
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
             host = ray.util.get_node_ip_address()
             self.stores.append(TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True))

@@ -46,9 +46,10 @@ class Rendezvous:
     timeout_seconds: float
 
 
-def process_group(meeting: Rendezvous, rank: int, num_ranks: int, device: torch.device) -> Any:
+def process_group(meeting: Rendezvous, rank: int, num_ranks: int, device: torch.device, name: str = "group") -> Any:
     """Returns this rank's group of `meeting.size` ranks, separate from the one that learners train in. It uses NCCL
-    between GPUs, and gloo otherwise. All `num_ranks` ranks must call this at the same time.
+    between GPUs, and gloo otherwise. All `num_ranks` ranks must call this at the same time. Groups of other names may
+    share the port.
 
     Raises: RuntimeError if a peer is missing after `meeting.timeout_seconds`.
     """
@@ -56,7 +57,7 @@ def process_group(meeting: Rendezvous, rank: int, num_ranks: int, device: torch.
     shared = dist.TCPStore(  # type: ignore[attr-defined]
         meeting.host, meeting.port, num_ranks, is_master=rank == 0, timeout=timeout, multi_tenant=True
     )
-    store = dist.PrefixStore(f"group {rank // size}", shared)  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"{name} {rank // size}", shared)  # type: ignore[attr-defined]
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout

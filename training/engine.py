@@ -31,7 +31,7 @@ from training.distributed import (
     deepspeed_config,
     make_accelerator,
     make_sequence_group,
-    whole_zero3_weight,
+    whole_zero3_weights,
     write_back,
     zero_shards,
 )
@@ -308,7 +308,7 @@ class Engine(Generic[AnyModule]):
     def weights(
         self, dtype: torch.dtype, *, on_main_alone: bool = False, wanted: Callable[[str], bool] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that passes read, rounded to `dtype`: one whole tensor at a time on this rank's device.
+        """Yield the weights that passes read, rounded to `dtype`, as whole tensors on this rank's device.
 
         `wanted` chooses parameters by name; by default all parameters and buffers come.
 
@@ -317,17 +317,12 @@ class Engine(Generic[AnyModule]):
         none.
         """
         keep = self.is_main or not on_main_alone
-        for name, parameter in self.module.named_parameters():
-            if wanted is not None and not wanted(name):
-                continue
-            whole: Tensor | None = parameter.detach() if keep else None
-            if self.config.zero_stage == 3:
-                whole = whole_zero3_weight(
-                    parameter, self.rank, self.world_size, self.device, on_main_alone=on_main_alone
-                )
-            if whole is not None:
-                yield name, whole.to(dtype)
-            del whole  # before the next one is gathered
+        found = [(name, held) for name, held in self.module.named_parameters() if wanted is None or wanted(name)]
+        if self.config.zero_stage == 3:
+            gathered = whole_zero3_weights(found, self.rank, self.world_size, self.device, on_main_alone=on_main_alone)
+            yield from ((name, whole.to(dtype)) for name, whole in gathered)
+        elif keep:
+            yield from ((name, held.detach().to(dtype)) for name, held in found)
         if keep and wanted is None:
             yield from ((name, buffer.detach().to(dtype)) for name, buffer in self.module.named_buffers())
 

@@ -231,6 +231,16 @@ def zero3_shard(parameter: nn.Parameter) -> Tensor:
     return shard.detach().view(-1)
 
 
+def do_not_send_initial_weights(init: Any) -> None:
+    """Keep `deepspeed.zero.Init` from broadcasting each parameter, whose initial values nobody reads."""
+
+    def shard(parameter: nn.Parameter) -> None:
+        init._convert_to_deepspeed_param(parameter)
+        vars(parameter)["partition"]()
+
+    init._zero_init_param = shard
+
+
 def forget_node_copy(parameter: nn.Parameter) -> None:
     """Drop the node's second copy of a parameter after its shard was written; the next pass makes it from the shards."""
     vars(parameter)["ds_secondary_tensor"] = None
