@@ -36,8 +36,8 @@ from lm.source import inference_device, on_meta
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where ranks find each other to form teams of `size` consecutive ranks: a port on rank 0's machine, which is free or
-    has a store of rank 0's process.
+    """Where ranks find each other to form teams of `size` consecutive ranks: a port on rank 0's machine, free or of a
+    store in rank 0's process.
     """
 
     host: str

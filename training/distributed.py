@@ -162,8 +162,8 @@ def deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: in
 
 @torch.no_grad()
 def build_sharded(source: ModelSource[AnyModule], config: Mapping[str, Any], device: torch.device) -> AnyModule:
-    """Build a model sharded by ZeRO-3; a collective call. Rank 0 alone reads the source, one whole tensor at a time, and
-    sends each rank its shards over `device`, and nothing else.
+    """Build a model sharded by ZeRO-3; a collective call. Rank 0 alone reads the source, one whole tensor at a time,
+    and sends each rank its shards over `device`, and nothing else.
     """
     from deepspeed import zero
 

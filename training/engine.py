@@ -4,6 +4,7 @@ It owns what a loss must not know: precision, sharding, the reduction of gradien
 """
 
 import contextlib
+import functools
 import gc
 import math
 import os
@@ -47,7 +48,7 @@ from training.internals import (
     step_without_dynamo,
     without_dynamo,
 )
-from training.notices import RunError
+from training.notices import RunError, say
 from training.optimizers import Offload, make_optimizers
 from training.writer import CheckpointWriter
 
@@ -78,6 +79,9 @@ class Engine(Generic[AnyModule]):
         world_size: int,
         micro_batch: int,
     ) -> None:
+        stage, config = config.zero_stage, config.on_ranks(world_size)
+        if stage != config.zero_stage:
+            _note_plain(stage)
         self.config, self.optimizer_config = config, optimizer
         optimizer.check_sharding(config)
         num_parameters, num_trained = _count(source, optimizer)
@@ -424,6 +428,15 @@ def build_engine(context: StageContext, source: ModelSource[AnyModule], config: 
     """Build this rank's engine for a stage that trains one model."""
     micro_batch = config.batch.micro_batch_size or 1  # DeepSpeed uses it only for counting
     return Engine(source, config.optimizer, context.engine, world_size=context.num_workers, micro_batch=micro_batch)
+
+
+@functools.cache
+def _note_plain(zero_stage: int) -> None:
+    """Say once per process that ZeRO is not used, for those who resume a run of several ranks."""
+    say(
+        f"engine.zero_stage {zero_stage} shards nothing on one rank, which runs without DeepSpeed. Checkpoints of both"
+        " fit; in bf16, weights stay fp32 and are rounded at each use, so results differ by rounding"
+    )
 
 
 def _count(source: ModelSource[Any], optimizer: OptimizerConfig) -> tuple[int, int]:

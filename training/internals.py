@@ -29,6 +29,7 @@ from training.notices import say
 
 DEEPSPEED = "0.19.8"
 
+
 def use_supported_segments() -> str:
     """Turn expandable segments of GPU memory off where the driver does not support them, as on some virtual GPUs.
 
@@ -242,7 +243,7 @@ def do_not_send_initial_weights(init: Any) -> None:
 
 
 def forget_node_copy(parameter: nn.Parameter) -> None:
-    """Drop the node's second copy of a parameter after its shard was written; the next pass makes it from the shards."""
+    """Drop the node's second copy of a parameter whose shard was written; the next pass makes it from the shards."""
     vars(parameter)["ds_secondary_tensor"] = None
 
 

@@ -15,7 +15,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.first_quarter.context import Context, device_seconds
-from lm.attention import Mask, attend, packed_mask, scores_bias, varlen_attention
+from lm.attention import Mask, attend, packed_mask, scores_bias
 
 # Parts of kernels' names; the first kind that matches counts.
 KINDS = (
@@ -79,8 +79,6 @@ def is_kernel(event: FunctionEvent) -> bool:
 
 def attention(ctx: Context) -> None:
     """Notes the FLOP/s of attention over whole and packed rows, and the bytes per second of a decoding step."""
-    kernel = varlen_attention()
-    ctx.note(varlen_options=sorted(kernel.options) if kernel else None)
     B, T = (2, 32) if ctx.tiny else (8, 1024)
     rows = torch.arange(NUM_SEQUENCES, device="cpu").repeat_interleave(T // NUM_SEQUENCES).expand(B, T).contiguous()
     for name, heads in HEADS.items():
