@@ -1,7 +1,7 @@
 """Attention: masks, the cache of keys and values, the equation and its kernels, and the modules around it.
 
 A row may hold several sequences. On a CPU, sequences of similar length are batched in groups, so that no score between
-two sequences is computed. On a GPU, these kernels are used (none of this has run on one yet):
+two sequences is computed. On a GPU, these kernels are used:
 
 | rows                                               | kernel                                                |
 |----------------------------------------------------|-------------------------------------------------------|
