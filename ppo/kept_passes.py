@@ -59,9 +59,13 @@ def keeps_passes(config: PPOConfig, policy: Engine[Any]) -> bool:
     DeepSpeed pairs each forward with the next backward, and recomputed blocks would keep little and save nothing. On a
     shared body, the passes that measure are not those that learn. Without Heed's kernels for CPUs, autocast adds up the
     gradients of the policy loss and of a pretraining loss in bf16 if both passes use the same bf16 copy of a weight, so
-    separate passes would give different bits.
+    separate passes would give different bits. On a GPU, passes with and without gradients may round differently, and
+    free memory decides how many are kept, so none is with `engine.deterministic`.
     """
-    has_kernels = policy.device.type == "cpu" and library() is not None
+    is_cpu = policy.device.type == "cpu"
+    if policy.config.deterministic and not is_cpu:
+        return False
+    has_kernels = is_cpu and library() is not None
     adds_up_in_bf16 = policy.config.resolved_precision() == "bf16" and config.ptx_rows > 0 and not has_kernels
     return policy.runs_ahead and not adds_up_in_bf16 and config.memory == "fast" and not config.shared_body
 
