@@ -43,7 +43,7 @@ class Faulty(SamplingEngine):
     def digests(self) -> Mapping[str, int]:
         return self.sampler.digests
 
-    def slots(self) -> Iterator[tuple[str, Tensor]]:
+    def slots(self) -> Iterator[Mapping[str, Tensor]]:
         return self.sampler.slots()
 
     def sleep(self) -> None:

@@ -126,7 +126,7 @@ class WorkerGroup:
         return Calls[str](self.ranks, "start", references)()
 
     def free_address(self) -> tuple[str, int]:
-        """The address of rank 0's node, and a free port there."""
+        """The address of rank 0's node, and the port of a new store in rank 0's process, for one rendezvous."""
         ((host, port),) = Calls[tuple[str, int]](self.ranks, "start", (self.ranks.actors[0].address.remote(),))()
         return host, port
 

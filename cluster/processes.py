@@ -35,11 +35,15 @@ WAITING = {
 # request; expandable segments fit all of them. No effect without a GPU.
 GPU_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
+# NCCL would register the memory of recorded steps (CUDA graphs), which it cannot with expandable segments: Megatron-LM
+# refuses the pair because of illegal memory accesses.
+NCCL_IN_GRAPHS = {"NCCL_GRAPH_REGISTER": "0"}
+
 # Ray runs workers at a niceness of 15. Next to other busy processes they would get little CPU time and send heartbeats
 # too late (docs/negative-results.md).
 NICENESS = {"RAY_worker_niceness": "0"}
 
-WORKER_ENVIRONMENT = ALLOCATOR | WAITING | GPU_ALLOCATOR | NICENESS
+WORKER_ENVIRONMENT = ALLOCATOR | WAITING | GPU_ALLOCATOR | NCCL_IN_GRAPHS | NICENESS
 
 # What a launcher such as torchrun sets for its own ranks. A driver that one of them starts must not join their process
 # group, or open a port that they have taken.

@@ -16,7 +16,6 @@ from ray import cloudpickle
 from ray.job_config import JobConfig
 
 from cluster.messages import listen_for_request, send_beats, send_notice
-from cluster.processes import free_port
 from files.importing import import_from, imports_uncollected, source_tree
 from training.notices import speak_through
 
@@ -44,8 +43,10 @@ class _Worker:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch loads
         interface = interface_of(ray.util.get_node_ip_address())
         if interface:
-            # Otherwise gloo takes the address that this machine's own name resolves to: on Debian that is 127.0.1.1.
+            # Otherwise gloo takes the address that this machine's own name resolves to (on Debian 127.0.1.1), and NCCL
+            # the first interface that is up, perhaps a container bridge. "=": NCCL takes other names as prefixes.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         unsupported = ""
         with imports_uncollected():
             import torch
@@ -65,11 +66,20 @@ class _Worker:
             listen_for_request()
         self.rank = rank
         self.kept: dict[str, Any] = {}
+        self.stores: list[Any] = []  # servers of rendezvous, whose ports nobody else can take before ranks meet there
         os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(num_workers))
 
     def address(self) -> tuple[bool, Any]:
-        """This node's address and a free port, for the group's rendezvous."""
-        return self._guarded(lambda: (ray.util.get_node_ip_address(), free_port()))
+        """This node's address and the port of a new store. A rank 0 in this process that starts one there shares it."""
+
+        def serve() -> tuple[str, int]:
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+            host = ray.util.get_node_ip_address()
+            self.stores.append(TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True))
+            return host, self.stores[-1].port
+
+        return self._guarded(serve)
 
     def visible_gpus(self) -> tuple[bool, Any]:
         """The GPUs that this process may use, in the form of CUDA_VISIBLE_DEVICES; "" for none."""

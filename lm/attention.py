@@ -1,7 +1,7 @@
 """Attention: masks, the cache of keys and values, the equation and its kernels, and the modules around it.
 
 A row may hold several sequences. On a CPU, sequences of similar length are batched in groups, so that no score between
-two sequences is computed. On a GPU, these kernels are used (none of this has run on one yet):
+two sequences is computed. On a GPU, these kernels are used:
 
 | rows                                               | kernel                                                |
 |----------------------------------------------------|-------------------------------------------------------|
@@ -21,7 +21,6 @@ B slots or rows, C columns, N tokens to write, T new tokens.
 """
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -441,23 +440,28 @@ def _attend_on_gpu(
 
 
 def _attend_packed(q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, mask: PackedMask, sinks_N: Tensor | None) -> Tensor:
-    B, N, T, _ = q_BNTH.shape
-    G = k_BGTH.shape[1]
-    kernel = varlen_attention()
-    assert kernel is not None, "takes_packed_rows said that there is one"
-    shared: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in kernel.options else {}
-    if G != N and not shared:
-        k_BGTH, v_BGTH = (part.repeat_interleave(N // G, dim=1) for part in (k_BGTH, v_BGTH))
+    B, _, T, _ = q_BNTH.shape
     q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q_BNTH, k_BGTH, v_BGTH))
     # (left, right): how many tokens before and after its own a query sees; -1 = all.
     window = (mask.window - 1 if mask.window else -1, 0 if mask.causal else -1)
-    longest = mask.longest
     if sinks_N is None:
-        y = kernel.attend(q, k, v, mask.starts, mask.starts, longest, longest, window_size=window, **shared)
+        y = flash_varlen(q, k, v, mask.starts, mask.longest, window)
     else:
-        y = WithSinks.apply(q, k, v, sinks_N, FlashKernel(mask.starts, longest, window))  # type: ignore[no-untyped-call]
-    assert isinstance(y, Tensor)
+        y = WithSinks.apply(q, k, v, sinks_N, FlashKernel(mask.starts, mask.longest, window))  # type: ignore[no-untyped-call]
     return y.unflatten(0, (B, T)).transpose(1, 2)
+
+
+def flash_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: tuple[int, int]) -> Tensor:
+    """Returns flash attention [tokens, N, H] of sequences one after another; `k` and `v` [tokens, G, H] may be grouped.
+
+    PyTorch's `varlen_attn` calls the same kernel from an operator in Python, which takes the CPU 0.55 ms per call.
+    """
+    found = torch.ops.aten._flash_attention_forward(
+        q, k, v, starts, starts, longest, longest, 0.0, window == (-1, 0), False,
+        window_size_left=window[0], window_size_right=window[1],
+    )  # fmt: skip
+    y: Tensor = found[0]
+    return y
 
 
 def scores_bias(mask_BTS: Tensor, like: Tensor) -> Tensor:
@@ -472,37 +476,12 @@ def is_on_gpu(x: Tensor) -> bool:
 
 
 def takes_packed_rows(x: Tensor, head_dim: int) -> bool:
-    """Whether this version of PyTorch has variable-length attention for products with `x`: bf16 or fp16 on a GPU."""
-    if not (is_on_gpu(x) and flash_takes(compute_dtype(x), head_dim)):
-        return False
-    kernel = varlen_attention()
-    return kernel is not None and "window_size" in kernel.options
+    """Whether variable-length attention takes products with `x`: bf16 or fp16 on a GPU."""
+    return is_on_gpu(x) and flash_takes(compute_dtype(x), head_dim)
 
 
 def flash_takes(dtype: torch.dtype, head_dim: int) -> bool:
     return dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
-
-
-@dataclass(frozen=True)
-class VarlenAttention:
-    """PyTorch's variable-length attention, and the names of its options."""
-
-    attend: Callable[..., Any]
-    options: frozenset[str]
-
-
-@functools.cache
-def varlen_attention() -> VarlenAttention | None:
-    """Returns PyTorch's variable-length attention, or None before torch 2.10.
-
-    Version 2.10 has `is_causal` instead of `window_size`; `enable_gqa` came later. The module is imported only when
-    a GPU needs it: it imports TorchDynamo, which takes a second or two per process.
-    """
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return VarlenAttention(varlen_attn, frozenset(inspect.signature(varlen_attn).parameters))
 
 
 @Replaceable

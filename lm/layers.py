@@ -96,8 +96,10 @@ def cache_weight_casts() -> Iterator[None]:
 
 
 def cast_weight(weight: Tensor) -> Tensor:
-    """Returns the weight in bf16; inside `cache_weight_casts`, the cached copy."""
-    known = _rounded.get()
+    """Returns the weight in bf16; inside `cache_weight_casts`, the cached copy. Compiled blocks cache none: a lookup by
+    weight would compile each block again.
+    """
+    known = None if torch.compiler.is_compiling() else _rounded.get()
     if known is None:
         return weight.bfloat16()
     if weight not in known:

@@ -36,7 +36,9 @@ from lm.source import inference_device, on_meta
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where ranks find each other to form teams of `size` consecutive ranks: a free port on the machine of rank 0."""
+    """Where ranks find each other to form teams of `size` consecutive ranks: a port on rank 0's machine, free or of a
+    store in rank 0's process.
+    """
 
     host: str
     port: int
@@ -44,15 +46,18 @@ class Rendezvous:
     timeout_seconds: float
 
 
-def process_group(meeting: Rendezvous, rank: int, num_ranks: int, device: torch.device) -> Any:
+def process_group(meeting: Rendezvous, rank: int, num_ranks: int, device: torch.device, name: str = "group") -> Any:
     """Returns this rank's group of `meeting.size` ranks, separate from the one that learners train in. It uses NCCL
-    between GPUs, and gloo otherwise. All `num_ranks` ranks must call this at the same time.
+    between GPUs, and gloo otherwise. All `num_ranks` ranks must call this at the same time. Groups of other names may
+    share the port.
 
     Raises: RuntimeError if a peer is missing after `meeting.timeout_seconds`.
     """
     timeout, size = timedelta(seconds=meeting.timeout_seconds), meeting.size
-    shared = dist.TCPStore(meeting.host, meeting.port, num_ranks, is_master=rank == 0, timeout=timeout)  # type: ignore[attr-defined]
-    store = dist.PrefixStore(f"group {rank // size}", shared)  # type: ignore[attr-defined]
+    shared = dist.TCPStore(  # type: ignore[attr-defined]
+        meeting.host, meeting.port, num_ranks, is_master=rank == 0, timeout=timeout, multi_tenant=True
+    )
+    store = dist.PrefixStore(f"{name} {rank // size}", shared)  # type: ignore[attr-defined]
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout

@@ -314,8 +314,7 @@ class Generator(Rank):
     def receive_broadcast(self) -> None:
         """As `receive`, from the first learner's broadcast."""
         self.sampler.wake()
-        slots = chunks((self.merging or self.sampler).slots())
-        self.receive(SentWeights(chunk, self.broadcast.receive(chunk)) for chunk in slots)
+        self.receive(map(self.broadcast.receive, (self.merging or self.sampler).slots()))
 
     def close(self) -> None:
         self.sampler.close()
@@ -337,11 +336,10 @@ class Merging:
         self._model = add_adapters(on_meta(self._frozen.build), lora)
         self.digests: Mapping[str, int] = {}
 
-    def slots(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields memory for each tensor of the adapter, in fp32."""
-        for name, parameter in self._model.named_parameters():
-            if is_adapter(name):
-                yield name, torch.empty(parameter.shape, device=self._device)
+    def slots(self) -> Iterator[Mapping[str, Tensor]]:
+        """Yields memory for the tensors of the adapter, in fp32, chunk by chunk."""
+        held = ((name, parameter) for name, parameter in self._model.named_parameters() if is_adapter(name))
+        return chunks((name, torch.empty(parameter.shape, device=self._device)) for name, parameter in held)
 
     def merged(self, sent: Iterable[SentWeights]) -> Iterator[SentWeights]:
         """Yields the policy's weights once the whole adapter has arrived."""
@@ -351,7 +349,7 @@ class Merging:
             require_same(chunk.digests, own)
             adapter |= own
             digests |= chunk.digests
-        assert adapter.keys() == dict(self.slots()).keys(), "the adapter has not arrived whole"
+        assert adapter.keys() == set[str]().union(*self.slots()), "the adapter has not arrived whole"
         self.digests = digests
         frozen = ((name, tensor.to(self._device, self._dtype)) for name, tensor in self._frozen.tensors())
         whole = merged(self._model, interleaved(self._model, frozen, iter(adapter.items())))

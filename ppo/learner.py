@@ -365,7 +365,7 @@ class Learner(Rank):
     def _broadcast(self, sent: Iterator[SentWeights]) -> None:
         for chunk in sent:
             if self.policy.is_main:
-                self.broadcast.send(chunk.weights, chunk.digests)
+                self.broadcast.send(chunk.weights, chunk.digests, self.policy.module.config)
 
     def save(
         self, checkpoints: Path, iteration: int, progress: Mapping[str, float], files: Mapping[str, bytes]

@@ -16,15 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lm.config import ModelConfig, exact_div
 from lm.hub import on_this_machine
 from lm.layers import Fp32Linear
 from lm.model import SCORE, LanguageModel, ScalarModel
 from lm.progress import note_progress
 from lm.samplers.draws import PARTS, TESTED, Draws
+from lm.samplers.engine import SentWeights, digests_of
 from lm.sampling import token_logprobs
 from lm.sequence_parallel import SequenceGroup
 from lm.source import ModelSource, on_meta
-from lm.tensor_parallel import Rendezvous, process_group
+from lm.tensor_parallel import Rendezvous, Team, cut, process_group
 from lm.tokenizer import Tokenizer
 from lm.transfer import upload
 from lm.weights import ModelFolder, WithNewHead, purpose_of
@@ -233,8 +235,12 @@ class Rank:
 
     def open_broadcast(self, host: str, port: int, rank: int, num_ranks: int) -> None:
         """Join the group that weights are broadcast in; a collective call of the sender and all receivers."""
-        seconds = self.engine_config.collective_timeout_seconds
-        self.broadcast = WeightBroadcast(host, port, rank, num_ranks, device=self.device, timeout_seconds=seconds)
+        seconds, sampler, lora = self.engine_config.collective_timeout_seconds, self.config.sampler, self.config.lora
+        takes_whole = sampler.has_own_process or (lora is not None and lora.sends == "adapter")
+        self.broadcast = WeightBroadcast(
+            host, port, rank, num_ranks, device=self.device, timeout_seconds=seconds,
+            num_parts=1 if takes_whole else sampler.tensor_parallel_size,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Release memory."""
@@ -290,37 +296,58 @@ class PackedRollout:
 
 
 class WeightBroadcast:
-    """One rank's end of a process group that is separate from the one that the learners train in.
+    """One rank's end of process groups that are separate from the one that the learners train in.
 
-    All `num_ranks` ranks construct theirs at the same time, with the address of a free port on the sender's machine,
-    and make each call together, with tensors of the same names, shapes and types.
+    All `num_ranks` ranks construct theirs at the same time, with the address of a port on the sender's machine, and
+    make each call together, with tensors of the same names, shapes and types. With `num_parts`, each team of that many
+    consecutive receivers shares a model, and each receives only its parts of the weights (`lm.tensor_parallel`).
 
     Raises:
         RuntimeError: a peer is gone or takes longer than `timeout_seconds`.
     """
 
     def __init__(
-        self, host: str, port: int, rank: int, num_ranks: int, *, device: torch.device, timeout_seconds: float
-    ) -> None:
-        self.rank, self.device = rank, device
-        self._group = process_group(Rendezvous(host, port, num_ranks, timeout_seconds), rank, num_ranks, device)
+        self, host: str, port: int, rank: int, num_ranks: int, *, device: torch.device, timeout_seconds: float,
+        num_parts: int = 1,
+    ) -> None:  # fmt: skip
+        self.rank, self.device, self.num_parts = rank, device, num_parts
+        size = 1 + exact_div(num_ranks - 1, num_parts, "receivers over parts")
+        meeting, receiver = Rendezvous(host, port, size, timeout_seconds), rank - 1
+        parts = range(num_parts) if rank == SENDER else [receiver % num_parts]
+        place = SENDER if rank == SENDER else 1 + receiver // num_parts
+        self._groups = [process_group(meeting, place, size, device, f"part {part}") for part in parts]
 
-    def send(self, weights: Mapping[str, Tensor], digests: Mapping[str, int]) -> None:
-        """Send some weights. On a GPU this returns when the transfer is queued; later work on them waits for it."""
+    def send(self, weights: Mapping[str, Tensor], digests: Mapping[str, int], whole: ModelConfig | None = None) -> None:
+        """Send some weights of a model of shape `whole` (needed with several parts), in one call per part. On a GPU
+        this returns when the transfers are queued; later work on them waits for it.
+        """
         assert self.rank == SENDER, f"rank {self.rank} sends; rank {SENDER} was expected"
-        self._exchange(weights)
-        in_order = [digests[name] for name in sorted(weights)]
-        self._exchange({"digests": torch.tensor(in_order, device=self.device)})
-
-    def receive(self, weights: Mapping[str, Tensor]) -> dict[str, int]:
-        """Write the weights sent into `weights`, in place. Returns the sender's digest of each."""
-        self._exchange(weights)
-        digests = torch.zeros(len(weights), dtype=torch.int64, device=self.device)
-        self._exchange({"digests": digests})
-        return dict(zip(sorted(weights), digests.tolist(), strict=True))
-
-    def _exchange(self, weights: Mapping[str, Tensor]) -> None:
-        # Sent as bytes, since not every backend supports every dtype; sorted by name, since ZeRO's order differs.
-        works = [self._group.broadcast(weights[name].view(torch.uint8), SENDER) for name in sorted(weights)]
+        works, names = [], sorted(weights)  # sorted, since ZeRO's order differs
+        for part, group in enumerate(self._groups):
+            sent, numbers = [weights[name] for name in names], [digests[name] for name in names]
+            if whole is not None and self.num_parts > 1:
+                team = Team(None, part, self.num_parts)
+                sent = [cut(whole, team, name, tensor) for name, tensor in zip(names, sent, strict=True)]
+                numbers += digests_of(dict(zip(names, sent, strict=True))).values()
+            flat = torch.cat([*map(_bytes_of, (torch.tensor(numbers, device=self.device), *sent))])
+            works.append(group.broadcast(flat, SENDER))
         for work in works:
             work.wait()
+
+    def receive(self, weights: Mapping[str, Tensor]) -> SentWeights:
+        """Write the weights sent into `weights`, in place. Returns them with the sender's digests."""
+        names, is_part = sorted(weights), self.num_parts > 1
+        numbers = torch.empty((1 + is_part) * len(names), dtype=torch.int64, device=self.device)
+        taken = [*map(_bytes_of, (numbers, *(weights[name] for name in names)))]
+        flat = torch.empty(sum(map(len, taken)), dtype=torch.uint8, device=self.device)
+        self._groups[0].broadcast(flat, SENDER).wait()
+        for own, arrived in zip(taken, flat.split([*map(len, taken)]), strict=True):
+            own.copy_(arrived)
+        found = numbers.tolist()
+        of_parts = dict(zip(names, found[len(names) :], strict=True)) if is_part else None
+        return SentWeights(weights, dict(zip(names, found[: len(names)], strict=True)), of_parts)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Returns the tensor's memory as bytes, which every backend sends, whatever their type."""
+    return tensor.view(-1).view(torch.uint8)

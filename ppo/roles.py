@@ -72,6 +72,7 @@ class Roles:
         Raises:
             ValueError: a minibatch does not divide among the learners.
         """
+        engine = engine.on_ranks(learners.num_workers)  # also for other roles, which round where learners do
         config.minibatch.num_micro_batches(engine.data_parallel_size(learners.num_workers))
         kind = SharedBodyLearner if config.shared_body else Learner  # a SharedBodyLearner also scores
         own = None if config.shared_body else scorers.put("ppo", Scorer, config, engine, models)
@@ -108,7 +109,7 @@ class Roles:
     ) -> Self:
         """Place all roles on one rank, which is this process. Arguments as for `on_groups`."""
         assert config.sampler.tensor_parallel_size == 1, "a team has several ranks; one process was expected to sample"
-        kind = SharedBodyLearner if config.shared_body else Learner
+        kind, engine = SharedBodyLearner if config.shared_body else Learner, engine.on_ranks(1)
         own = None if config.shared_body else Local(Scorer(config, engine, models))
         sampling = Local(Generator(config, engine, models))
         learning = Local(kind(config, engine, models, num_workers=1))

@@ -804,7 +804,7 @@ def rank_program(rank: int, num_ranks: int, port: int, folder: Path, names: Sequ
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     # Accelerate goes from plain ranks to DeepSpeed within a process, but not back.
-    for split in sorted(SPLITS, key=lambda split: split.engine.zero_stage):
+    for split in sorted(SPLITS, key=lambda split: split.engine.on_ranks(split.num_ranks).zero_stage):
         if split.num_ranks == num_ranks and str(split) in names:
             found = train_ppo(split, folder) if split.name in PPO_MODES else train(split, folder)
             torch.save(found, folder / f"{split}-rank-{rank}.pt")

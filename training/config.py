@@ -71,7 +71,8 @@ class EngineConfig(Config):
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=0,
-        description="ZeRO stage (arXiv 1910.02054): 1 shards optimizer states, 2 also gradients, 3 also weights.",
+        description="ZeRO stage (arXiv 1910.02054): 1 shards optimizer states, 2 also gradients, 3 also weights. One"
+        " rank shards nothing and runs as with 0, unless something is offloaded.",
     )
     offload: tuple[Literal["optimizer", "parameters"], ...] = Field(
         default=(),
@@ -138,6 +139,13 @@ class EngineConfig(Config):
                 " ranks are not compiled; only one of the two was expected"
             )
         return self
+
+    def on_ranks(self, num_ranks: int) -> Self:
+        """Return the config as this many ranks run it. One rank shards nothing, so without offloading it needs no ZeRO,
+        whose hooks would take time.
+        """
+        is_plain = num_ranks == 1 and self.zero_stage > 0 and not self.offload
+        return self.model_copy(update={"zero_stage": 0}) if is_plain else self
 
     def node_weights_limit(self, device_bytes: int) -> int:
         """Return the most bytes of a rank's memory that its part of a node's copy of the weights may take."""

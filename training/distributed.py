@@ -6,6 +6,7 @@ Models are sharded and reassembled one tensor at a time, so no rank needs room f
 import functools
 import gc
 import itertools
+import math
 import os
 import socket
 from collections import defaultdict
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import Tensor, nn
@@ -25,9 +27,12 @@ from lm.source import ModelSource
 from training.checkpoint import ParamShard
 from training.config import EngineConfig, ranks_sharing_weights
 from training.internals import (
+    do_not_send_initial_weights,
+    forget_node_copy,
     full_shape,
     is_accelerate_initialised,
     node_group,
+    require_deepspeed,
     shard_zero3,
     shard_zero12,
     update_deepspeed_config,
@@ -40,6 +45,7 @@ from training.internals import (
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 MAIN = 0  # the rank that reads models for all, and writes files
 REDUCE_BUCKET = 500_000_000  # gradients reduced at once, at most; DeepSpeed allocates a buffer of that many numbers
+BUCKET_BYTES = 1 << 28  # of whole weights gathered at once: few calls, and little memory next to any sharded model
 OFFLOADED = {"optimizer": "optimizer", "parameters": "param"}  # Heed's names and those of DeepSpeed's config
 
 # Returns every rank's value, by rank; a collective call.
@@ -75,6 +81,8 @@ def freeze_imports() -> None:
 
 def _make_accelerator(config: EngineConfig, deepspeed: dict[str, Any]) -> Accelerator:
     on_cpu = not torch.cuda.is_available()
+    if config.zero_stage > 0:
+        require_deepspeed()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = str(config.zero_stage > 0).lower()
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it at its first import
@@ -153,29 +161,35 @@ def deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: in
 
 
 @torch.no_grad()
-def build_sharded(source: ModelSource[AnyModule], config: Mapping[str, Any]) -> AnyModule:
-    """Build a model sharded by ZeRO-3; a collective call. A rank holds its shards and one whole tensor at a time.
-
-    Only rank 0 reads the source, and it sends every rank its shards.
+def build_sharded(source: ModelSource[AnyModule], config: Mapping[str, Any], device: torch.device) -> AnyModule:
+    """Build a model sharded by ZeRO-3; a collective call. Rank 0 alone reads the source, one whole tensor at a time,
+    and sends each rank its shards over `device`, and nothing else.
     """
     from deepspeed import zero
 
     shares_weights = config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
-    with zero.Init(
-        config_dict_or_path=dict(config), zero_param_parallel_group=node_group() if shares_weights else None
-    ):
+    group = node_group() if shares_weights else None
+    initialising = zero.Init(config_dict_or_path=dict(config), zero_param_parallel_group=group)
+    do_not_send_initial_weights(initialising)
+    with initialising:
         model = source.build()
     is_main = dist.get_rank() == MAIN
     tensors = source.tensors() if is_main else iter(())
     for name, parameter in model.named_parameters():
-        with zero.GatheredParameters([parameter], modifier_rank=MAIN):  # broadcasts what rank 0 has written
-            if is_main:
-                source_name, tensor = next(tensors)
-                assert source_name == name, (
-                    f"the source yields {source_name} where {type(model).__name__} expects {name}"
-                )
-                parameter.copy_(tensor)
-                del tensor  # before the next one is read
+        shard = zero3_shard(parameter)
+        received, parts = torch.empty_like(shard, device=device), None
+        if is_main:
+            source_name, tensor = next(tensors)
+            assert (source_name, tuple(tensor.shape)) == (name, full_shape(parameter)), (
+                f"the source yields {source_name} {tuple(tensor.shape)} where {type(model).__name__} expects {name}"
+                f" {full_shape(parameter)}"
+            )
+            flat, num_padded = tensor.to(device, shard.dtype).flatten(), dist.get_world_size() * len(shard)
+            parts = [*F.pad(flat, (0, num_padded - len(flat))).chunk(dist.get_world_size())]
+            del tensor, flat  # before the next one is read
+        dist.scatter(received, parts, MAIN)
+        shard.copy_(received)
+        forget_node_copy(parameter)
     buffers = dict(model.named_buffers())
     if buffers:
         rest = [dict(tensors)]
@@ -264,18 +278,41 @@ def _exchanged(operations: list[dist.P2POp]) -> None:
             work.wait()
 
 
-def whole_zero3_weight(
-    parameter: nn.Parameter, rank: int, num_ranks: int, device: torch.device, *, on_main_alone: bool
-) -> Tensor | None:
-    """Gather a parameter whole on `device`, as passes of ZeRO-3 use it; None if this rank drops it. Collective."""
-    note_progress()
-    shard, shape = zero3_shard(parameter).to(device), full_shape(parameter)
-    if on_main_alone and rank != MAIN:
-        dist.gather(shard, dst=MAIN)
-        return None
-    padded = torch.empty(num_ranks * len(shard), dtype=shard.dtype, device=device)
-    if on_main_alone:
-        dist.gather(shard, list(padded.chunk(num_ranks)), dst=MAIN)
-    else:
-        dist.all_gather_into_tensor(padded, shard)
-    return padded[: torch.Size(shape).numel()].view(shape)
+def whole_zero3_weights(
+    named: Iterable[tuple[str, nn.Parameter]], rank: int, num_ranks: int, device: torch.device, *, on_main_alone: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Gather parameters whole on `device`, as passes of ZeRO-3 use them, as many in one call as fit in `BUCKET_BYTES`.
+
+    A collective call; with `on_main_alone`, ranks other than 0 take part but yield nothing.
+    """
+    for bucket in _buckets([(name, parameter, zero3_shard(parameter)) for name, parameter in named], num_ranks):
+        note_progress()
+        own = torch.cat([shard.to(device) for _, _, shard in bucket])
+        if on_main_alone and rank != MAIN:
+            dist.gather(own, dst=MAIN)
+            continue
+        by_rank = own.new_empty(num_ranks, len(own))
+        if on_main_alone:
+            dist.gather(own, [*by_rank], dst=MAIN)
+        else:
+            dist.all_gather_into_tensor(by_rank.view(-1), own)
+        parts = by_rank.split([len(shard) for _, _, shard in bucket], dim=1)
+        for (name, parameter, _), part in zip(bucket, parts, strict=True):
+            shape = full_shape(parameter)
+            yield name, part.flatten()[: math.prod(shape)].view(shape)
+        del own, by_rank, parts, part  # before the next ones are gathered
+
+
+def _buckets(
+    held: Iterable[tuple[str, nn.Parameter, Tensor]], num_ranks: int
+) -> Iterator[list[tuple[str, nn.Parameter, Tensor]]]:
+    """Yield parameters with their shards, in order, in lists that end once they have `BUCKET_BYTES` when whole."""
+    bucket, size = list[tuple[str, nn.Parameter, Tensor]](), 0
+    for name, parameter, shard in held:
+        bucket.append((name, parameter, shard))
+        size += num_ranks * shard.nbytes
+        if size >= BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket

@@ -4,6 +4,7 @@ It owns what a loss must not know: precision, sharding, the reduction of gradien
 """
 
 import contextlib
+import functools
 import gc
 import math
 import os
@@ -31,7 +32,7 @@ from training.distributed import (
     deepspeed_config,
     make_accelerator,
     make_sequence_group,
-    whole_zero3_weight,
+    whole_zero3_weights,
     write_back,
     zero_shards,
 )
@@ -47,7 +48,7 @@ from training.internals import (
     step_without_dynamo,
     without_dynamo,
 )
-from training.notices import RunError
+from training.notices import RunError, say
 from training.optimizers import Offload, make_optimizers
 from training.writer import CheckpointWriter
 
@@ -78,6 +79,9 @@ class Engine(Generic[AnyModule]):
         world_size: int,
         micro_batch: int,
     ) -> None:
+        stage, config = config.zero_stage, config.on_ranks(world_size)
+        if stage != config.zero_stage:
+            _note_plain(stage)
         self.config, self.optimizer_config = config, optimizer
         optimizer.check_sharding(config)
         num_parameters, num_trained = _count(source, optimizer)
@@ -90,7 +94,7 @@ class Engine(Generic[AnyModule]):
         self.sequences = make_sequence_group(config)
         self.device = self._accelerator.device
         if config.zero_stage == 3:
-            model = build_sharded(source, settings)
+            model = build_sharded(source, settings, self.device)
         else:
             # DeepSpeed rounds the weights in any case, and takes its fp32 copies from the rounded ones.
             model = load(source, self.device, self.held_dtype)
@@ -308,7 +312,7 @@ class Engine(Generic[AnyModule]):
     def weights(
         self, dtype: torch.dtype, *, on_main_alone: bool = False, wanted: Callable[[str], bool] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that passes read, rounded to `dtype`: one whole tensor at a time on this rank's device.
+        """Yield the weights that passes read, rounded to `dtype`, as whole tensors on this rank's device.
 
         `wanted` chooses parameters by name; by default all parameters and buffers come.
 
@@ -317,17 +321,12 @@ class Engine(Generic[AnyModule]):
         none.
         """
         keep = self.is_main or not on_main_alone
-        for name, parameter in self.module.named_parameters():
-            if wanted is not None and not wanted(name):
-                continue
-            whole: Tensor | None = parameter.detach() if keep else None
-            if self.config.zero_stage == 3:
-                whole = whole_zero3_weight(
-                    parameter, self.rank, self.world_size, self.device, on_main_alone=on_main_alone
-                )
-            if whole is not None:
-                yield name, whole.to(dtype)
-            del whole  # before the next one is gathered
+        found = [(name, held) for name, held in self.module.named_parameters() if wanted is None or wanted(name)]
+        if self.config.zero_stage == 3:
+            gathered = whole_zero3_weights(found, self.rank, self.world_size, self.device, on_main_alone=on_main_alone)
+            yield from ((name, whole.to(dtype)) for name, whole in gathered)
+        elif keep:
+            yield from ((name, held.detach().to(dtype)) for name, held in found)
         if keep and wanted is None:
             yield from ((name, buffer.detach().to(dtype)) for name, buffer in self.module.named_buffers())
 
@@ -429,6 +428,15 @@ def build_engine(context: StageContext, source: ModelSource[AnyModule], config: 
     """Build this rank's engine for a stage that trains one model."""
     micro_batch = config.batch.micro_batch_size or 1  # DeepSpeed uses it only for counting
     return Engine(source, config.optimizer, context.engine, world_size=context.num_workers, micro_batch=micro_batch)
+
+
+@functools.cache
+def _note_plain(zero_stage: int) -> None:
+    """Say once per process that ZeRO is not used, for those who resume a run of several ranks."""
+    say(
+        f"engine.zero_stage {zero_stage} shards nothing on one rank, which runs without DeepSpeed. Checkpoints of both"
+        " fit; in bf16, weights stay fp32 and are rounded at each use, so results differ by rounding"
+    )
 
 
 def _count(source: ModelSource[Any], optimizer: OptimizerConfig) -> tuple[int, int]:

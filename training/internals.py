@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,8 @@ from torch.optim import AdamW, Optimizer
 
 from training.checkpoint import ParamShard
 from training.notices import say
+
+DEEPSPEED = "0.19.8"
 
 
 def use_supported_segments() -> str:
@@ -139,6 +142,13 @@ def without_operators() -> None:
     vars(deepspeed.ops)["__compatible_ops__"] = {}
 
 
+def require_deepspeed() -> None:
+    """Raises: ValueError for another version of DeepSpeed than the one whose private attributes this file uses."""
+    found = version("deepspeed")
+    if found != DEEPSPEED:
+        raise ValueError(f"engine.zero_stage: deepspeed {found} is installed; {DEEPSPEED} was expected")
+
+
 def is_deepspeed_engine(model: Any) -> bool:
     """Whether a prepared model is DeepSpeed's. Looks at the name, since importing DeepSpeed takes seconds."""
     return type(model).__name__ == "DeepSpeedEngine"
@@ -220,6 +230,21 @@ def zero3_shard(parameter: nn.Parameter) -> Tensor:
     """
     shard: Tensor = vars(parameter)["ds_tensor"]
     return shard.detach().view(-1)
+
+
+def do_not_send_initial_weights(init: Any) -> None:
+    """Keep `deepspeed.zero.Init` from broadcasting each parameter, whose initial values nobody reads."""
+
+    def shard(parameter: nn.Parameter) -> None:
+        init._convert_to_deepspeed_param(parameter)
+        vars(parameter)["partition"]()
+
+    init._zero_init_param = shard
+
+
+def forget_node_copy(parameter: nn.Parameter) -> None:
+    """Drop the node's second copy of a parameter whose shard was written; the next pass makes it from the shards."""
+    vars(parameter)["ds_secondary_tensor"] = None
 
 
 def write_back_zero12(zero_optimizer: Any) -> None:

@@ -374,12 +374,13 @@ class PPOWork:
     gpu_bytes: int = 0  # memory of a GPU, which limits the rows sampled at once; 0 = no limit
     engine_share: float = 0.0  # of a GPU, that vLLM takes; 0 = Heed's sampler
     max_rows: int = 0  # ppo.sampler.max_rows
+    sends_apart: bool = False  # whether generators have ranks of their own, to which weights are broadcast
 
 
 def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
     """Returns the memory of a learner: policy and value function in training, and its shard of the moving average.
 
-    The average is in CPU memory unless the mode is `fast`. Weights are sent to generators one whole tensor at a time.
+    The average is in CPU memory unless the mode is `fast`. Weights are sent to generators in chunks.
     """
     policy, value = models.policy, models.value
     if value is not None and work.shares_body:  # its frozen weights are the policy's
@@ -410,7 +411,9 @@ def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
     average = 4 * policy.trained // layout.ranks if work.has_average else 0
     (held if work.mode == "fast" or not layout.is_gpu else host)["moving average"] = average
     (host if layout.is_gpu else held)["copy of the average for checkpoints"] = average
-    phases["sync"] = {"weights on their way": _arriving_bytes(policy, layout)}
+    # Next to a chunk there are the weights that ZeRO-3 gathers at once, and the bytes that are broadcast.
+    copies = 1 + (layout.zero_stage == 3) + work.sends_apart
+    phases["sync"] = {"weights on their way": copies * _arriving_bytes(policy, layout)}
     return Memory(held, phases, host, saved_bytes(policy, layout))
 
 
@@ -422,7 +425,7 @@ def _keep_tested_logits(phases: dict[str, Parts]) -> None:
 
 
 def _arriving_bytes(policy: Counts, layout: Layout) -> int:
-    """Returns the bytes of a chunk of weights, each gathered, merged with its adapter in fp32, and hashed."""
+    """Returns the bytes of a chunk of weights, each merged with its adapter in fp32, and hashed."""
     copies = layout.compute_bytes * (2 if policy.has_adapters else 1)
     hashed = 16 * min(HASHED_AT_ONCE, policy.largest)
     return min(CHUNK_BYTES + 2 * copies * policy.largest, copies * policy.total) + hashed
@@ -431,8 +434,8 @@ def _arriving_bytes(policy: Counts, layout: Layout) -> int:
 def generator(models: PPOModels, layout: Layout, work: PPOWork, other_bytes: int = 0) -> Memory:
     """Returns the memory of a generator: weights in the compute dtype, and sampling. Other roles hold `other_bytes`.
 
-    In a team, a rank has the cache and the activations of its own heads, but whole logits. Whole tensors arrive in
-    chunks, and are then cut. vLLM fills all that it may take with its cache.
+    In a team, a rank has the cache and the activations of its own heads, but whole logits. Tensors arrive in chunks:
+    whole ones, which are cut, or from a broadcast a rank's parts. vLLM fills all that it may take with its cache.
     """
     policy, size, c = models.policy, work.team_size, layout.compute_bytes
     config, P, phases = policy.config, policy.total, dict[str, Parts]()

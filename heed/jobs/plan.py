@@ -225,6 +225,7 @@ def _ppo_work(work: PPOIteration, times: Times) -> PPOWork:
         gpu_bytes=times.hardware.memory_bytes * layout.is_gpu,
         engine_share=vllm_share if layout.is_gpu and config.sampler.has_own_process else 0.0,
         max_rows=config.sampler.max_rows,
+        sends_apart=not config.placement.roles_share_ranks,
     )
 
 
@@ -303,19 +304,20 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
     model = job.model or _only_shape(job)
     if model is None:
         raise ValueError("model: missing; the plan needs the shape of the policy")
-    precision = job.engine.precision
+    engine = job.engine.on_ranks(job.workers)
+    precision = engine.precision
     if precision == "auto":
         precision = "bf16" if setting.hardware.is_gpu else job.engine.resolved_precision()
     layout = Layout(
         job.workers,
-        job.engine.zero_stage,
+        engine.zero_stage,
         precision == "bf16",
         setting.hardware.is_gpu,
-        job.engine.offload,
-        job.engine.checkpoint_activations,
+        engine.offload,
+        engine.checkpoint_activations,
         ranks_per_node=min(setting.gpus_per_node, job.workers),
-        node_weights_limit=job.engine.node_weights_limit(setting.hardware.memory_bytes),
-        sequence_ranks=job.engine.sequence_parallel_size,
+        node_weights_limit=engine.node_weights_limit(setting.hardware.memory_bytes),
+        sequence_ranks=engine.sequence_parallel_size,
     )
     sizes = Sizes(
         model.max_position_embeddings,

@@ -31,10 +31,13 @@ Packed = tuple[str, NDArray[np.uint8], torch.dtype, tuple[int, ...]]  # name, by
 
 @dataclass(frozen=True)
 class SentWeights:
-    """Some of the weights, and the digest of each. Tied weights are sent once."""
+    """Some of the weights, and the digest of each. Tied weights are sent once. If `weights` are a rank's parts of them,
+    `part_digests` are those of the parts, and `digests` those of the whole weights.
+    """
 
     weights: Mapping[str, Tensor]
     digests: Mapping[str, int]
+    part_digests: Mapping[str, int] | None = None
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor]) -> "SentWeights":
@@ -192,8 +195,10 @@ class SamplingEngine(Protocol):
         """The digest of each weight received last, or loaded (`lm.samplers.engine.digests_of`)."""
         ...
 
-    def slots(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and memory of each weight that it receives, in order; a broadcast writes into this memory."""
+    def slots(self) -> Iterator[Mapping[str, Tensor]]:
+        """Yields the memory of the weights that it receives, chunk by chunk (`chunks` of whole weights); a broadcast
+        writes into this memory.
+        """
         ...
 
     def sleep(self) -> None:

@@ -13,7 +13,7 @@ from lm.config import Precision
 from lm.decoding import FixedSteps, fixed_steps
 from lm.generation import Generated, Limits, NextRound, generate, generate_in_rounds
 from lm.model import LanguageModel
-from lm.samplers.engine import SamplingEngine, SentWeights, digests_of, held_tensors, noted, require_same, take
+from lm.samplers.engine import SamplingEngine, SentWeights, chunks, digests_of, held_tensors, noted, require_same, take
 from lm.sampling import Choice
 from lm.source import inference_device, load_for_inference, on_meta
 from lm.tensor_parallel import LanguageModelPart, Team
@@ -133,11 +133,13 @@ class HeedSampler(SamplingEngine):
 
     def receive(self, sent: Iterable[SentWeights]) -> None:
         self._digests = {}
-        chunks, policy = noted(sent, self._digests), self.policy
-        take(policy, map(partial(self._cut, policy), chunks) if isinstance(policy, LanguageModelPart) else chunks)
+        arriving, policy = noted(sent, self._digests), self.policy
+        take(policy, map(partial(self._cut, policy), arriving) if isinstance(policy, LanguageModelPart) else arriving)
 
     def _cut(self, policy: LanguageModelPart, chunk: SentWeights) -> SentWeights:
-        """Check that whole tensors arrived, and returns this rank's part of each, with digests of its own."""
+        """Returns this rank's part of each tensor, with digests of its own. Checks whole tensors, and cuts them."""
+        if chunk.part_digests is not None:
+            return SentWeights(chunk.weights, chunk.part_digests)
         whole = {name: tensor.to(self._device) for name, tensor in chunk.weights.items()}
         require_same(chunk.digests, whole)
         return SentWeights.of({name: policy.cut(name, tensor) for name, tensor in whole.items()})
@@ -146,13 +148,10 @@ class HeedSampler(SamplingEngine):
     def digests(self) -> Mapping[str, int]:
         return self._digests
 
-    def slots(self) -> Iterator[tuple[str, Tensor]]:
-        """A part has memory of its own for whole tensors, which are cut when they have arrived."""
-        if not isinstance(self.policy, LanguageModelPart):
-            yield from held_tensors(self.policy).items()
-            return
-        for name, tensor in held_tensors(on_meta(self._build_whole)).items():
-            yield name, torch.empty(tensor.shape, dtype=self._dtype, device=self._device)
+    def slots(self) -> Iterator[Mapping[str, Tensor]]:
+        own = held_tensors(self.policy)
+        for chunk in chunks(held_tensors(on_meta(self._build_whole).to(self._dtype)).items()):
+            yield {name: own[name] for name in chunk}
 
     def sleep(self) -> None:
         self._policy = None

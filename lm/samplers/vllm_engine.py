@@ -166,10 +166,10 @@ class VLLMSampler(SamplingEngine):
         """Drop the cached keys and values of earlier prompts, which other weights computed."""
         assert self._engine.reset_prefix_cache(), "vLLM keeps its prefix cache, which it does while sequences run"
 
-    def slots(self) -> Iterator[tuple[str, Tensor]]:
+    def slots(self) -> Iterator[Mapping[str, Tensor]]:
         device = "cuda" if self._on_gpu else "cpu"
-        for name, tensor in held_tensors(self._model).items():
-            yield name, torch.empty_like(tensor, device=device)
+        for chunk in chunks(held_tensors(self._model).items()):
+            yield {name: torch.empty_like(tensor, device=device) for name, tensor in chunk.items()}
 
     def sleep(self) -> None:
         if self._on_gpu and self._may_sleep and not self._sleeps:

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,7 @@ from cluster.failures import Failure, WorkerError, WorkerLostError
 from cluster.group import WorkerGroup
 from cluster.processes import WORKER_ENVIRONMENT
 from cluster.remote import Local
+from cluster.worker import interface_of
 from files.records import read_record
 from heed.jobs.report import StatusFile
 from stages.progress import STATUS, RunStatus
@@ -165,6 +167,33 @@ def test_the_ranks_form_one_process_group(pair: WorkerGroup) -> None:
         return torch.get_num_threads(), float(summed)
 
     assert [found for _, found in pair.run("sum", total)] == [21.0, 21.0]
+
+
+def test_nobody_can_take_the_port_of_a_rendezvous_before_the_ranks_meet_there(pair: WorkerGroup) -> None:
+    def meet(host: str, port: int) -> float:
+        from datetime import timedelta
+
+        import torch
+
+        from lm.tensor_parallel import Rendezvous, process_group
+
+        group = process_group(Rendezvous(host, port, 2, 30.0), rank(), 2, torch.device("cpu"))
+        summed = torch.tensor([10.0 + rank()])
+        group.allreduce(summed).wait(timedelta(seconds=30))
+        return float(summed)
+
+    host, port = pair.free_address()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", port))
+    assert pair.run("meet", meet, host, port) == [21.0, 21.0]
+    assert pair.free_address() != (host, port)
+
+
+def test_gloo_and_nccl_use_the_interface_by_which_ray_knows_the_machine(pair: WorkerGroup) -> None:
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_GRAPH_REGISTER")
+    interface = interface_of(ray.util.get_node_ip_address())
+    for found in pair.run("environment", lambda: [os.environ[name] for name in names]):
+        assert found == [interface, f"={interface}", "0"]
 
 
 def test_put_call_and_close(pair: WorkerGroup) -> None:

@@ -12,7 +12,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from lm import block as compiled
 from lm import layers
-from lm.attention import attention_mask
+from lm.attention import attention_mask, flash_varlen
 from lm.decoding import FixedSteps
 from lm.generation import generate
 from lm.layers import align_heads, rms_norm, swiglu
@@ -100,6 +100,13 @@ def test_varlen_attention_is_that_of_each_sequence() -> None:
         assert isinstance(found, torch.Tensor)
         found.float().square().sum().backward()
     assert counts.attention == {"varlen": 1, "varlen backward": 1}
+    with kernels.counted() as own:  # the ATen operator, without `varlen_attn`'s Python
+        again = flash_varlen(*(part.detach().requires_grad_() for part in (q, k, v)), starts, 5, (-1, 0))
+        again.float().square().sum().backward()
+    assert own.attention == counts.attention
+    assert torch.equal(again, found)
+    assert counts.kernels - own.kernels == {"zero_": 3}  # a state of random numbers, and gradients of it and of sums
+    assert not own.kernels - counts.kernels
     segments = torch.tensor([[1] * 4 + [2] * 5], device=CUDA)
     rows = [part.detach().float().transpose(0, 1)[None].requires_grad_() for part in (q, k, v)]
     mask = attention_mask(segments)[:, None]

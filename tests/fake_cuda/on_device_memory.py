@@ -34,6 +34,7 @@ from lm.sampling import Choice
 from lm.source import RandomInit, load, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import WithNewHead, save_model
+from ppo import kept_passes
 from ppo.algorithm import GAE
 from ppo.config import EMAConfig, PPOConfig, PPOLoRAConfig
 from ppo.controller import PPOController
@@ -143,11 +144,14 @@ OF_CI = [CASES[1]]
 
 
 @pytest.mark.parametrize("case", in_ci(CASES, OF_CI), ids=str)
-def test_phases_of_ppo_peak_below_the_plan(case: tuple[Mode, Precision, Kind], models: InitialModels) -> None:
+def test_phases_of_ppo_peak_below_the_plan(
+    case: tuple[Mode, Precision, Kind], models: InitialModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second of two iterations on one rank, once there are moments. What a phase needs of the CPU's memory is not
-    on the device.
+    on the device. Kept passes take what else is free.
     """
     mode, precision, kind = case
+    monkeypatch.setattr(kept_passes, "USABLE", 0.0)
     gc.collect()
     before = torch.cuda.memory_allocated()
     engine, config = EngineConfig(precision=precision, trackers=()), ppo_config(mode, kind)
@@ -168,6 +172,49 @@ def test_phases_of_ppo_peak_below_the_plan(case: tuple[Mode, Precision, Kind], m
     held = sum(memory.held.values())
     planned = {name: held + sum(parts.values()) for name, parts in memory.phases.items()}
     compare(f"PPO {kind} {mode} {precision}", planned, {name: size - before for name, size in found.items()})
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_passes_are_kept_where_memory_is_free_and_no_bit_changes(
+    precision: Precision, models: InitialModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second iteration of a process on, within the bytes that were reserved for them."""
+
+    def run(usable: float) -> tuple[list[dict[str, float]], list[tuple[str, int, int, int]]]:
+        monkeypatch.setattr(kept_passes, "USABLE", usable)
+        config = ppo_config("fast", "full").model_copy(update={"num_iterations": 3})
+        roles = Roles.in_process(config, EngineConfig(precision=precision, trackers=()), models)
+        prompts = np.random.default_rng(1).integers(8, SHAPE.vocab_size, (ROWS, PROMPT)).tolist()
+        controller = PPOController(config, roles, prompts, models.scale, num_pretraining_rows=0, seed=0)
+        learner, held = roles.learners.ranks.kept, list[tuple[str, int, int, int]]()  # type: ignore[attr-defined]
+        kept = learner.kept
+        reserve, put = kept.reserve, kept.put
+
+        def reserved(*arguments: Any) -> int:
+            found: int = reserve(*arguments)
+            held.append((arguments[0], torch.cuda.memory_allocated(), kept._bytes.get(arguments[0], 0), found))
+            return found
+
+        def noted(model: str, parts: Any, outputs: Any) -> None:
+            name, before, num_bytes, num_kept = held.pop()
+            tested = sum(logits.nbytes for logits, _ in learner.tested) if model == "policy" else 0
+            held.append((name, torch.cuda.memory_allocated() - before - tested, num_bytes, num_kept))
+            put(model, parts, outputs)
+
+        kept.reserve, kept.put = reserved, noted
+        metrics = [controller.step(iteration) for iteration in range(3)]
+        roles.close()
+        return metrics, held
+
+    usable = kept_passes.USABLE
+    (expected, none), (metrics, held) = run(0.0), run(usable)
+    assert metrics == expected
+    assert [num_kept for *_, num_kept in none] == [0] * 6
+    assert [(name, num_kept) for name, *_, num_kept in held[2:]] == [("policy", 2), ("value", 2)] * 2
+    for _, taken, num_bytes, _ in held[2:]:
+        rounded = 2 * count(SHAPE, ADAMW).total if precision == "bf16" else 0
+        assert num_bytes + rounded >= AT_LEAST * taken
+        assert num_bytes <= AT_MOST * taken
 
 
 # --- training, generation, measuring ---------------------------------------------------------------------------------

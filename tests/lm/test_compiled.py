@@ -91,6 +91,17 @@ def test_compiled_blocks_get_positions_in_every_layer(counted: Counted) -> None:
         torch.testing.assert_close(found[key], value, atol=1e-4, rtol=1e-4)
 
 
+def test_blocks_that_autocast_share_a_graph(counted: Counted) -> None:
+    """Also with cached casts of weights: looking one up by its weight would compile every block on its own."""
+    config: ModelConfig = SHAPES["llama"].model_copy(update={"num_hidden_layers": 3})
+    model, plain = (load(RandomInit(partial(LanguageModel, config), seed=0)).train() for _ in range(2))
+    compile_blocks(model)
+    with layers.cache_weight_casts(), torch.autocast("cpu", torch.bfloat16):
+        found, expected = passed(model, 32), passed(plain, 32)
+    assert counted.num_graphs == 1
+    assert all(torch.equal(value, expected[key]) for key, value in found.items())
+
+
 def bodies(graph: torch.fx.GraphModule) -> Iterator[torch.fx.GraphModule]:
     """Yields the forward of each autograd Function in a graph."""
     yield from (body for name, body in graph.named_children() if name.startswith("fwd_body"))  # type: ignore[misc]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm import attention, decoding, generation, model
-from lm.attention import VarlenAttention, flash_takes, packed_mask, takes_packed_rows
+from lm.attention import flash_takes, packed_mask, takes_packed_rows
 from lm.config import ModelConfig
 from lm.decoding import FixedSteps
 from lm.encoder import EncoderDecoder, EncoderModel
@@ -27,15 +27,11 @@ TOKENS = torch.tensor([[5, 1, 2, 4, 6, 0], [7, 9, 9, 0, 11, 10]])
 sdpa = F.scaled_dot_product_attention
 
 
-def looped(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, _starts: Tensor, longest: int, _longest: int, *,
-    window_size: tuple[int, int], enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+def looped(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: tuple[int, int]) -> Tensor:
     """Variable-length attention, for one sequence and one query at a time."""
-    assert enable_gqa or q.shape[1] == k.shape[1]
     assert starts.dtype == torch.int32
     assert starts[-1] == len(q)
-    left, right = window_size
+    left, right = window
     k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
     rows = []
     for start, end in zip(starts.tolist(), starts.tolist()[1:], strict=False):
@@ -50,12 +46,12 @@ def looped(
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Call]]:
-    """Makes attention run as on a GPU, with a version of PyTorch that has these options; returns the recorded calls."""
+    """Makes attention run as on a GPU; returns the recorded calls."""
     calls: list[Call] = []
 
-    def varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *rest: Any, **options: Any) -> Tensor:
-        calls.append(("varlen", tuple(q.shape), tuple(k.shape), starts.tolist(), options["window_size"]))
-        return looped(q, k, v, starts, *rest, **options)
+    def varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: tuple[int, int]) -> Tensor:
+        calls.append(("varlen", tuple(q.shape), tuple(k.shape), starts.tolist(), window))
+        return looped(q, k, v, starts, longest, window)
 
     def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: bool) -> Tensor:
         flags = tuple(sorted(name for name, value in options.items() if value))
@@ -64,11 +60,10 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Call]]:
         assert "enable_gqa" not in flags or mask is None, "no kernel has both"
         return sdpa(q, k, v, mask, **options)
 
-    def start(options: frozenset[str] = frozenset({"window_size", "enable_gqa"})) -> list[Call]:
+    def start() -> list[Call]:
         for module in (attention, model):
             monkeypatch.setattr(module, "is_on_gpu", lambda _: True)
-        kernel = VarlenAttention(varlen, options)
-        monkeypatch.setattr(attention, "varlen_attention", lambda: kernel)
+        monkeypatch.setattr(attention, "flash_varlen", varlen)
         monkeypatch.setattr(F, "scaled_dot_product_attention", fused)
         monkeypatch.setattr(attention, "flash_takes", lambda *_: True)  # the small models are in fp32
         return calls
@@ -194,17 +189,6 @@ def test_an_encoder_decoder(on_gpu: Callable[[], list[Call]]) -> None:
     assert [call[:3] for call in calls if call[0] == "fused" and call[2][2] == 3] == [one, one]
     assert [call[:3] for call in calls if call[0] == "fused" and call[2][2] == 6] == [several]
     assert all("enable_gqa" not in call[4] for call in calls if call[0] == "fused" and call[3] is not None)
-
-
-@pytest.mark.parametrize("options", [frozenset({"is_causal"}), frozenset({"window_size"}), frozenset()])
-def test_versions_of_pytorch_without_an_option(options: frozenset[str], on_gpu: Callable[..., list[Call]]) -> None:
-    decoder = small_decoder(DECODERS["mistral"])
-    expected = decoder(TOKENS, SEGMENTS, SEGMENTS > 0)
-    calls = on_gpu(options)
-    torch.testing.assert_close(decoder(TOKENS, SEGMENTS, SEGMENTS > 0), expected, atol=1e-5, rtol=1e-5)
-    N, _, H = heads(decoder.config)
-    packed, masked = ("varlen", (12, N, H), (12, N, H)), ("fused", (2, N, 6, H), (2, N, 6, H))
-    assert [call[:3] for call in calls] == [packed if options == {"window_size"} else masked] * 2
 
 
 def test_fp32_has_its_own_kernel(on_gpu: Callable[[], list[Call]], monkeypatch: pytest.MonkeyPatch) -> None:

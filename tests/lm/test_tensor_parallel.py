@@ -236,13 +236,15 @@ def test_a_part_is_sent_whole_weights_and_has_their_digests(saved: Path) -> None
         assert sampler.digests == whole.digests
         found.append(sampled(sampler).responses)
         sampler.receive(sent_of(HeedSampler.load(saved, "fp32").policy))
-        slots = dict(sampler.slots())
-        assert {name: slot.shape for name, slot in slots.items()} == {
-            name: tensor.shape for name, tensor in held_tensors(changed).items()
-        }
-        for name, tensor in held_tensors(changed).items():
-            slots[name].copy_(tensor)
-        sampler.receive([SentWeights(slots, digests_of(held_tensors(changed)))])
+        (slots,) = sampler.slots()
+        parts = {name: cut(changed.config, team, name, tensor) for name, tensor in held_tensors(changed).items()}
+        assert {name: slot.shape for name, slot in slots.items()} == {name: part.shape for name, part in parts.items()}
+        for name, part in parts.items():
+            slots[name].copy_(part)
+        sampler.receive([SentWeights(slots, digests_of(held_tensors(changed)), digests_of(parts))])
+        assert sampler.digests == whole.digests
+        with pytest.raises(AssertionError, match=r"the generator's .* has digest"):
+            sampler.receive([SentWeights(slots, whole.digests, digests_of(parts) | {"decoder.norm.weight": 1})])
         return [*found, sampled(sampler).responses]
 
     for found in together(2, work):

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,6 +193,20 @@ def test_without_kernels_bf16_with_pretraining_rows_keeps_none(start: Start, mon
     bf16, ptx = {"engine": {"precision": "bf16"}}, {"ptx": {"coef": 0.3, "rows": 4}}
     found = [{**ONE_UPDATE, **changes} for changes in ({**bf16, **ptx}, bf16, ptx)]
     assert [len(start(**changes).learner.kept.engines) for changes in found] == [0, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("device", "deterministic", "rows", "keeps"),
+    [("cuda", False, 0, True), ("cuda", True, 0, False), ("cuda", False, 4, False), ("cpu", True, 0, True)],
+)
+def test_a_gpu_keeps_none_where_bits_would_depend_on_it(
+    ppo_config: Callable[..., PPOConfig], device: str, deterministic: bool, rows: int, keeps: bool
+) -> None:
+    """With deterministic kernels, or with pretraining rows in bf16."""
+    config = ppo_config(**{**ONE_UPDATE, "ptx": {"coef": 0.3, "rows": rows} if rows else None})
+    engine = EngineConfig(precision="bf16", deterministic=deterministic)
+    policy: Any = SimpleNamespace(runs_ahead=True, device=torch.device(device), config=engine)
+    assert ppo.kept_passes.keeps_passes(config, policy) == keeps
 
 
 def test_values_measured_in_passes_of_their_own_are_not_kept(start: Start, prompts: list[list[int]]) -> None:

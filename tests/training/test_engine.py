@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lm.config import ModelConfig
+from lm.config import ModelConfig, Precision
 from lm.model import LanguageModel
 from lm.source import RandomInit, load
 from tests.models import full_weights
 from training.config import EngineConfig, OptimizerConfig
-from training.engine import MAX_SKIPPED_STEPS, Engine, LossAndMetrics, deterministic_kernels
+from training.engine import MAX_SKIPPED_STEPS, Engine, LossAndMetrics, _note_plain, deterministic_kernels
 from training.notices import RunError
 from training.objectives import PackedObjective
 from training.packing import IntArray, pack
@@ -220,7 +220,37 @@ def test_muon_continues_bit_for_bit(muon: Engine[LanguageModel], ragged: PackedO
 
 def test_muon_is_refused_where_matrices_are_cut_up(tiny_config: ModelConfig) -> None:
     with pytest.raises(ValueError, match=r"optimizer kind 'muon' needs whole matrices, but ZeRO 2 shards them"):
-        Engine(fresh(tiny_config), MUON, EngineConfig(precision="fp32", zero_stage=2), world_size=1, micro_batch=1)
+        Engine(fresh(tiny_config), MUON, EngineConfig(precision="fp32", zero_stage=2), world_size=2, micro_batch=1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_rank_needs_no_deepspeed(
+    precision: Precision, ragged: PackedObjective, tiny_config: ModelConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its steps are those of the plain path, bit for bit, and one line says so."""
+    _note_plain.cache_clear()
+
+    def steps(zero_stage: Literal[0, 1, 2, 3]) -> list[Tensor]:
+        config = EngineConfig(precision=precision, zero_stage=zero_stage, trackers=())
+        engine = Engine(fresh(tiny_config), OPTIMIZER, config, world_size=1, micro_batch=4)
+        assert type(engine.model) is LanguageModel
+        assert engine.held_dtype == torch.float32
+        engine.set_learning_rate(0.01)
+        for _ in range(2):
+            accumulate(engine, ragged, micro=4)
+            engine.step()
+        found = [weight.clone() for weight in full_weights(engine).values()]
+        engine.close()
+        return found
+
+    expected = steps(0)
+    assert not caplog.text
+    for zero_stage in (1, 2, 3):
+        assert all(map(torch.equal, steps(zero_stage), expected))
+    assert caplog.text.count("engine.zero_stage 1 shards nothing on one rank, which runs without DeepSpeed") == 1
+    offloaded = EngineConfig(zero_stage=1, offload=("optimizer",))
+    assert offloaded.on_ranks(1) is offloaded
+    assert EngineConfig(zero_stage=3).on_ranks(2).zero_stage == 3
 
 
 def test_one_rank_in_bf16_is_autocast_and_nothing_else(ragged: PackedObjective, tiny_config: ModelConfig) -> None:

@@ -311,6 +311,13 @@ def test_an_attribute_is_there_and_means_what_it_meant(found: list[dict[str, Any
         assert not of_rank[name], f"rank {rank}: {of_rank[name]}"
 
 
+def test_another_version_of_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    internals.require_deepspeed()
+    monkeypatch.setattr(internals, "version", lambda _: "0.20.1")
+    with pytest.raises(ValueError, match=r"engine\.zero_stage: deepspeed 0\.20\.1 is installed; 0\.19\.8 was expected"):
+        start_engine(1)
+
+
 @pytest.mark.parametrize(
     ("refusal", "reason", "settings"),
     [

@@ -5,13 +5,12 @@ Shape letters: L packed tokens, N heads, G key-value heads, H head dim.
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu.quarter.context import Context, device_seconds
-from lm.attention import varlen_attention
+from lm.attention import flash_varlen
 
 # Query heads, key-value heads and head dim of the models that are measured.
 HEADS = {"0.5B": (14, 2, 64), "8B": (32, 8, 128)}
@@ -40,26 +39,22 @@ def packed_attention(ctx: Context) -> None:
 
 
 def operators(starts: Tensor, longest: int, group: int) -> dict[str, Attention]:
-    """Returns causal attention by `varlen_attn`, as the learners call it, and by the C++ operator below it.
+    """Returns causal attention by the C++ operator, as the learners call it, and by PyTorch's `varlen_attn` above it.
 
     A device without them has one of plain PyTorch instead, for rehearsals.
     """
-    kernel = varlen_attention()
-    if kernel is None or starts.device.type != "cuda":
+    if starts.device.type != "cuda":
         return {"plain": lambda q, k, v: plain(q, k, v, longest)}
-    takes_groups = "enable_gqa" in kernel.options
-    shared: dict[str, Any] = {"enable_gqa": True} if takes_groups else {}
+    from torch.nn.attention.varlen import varlen_attn
 
     def custom(q_LNH: Tensor, k_LGH: Tensor, v_LGH: Tensor) -> Tensor:
-        k, v = (x if takes_groups else x.repeat_interleave(group, dim=1) for x in (k_LGH, v_LGH))
-        y: Tensor = kernel.attend(q_LNH, k, v, starts, starts, longest, longest, window_size=(-1, 0), **shared)
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k_LGH, v_LGH))
+        y = varlen_attn(q_LNH, k, v, starts, starts, longest, longest, window_size=(-1, 0))
+        assert isinstance(y, Tensor)
         return y
 
     def native(q_LNH: Tensor, k_LGH: Tensor, v_LGH: Tensor) -> Tensor:
-        """Takes fewer key-value heads than query heads as they are; its arguments end with dropout, causal, debug."""
-        flash = torch.ops.aten._flash_attention_forward
-        y: Tensor = flash(q_LNH, k_LGH, v_LGH, starts, starts, longest, longest, 0.0, True, False)[0]
-        return y
+        return flash_varlen(q_LNH, k_LGH, v_LGH, starts, longest, (-1, 0))
 
     return {"varlen_attn": custom, "aten": native}
 

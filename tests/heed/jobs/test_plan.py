@@ -530,3 +530,13 @@ def test_a_cluster_that_is_too_small_is_refused_before_anything_is_prepared(
     finally:
         disconnect()
     assert not (tmp_path / "gpt3-175b-1024gpus" / "tokenizer").exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_one_rank_is_planned_without_zero(workers: int) -> None:
+    """As it runs, unless something is offloaded."""
+    changes = (f"workers={workers}", "engine.zero_stage=2", "engine.precision=bf16")
+    offloaded = (*changes, 'engine.offload=["optimizer"]')
+    layouts = [plan_of(JOBS / "debug.toml", overrides=overrides).layout for overrides in (changes, offloaded)]
+    assert [layout.zero_stage for layout in layouts] == [0 if workers == 1 else 2, 2]
+    assert layouts[0].is_autocast == (workers == 1)
