@@ -26,14 +26,19 @@ class Mixture(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_ND = x_BTD.flatten(0, -2)
-        weights_NK, experts_NK = self.route(x_ND)
-        y_NKD = self.experts(x_ND, experts_NK)
+        p_NE = self.router(x_ND).softmax(dim=-1)
+        experts_NK = self.choose(p_NE)
+        weights_NK, y_NKD = self.weights(p_NE, experts_NK), self.experts(x_ND, experts_NK)
         return (y_NKD * weights_NK.unsqueeze(-1).to(y_NKD.dtype)).sum(dim=1).view_as(x_BTD)
 
-    def route(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the weights [N, K], in fp32, and the numbers [N, K] of each token's experts, largest weight first."""
-        weights_NK, experts_NK = self.router(x_ND).softmax(dim=-1).topk(self.num_chosen)
-        return weights_NK / weights_NK.sum(dim=-1, keepdim=True) if self.divides_by_sum else weights_NK, experts_NK
+    def choose(self, p_NE: Tensor) -> Tensor:
+        """Returns the numbers [N, K] of each token's experts, largest probability first."""
+        return p_NE.topk(self.num_chosen).indices
+
+    def weights(self, p_NE: Tensor, experts_NK: Tensor) -> Tensor:
+        """Returns the weights [N, K] of given experts, in fp32. The router gets its gradient through them."""
+        p_NK = p_NE.gather(1, experts_NK)
+        return p_NK / p_NK.sum(dim=-1, keepdim=True) if self.divides_by_sum else p_NK
 
 
 class Experts(nn.Module):
