@@ -1,14 +1,63 @@
 """A mixture of experts: the MLP of a token is a weighted sum of a few out of many small ones (arXiv 1701.06538).
 
-Shape letters: B batch, T tokens of a row, N tokens of a pass, D model width, M width of an expert, E experts, K experts
-per token, S pairs of a token and one of its experts: N · K, F outputs.
+Which experts a token uses is its route. Routes can be recorded by one pass and replayed by another (arXiv 2510.11370),
+whose router then only weighs the recorded experts.
+
+Shape letters: B batch, T tokens of a row, N tokens of a pass, L layers, D model width, M width of an expert, E experts,
+K experts per token, S pairs of a token and one of its experts: N · K, F outputs.
 """
+
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lm.config import ModelConfig
 from lm.layers import GATED, ExpertMaps, Fp32Linear
+
+
+class PassRoutes(Protocol):
+    """What knows or decides the routes of a pass besides the routers: it records them or replaces them."""
+
+    def choose(self, layer: int, experts_NK: Tensor) -> Tensor:
+        """Returns the experts that a layer's tokens use, given the router's choice."""
+
+
+def route_dtype(num_experts: int) -> torch.dtype:
+    """Returns the type of recorded routes. Its largest number means that a token has no recorded route."""
+    return torch.uint8 if num_experts <= 255 else torch.int16
+
+
+def no_routes(config: ModelConfig, *sizes: int, like: Tensor) -> Tensor:
+    """Returns routes [*sizes, K] of tokens that have none."""
+    dtype = route_dtype(config.num_experts)
+    shape = (*sizes, config.num_experts_per_tok)
+    return torch.full(shape, torch.iinfo(dtype).max, dtype=dtype, device=like.device)
+
+
+def has_route(routes: Tensor) -> Tensor:
+    """Returns whether routes [..., K] are recorded, [...]."""
+    return (routes != torch.iinfo(routes.dtype).max).any(dim=-1)
+
+
+class Replay(PassRoutes):
+    """Replays recorded routes. A token without one, such as padding, takes the router's choice.
+
+    `differs_LN` says where the router would have chosen another set of experts than the recorded one.
+    """
+
+    def __init__(self, routes_BTLK: Tensor) -> None:
+        self.routes_LNK = routes_BTLK.flatten(0, 1).transpose(0, 1)
+        self.is_recorded_LN = has_route(self.routes_LNK)
+        self.differs_LN = torch.zeros_like(self.is_recorded_LN)
+
+    def choose(self, layer: int, experts_NK: Tensor) -> Tensor:
+        recorded_NK = self.routes_LNK[layer].to(experts_NK.dtype)
+        is_recorded_N1 = self.is_recorded_LN[layer].unsqueeze(1)
+        used_NK = torch.where(is_recorded_N1, recorded_NK, experts_NK)
+        # Recomputed blocks write the same again.
+        self.differs_LN[layer] = (used_NK.sort(dim=1).values != experts_NK.sort(dim=1).values).any(dim=1)
+        return used_NK
 
 
 class Mixture(nn.Module):
@@ -24,10 +73,12 @@ class Mixture(nn.Module):
         self.router = Fp32Linear(config.hidden_size, config.num_experts, bias=False)
         self.experts = Experts(config)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, routes: PassRoutes | None = None, layer: int = 0) -> Tensor:
         x_ND = x_BTD.flatten(0, -2)
         p_NE = self.router(x_ND).softmax(dim=-1)
         experts_NK = self.choose(p_NE)
+        if routes is not None:
+            experts_NK = routes.choose(layer, experts_NK)
         weights_NK, y_NKD = self.weights(p_NE, experts_NK), self.experts(x_ND, experts_NK)
         return (y_NKD * weights_NK.unsqueeze(-1).to(y_NKD.dtype)).sum(dim=1).view_as(x_BTD)
 
