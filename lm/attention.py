@@ -50,8 +50,8 @@ class PassCache(Protocol):
 
 
 class KVCache:
-    """Keys and values of all layers, [L, B, G, C, H] each: token t of the sequence in slot b is in column t. A mixture's
-    cache also has the tokens' experts, [L, B, C, K].
+    """Keys and values of all layers, [L, B, G, C, H] each: token t of the sequence in slot b is in column t. That of a
+    mixture also has the tokens' experts, [L, B, C, K].
 
     It is allocated once. Sequences are written, moved and overwritten in place, and each needs one column per token.
     """

@@ -24,20 +24,24 @@ class PassRoutes(Protocol):
 
 
 def route_dtype(num_experts: int) -> torch.dtype:
-    """Returns the type of recorded routes. Its largest number means that a token has no recorded route."""
+    """Returns the type of recorded routes, whose largest number is no expert's."""
     return torch.uint8 if num_experts <= 255 else torch.int16
+
+
+def no_route(routes: Tensor) -> int:
+    """Returns the number in place of the experts of a token without a recorded route."""
+    return torch.iinfo(routes.dtype).max
 
 
 def no_routes(config: ModelConfig, *sizes: int, like: Tensor) -> Tensor:
     """Returns routes [*sizes, K] of tokens that have none."""
-    dtype = route_dtype(config.num_experts)
-    shape = (*sizes, config.num_experts_per_tok)
-    return torch.full(shape, torch.iinfo(dtype).max, dtype=dtype, device=like.device)
+    routes = torch.empty(*sizes, config.num_experts_per_tok, dtype=route_dtype(config.num_experts), device=like.device)
+    return routes.fill_(no_route(routes))
 
 
 def has_route(routes: Tensor) -> Tensor:
     """Returns whether routes [..., K] are recorded, [...]."""
-    return (routes != torch.iinfo(routes.dtype).max).any(dim=-1)
+    return (routes != no_route(routes)).any(dim=-1)
 
 
 class Replay(PassRoutes):
@@ -58,6 +62,12 @@ class Replay(PassRoutes):
         # Recomputed blocks write the same again.
         self.differs_LN[layer] = (used_NK.sort(dim=1).values != experts_NK.sort(dim=1).values).any(dim=1)
         return used_NK
+
+    def of_first(self, num_tokens: int) -> "Replay":
+        """Returns the same for the first tokens of the pass."""
+        first = Replay(self.routes_LNK[:, :num_tokens].transpose(0, 1)[None])
+        first.differs_LN = self.differs_LN[:, :num_tokens]
+        return first
 
 
 class Mixture(nn.Module):

@@ -204,7 +204,9 @@ class _Run:
             for slot, (row, token, logprob) in enumerate(drawn):
                 if not self.is_over(row):
                     self._record(row, token, logprob)
-                    if self.result.routes and self.is_over(row):  # later steps may overwrite those of a row that is over
+                    if self.result.routes and self.is_over(
+                        row
+                    ):  # later steps may overwrite those of a row that is over
                         num_read = len(self.prompts[row]) + len(self.result.responses[row]) - 1
                         self.result.routes[row] = self.batch.routes(slot, num_read)
 

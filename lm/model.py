@@ -88,8 +88,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Returns hidden states [B, T, D]; with `split_sequences`, those of this rank's slice of the rows.
 
-        `mask` [B, T, T]: True = may attend; None = causal, or everything for an encoder. `routes` of a mixture are those
-        of the tokens that this rank computes; a cache records them if there are none.
+        `mask` [B, T, T]: True = may attend; None = causal, or everything for an encoder. `routes` are a mixture's:
+        of tokens that this rank computes; a cache records them if there are none.
 
         Training with dropout needs `sequence_keys_BT` (or [B, 1]); see `lm.layers.Dropout`.
         """

@@ -30,6 +30,7 @@ from ppo.report import PPOResults
 from ppo.roles import Roles
 from ppo.rollout import Rollout
 from ppo.rollout_log import RolloutLog, SampleLog, followed_rows
+from ppo.routes import require_routes
 from reward.sources import RewardSum
 from stages.data import Fitting
 from stages.labels import OpenLabels
@@ -180,6 +181,9 @@ def controller_of(
     num_rows = len(stream_rows(stream.path, stream.seq_len)) if stream else 0
     names = [source.title for source in config.named_sources]
     shape, _, _ = read_config(models.sft, "language")
+    require_routes(config, shape)
+    if shape.num_experts and config.sampler.has_own_process and config.router_replay is None:
+        say(f"ppo: sampler {config.sampler.kind!r} records no routes, so the learner's routers choose experts")
     return PPOController(
         config,
         roles,

@@ -172,7 +172,22 @@ DIAGNOSTICS = (
         (Series("learning_rate", "policy", "ppo"), Series("value_learning_rate", "values", "heldout")),
     ),
     Panel("KL coefficient", "per nat", _ppo("kl_coef")),
-    Panel("Sampler against learner", "difference of their log-probs, nats per token", _ppo("sampler_difference")),
+    Panel(
+        "Sampler against learner",
+        "difference of their log-probs, nats per token",
+        (
+            Series("sampler_difference", "as trained", "ppo"),
+            Series("sampler_difference_unreplayed", "without router replay", "heldout"),
+        ),
+    ),
+    Panel(
+        "Replayed routes",
+        "share for which the learner's routers would have chosen other experts",
+        (
+            Series("routes_changed", "all layers", "ppo"),
+            Series("routes_changed_worst_layer", "worst layer", "heldout"),
+        ),
+    ),
     Panel(
         "Time per phase",
         "seconds per iteration",

@@ -237,7 +237,8 @@ def test_replayed_routes_are_the_experts_that_are_used() -> None:
     found = layer(x_BTD, replay, 0)
     found.square().sum().backward()
     gradient = layer.router.weight.grad
-    assert gradient is not None and gradient.abs().max() > 0
+    assert gradient is not None
+    assert gradient.abs().max() > 0
     layer.zero_grad(set_to_none=True)
     E, rows, differs = 6, [], []
     ups, downs = layer.experts.up.weight.chunk(E), layer.experts.down.weight.chunk(E)
@@ -272,4 +273,5 @@ def test_replaying_own_routes_gives_the_same_bits(recomputes: bool) -> None:
         logits[:, :14].logsumexp(dim=-1).sum().backward()
         results.append([logits.detach(), *(parameter.grad for parameter in model.parameters())])
     assert all(map(torch.equal, *results))
-    assert replay is not None and not replay.differs_LN.any()
+    assert replay is not None
+    assert not replay.differs_LN.any()
