@@ -180,14 +180,7 @@ DIAGNOSTICS = (
             Series("sampler_difference_unreplayed", "without router replay", "heldout"),
         ),
     ),
-    Panel(
-        "Replayed routes",
-        "share for which the learner's routers would have chosen other experts",
-        (
-            Series("routes_changed", "all layers", "ppo"),
-            Series("routes_changed_worst_layer", "worst layer", "heldout"),
-        ),
-    ),
+    Panel("Routes that replay changes", "share, in the worst layer", _ppo("routes_changed_worst_layer")),
     Panel(
         "Time per phase",
         "seconds per iteration",

@@ -237,17 +237,7 @@ class Rollout(Sendable):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        tensors = load_file(path)
-        # Older files lack these: who sampled a response was not recorded, and no environment took part.
-        none_B, logprobs_BR = torch.zeros_like(tensors["prompt_rows_B"]), tensors["behaviour_logprobs_BR"]
-        tensors.setdefault("sampled_by_B", none_B)
-        places_R = torch.arange(logprobs_BR.shape[1])
-        tensors.setdefault("written_BR", places_R < tensors["response_tokens_B"][:, None])
-        tensors.setdefault("turn_rewards_BR", torch.zeros_like(logprobs_BR))
-        tensors.setdefault("failure_B", none_B)
-        tensors.setdefault("environment_seconds_B", none_B.float())
-        tensors.setdefault("routes_BTLK", torch.zeros(*tensors["tokens_BT"].shape, 0, 0, dtype=torch.uint8))
-        return cls(**tensors)
+        return cls(**load_file(path))
 
     def __len__(self) -> int:
         return len(self.tokens_BT)

@@ -108,18 +108,12 @@ class Conversation:
     written: list[bool] = field(default_factory=list)  # True = by the policy
     logprobs: list[float] = field(default_factory=list)  # nats, of the policy's tokens; 0 at the others
     rewards: list[float] = field(default_factory=list)
-    routes: Tensor = field(
-        default_factory=lambda: torch.zeros(0)
-    )  # of the first tokens, with the prompt's (`lm.experts`)
+    routes: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.uint8))  # of all tokens that were read
     num_turns: int = 0
     is_over: bool = False
     is_finished: bool = False  # ended with a closed turn, before room ran out
     failure: Exception | None = None
     episode: Episode | None = None
-
-    def add_routes(self, routes: Tensor) -> None:
-        """Add those of tokens read since the last turn. Earlier ones stay as they were when a turn was sampled."""
-        self.routes = torch.cat([self.routes, routes[len(self.routes) :]]) if len(self.routes) else routes
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float] = ()) -> None:
         """Append a turn of the policy, with its log-probs, or a reply, which has none."""
@@ -232,11 +226,12 @@ class Conversations:
             max_new_tokens=[self.max_new_tokens - len(conversation.tokens) for conversation in running],
             temperature=self.temperature,
         )
-        of_turns = sampled.routes or [torch.zeros(0)] * len(running)
+        of_turns = sampled.routes or [conversation.routes for conversation in running]
         turns = zip(running, sampled.responses, sampled.finished, sampled.logprobs, of_turns, strict=True)
         for conversation, tokens, is_closed, logprobs, routes in turns:
             conversation.append(tokens, logprobs)
-            conversation.add_routes(routes)
+            # Those of earlier turns stay as they were when these were sampled.
+            conversation.routes = torch.cat([conversation.routes, routes[len(conversation.routes) :]])
             conversation.num_turns += 1
             conversation.is_over = not is_closed or conversation.failure is not None
         for conversation, reply in self._answers([talk for talk in running if not talk.is_over], self._reply):

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from ray import cloudpickle
-from safetensors.torch import save_file
 
 from ppo.rank import PackedRollout
 from ppo.rollout import (
@@ -111,16 +110,6 @@ def test_of_an_environments_tokens_none_is_the_policys(tmp_path: Path) -> None:
     for field in fields(rollout):
         expected = getattr(rollout, field.name)
         assert torch.equal(getattr(joined_twice, field.name), torch.cat([expected, expected])), field.name
-
-
-def test_a_saved_rollout_of_an_older_version_is_all_the_policys(rollout: Rollout, tmp_path: Path) -> None:
-    path, added = tmp_path / "old.safetensors", ("written_BR", "turn_rewards_BR", "failure_B", "environment_seconds_B")
-    tensors = {field.name: getattr(rollout, field.name).contiguous() for field in fields(rollout)}
-    save_file({name: tensor for name, tensor in tensors.items() if name not in added}, path)
-    loaded = Rollout.load(path)
-    for name, tensor in tensors.items():
-        assert torch.equal(getattr(loaded, name), tensor), name
-        assert getattr(loaded, name).dtype == tensor.dtype, name
 
 
 def test_spread_puts_flat_numbers_where_the_responses_are(rollout: Rollout) -> None:
