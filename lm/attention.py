@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.config import ModelConfig
+from lm.experts import no_routes
 from lm.layers import Linear, Replaceable, RMSNorm, compute_dtype
 from lm.positions import Rotary, neighbours_apart, rotate
 from lm.sequence_parallel import SplitRows
@@ -44,22 +45,27 @@ class PassCache(Protocol):
     def append(self, layer: int, k_BGTH: Tensor, v_BGTH: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new tokens of one layer; return the keys and values that they attend to, [B, G, S, H] each."""
 
+    def choose(self, layer: int, experts_NK: Tensor) -> Tensor:
+        """Store the experts of one layer's tokens, in a mixture; return them (`lm.experts.PassRoutes`)."""
+
 
 class KVCache:
-    """Keys and values of all layers, [L, B, G, C, H] each: token t of the sequence in slot b is in column t.
+    """Keys and values of all layers, [L, B, G, C, H] each: token t of the sequence in slot b is in column t. That of a
+    mixture also has the tokens' experts, [L, B, C, K].
 
     It is allocated once. Sequences are written, moved and overwritten in place, and each needs one column per token.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys, values
+    def __init__(self, keys: Tensor, values: Tensor, routes: Tensor | None = None) -> None:
+        self.keys, self.values, self.routes = keys, values, routes
 
     @classmethod
     def empty(cls, config: ModelConfig, num_slots: int, num_columns: int, like: Tensor) -> Self:
         """Returns a cache for this shape of model, with the dtype and device of `like`."""
         shape = (config.num_hidden_layers, num_slots, config.num_key_value_heads, num_columns, config.head_dim)
         # Zeros, although unwritten columns are masked: 0 times uninitialised memory may be NaN.
-        return cls(like.new_zeros(shape), like.new_zeros(shape))
+        routes = no_routes(config, shape[0], num_slots, num_columns, like=like) if config.num_experts else None
+        return cls(like.new_zeros(shape), like.new_zeros(shape), routes)
 
     @property
     def num_slots(self) -> int:
@@ -74,6 +80,11 @@ class KVCache:
         self.keys[layer][slots_N, :, columns_N] = k_NGH.to(self.keys.dtype)
         self.values[layer][slots_N, :, columns_N] = v_NGH.to(self.values.dtype)
 
+    def write_routes(self, layer: int, experts_NK: Tensor, slots_N: Tensor, columns_N: Tensor) -> None:
+        """Store the experts of one layer's tokens, each at its slot and column."""
+        assert self.routes is not None, "only the cache of a mixture has routes"
+        self.routes[layer][slots_N, columns_N] = experts_NK.to(self.routes.dtype)
+
     def copy_slots(self, pairs: Sequence[tuple[int, int]], num_columns: int) -> None:
         """Copy the first columns of slots, given as (from, to), all at once: a target may be another copy's source.
 
@@ -82,6 +93,8 @@ class KVCache:
         source_B, target_B = torch.tensor(pairs, device=self.keys.device).unbind(dim=1)
         for part in (*self.keys, *self.values):
             part[target_B, :, :num_columns] = part[source_B, :, :num_columns]
+        if self.routes is not None:
+            self.routes[:, target_B, :num_columns] = self.routes[:, source_B, :num_columns]
 
 
 class PromptWriter:
@@ -98,6 +111,10 @@ class PromptWriter:
         self.cache.write(layer, k_NGH, v_NGH, self.slots_N, self.columns_N)
         return k_BGTH, v_BGTH
 
+    def choose(self, layer: int, experts_NK: Tensor) -> Tensor:
+        self.cache.write_routes(layer, experts_NK[self.places_N], self.slots_N, self.columns_N)
+        return experts_NK
+
 
 class TokenWriter:
     """The cache of a decoding step (T = 1): the sequences in the first slots write one column each, and read the first
@@ -111,6 +128,10 @@ class TokenWriter:
     def append(self, layer: int, k_BGTH: Tensor, v_BGTH: Tensor) -> tuple[Tensor, Tensor]:
         self.cache.write(layer, k_BGTH[:, :, 0], v_BGTH[:, :, 0], self.slots_B, self.columns_B)
         return self.kept(layer)
+
+    def choose(self, layer: int, experts_NK: Tensor) -> Tensor:
+        self.cache.write_routes(layer, experts_NK, self.slots_B, self.columns_B)
+        return experts_NK
 
     def kept(self, layer: int) -> tuple[Tensor, Tensor]:
         """Returns the keys and values of one layer, [B, G, S, H] each: views of the cache."""

@@ -22,6 +22,7 @@ from lm.attention import CrossAttentionCache, KVCache, Mask, OwnKeys, TokenWrite
 from lm.block import BlockInputs, run_blocks
 from lm.config import ModelConfig
 from lm.encoder import EncoderDecoder
+from lm.experts import route_dtype
 from lm.layers import Fp32Linear, Head, compute_dtype
 from lm.model import LanguageModel
 from lm.native.decoder import NativeSteps, what_native_steps_miss
@@ -100,7 +101,7 @@ def decode(
     again_BTD = stack.layer_positions(positions_BT, x_BTD.dtype)
     writer = TokenWriter(cache, columns_B, num_columns)
     scale = query_scale(positions_BT, config.rope_scaling, compute_dtype(x_BTD))
-    inputs = BlockInputs(masks, rotary, writer, cross_cache, positions_BTD=again_BTD, query_scale=scale)
+    inputs = BlockInputs(masks, rotary, writer, cross_cache, positions_BTD=again_BTD, query_scale=scale, routes=writer)
     hidden_BTD = run_blocks(stack.blocks, stack.norm, x_BTD, inputs)
     return model.head(hidden_BTD[:, -1])
 
@@ -321,6 +322,7 @@ def rows_in(free: int, config: ModelConfig, itemsize: int, max_rows: int, num_co
     mlp = max(3 * config.intermediate_size, experts if config.num_experts else 0)
     width = mlp + 6 * config.hidden_size + 2 * heads * config.head_dim
     cache = 2 * config.num_hidden_layers * config.num_key_value_heads * num_columns * config.head_dim
-    row = itemsize * (cache + 2 * config.vocab_size) + 16 * config.vocab_size
+    routes = route_dtype(config.num_experts).itemsize * config.num_hidden_layers * config.num_experts_per_tok
+    row = itemsize * (cache + 2 * config.vocab_size) + 16 * config.vocab_size + routes * num_columns
     rows = max(1, int(0.9 * free - itemsize * PROMPT_TOKENS * width) // row)
     return min(max_rows, rows // ROWS * ROWS or rows)

@@ -1,14 +1,73 @@
 """A mixture of experts: the MLP of a token is a weighted sum of a few out of many small ones (arXiv 1701.06538).
 
-Shape letters: B batch, T tokens of a row, N tokens of a pass, D model width, M width of an expert, E experts, K experts
-per token, S pairs of a token and one of its experts: N · K, F outputs.
+Which experts a token uses is its route. Routes can be recorded by one pass and replayed by another (arXiv 2510.11370),
+whose router then only weighs the recorded experts.
+
+Shape letters: B batch, T tokens of a row, N tokens of a pass, L layers, D model width, M width of an expert, E experts,
+K experts per token, S pairs of a token and one of its experts: N · K, F outputs.
 """
+
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lm.config import ModelConfig
 from lm.layers import GATED, ExpertMaps, Fp32Linear
+
+
+class PassRoutes(Protocol):
+    """What knows or decides the routes of a pass besides the routers: it records them or replaces them."""
+
+    def choose(self, layer: int, experts_NK: Tensor) -> Tensor:
+        """Returns the experts that a layer's tokens use, given the router's choice."""
+
+
+def route_dtype(num_experts: int) -> torch.dtype:
+    """Returns the type of recorded routes, whose largest number is no expert's."""
+    return torch.uint8 if num_experts <= 255 else torch.int16
+
+
+def no_route(routes: Tensor) -> int:
+    """Returns the number in place of the experts of a token without a recorded route."""
+    return torch.iinfo(routes.dtype).max
+
+
+def no_routes(config: ModelConfig, *sizes: int, like: Tensor) -> Tensor:
+    """Returns routes [*sizes, K] of tokens that have none."""
+    routes = torch.empty(*sizes, config.num_experts_per_tok, dtype=route_dtype(config.num_experts), device=like.device)
+    return routes.fill_(no_route(routes))
+
+
+def has_route(routes: Tensor) -> Tensor:
+    """Returns whether routes [..., K] are recorded, [...]."""
+    return (routes != no_route(routes)).any(dim=-1)
+
+
+class Replay(PassRoutes):
+    """Replays recorded routes. A token without one, such as padding, takes the router's choice.
+
+    `differs_LN` says where the router would have chosen another set of experts than the recorded one.
+    """
+
+    def __init__(self, routes_BTLK: Tensor) -> None:
+        self.routes_LNK = routes_BTLK.flatten(0, 1).transpose(0, 1)
+        self.is_recorded_LN = has_route(self.routes_LNK)
+        self.differs_LN = torch.zeros_like(self.is_recorded_LN)
+
+    def choose(self, layer: int, experts_NK: Tensor) -> Tensor:
+        recorded_NK = self.routes_LNK[layer].to(experts_NK.dtype)
+        is_recorded_N1 = self.is_recorded_LN[layer].unsqueeze(1)
+        used_NK = torch.where(is_recorded_N1, recorded_NK, experts_NK)
+        # Recomputed blocks write the same again.
+        self.differs_LN[layer] = (used_NK.sort(dim=1).values != experts_NK.sort(dim=1).values).any(dim=1)
+        return used_NK
+
+    def of_first(self, num_tokens: int) -> "Replay":
+        """Returns the same for the first tokens of the pass."""
+        first = Replay(self.routes_LNK[:, :num_tokens].transpose(0, 1)[None])
+        first.differs_LN = self.differs_LN[:, :num_tokens]
+        return first
 
 
 class Mixture(nn.Module):
@@ -25,16 +84,23 @@ class Mixture(nn.Module):
         self.router = Fp32Linear(config.hidden_size, config.num_experts, bias=config.mlp_bias)
         self.experts = Experts(config)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, routes: PassRoutes | None = None, layer: int = 0) -> Tensor:
         x_ND = x_BTD.flatten(0, -2)
-        weights_NK, experts_NK = self.route(x_ND)
-        y_NKD = self.experts(x_ND, experts_NK)
+        p_NE = self.router(x_ND).softmax(dim=-1)
+        experts_NK = self.choose(p_NE)
+        if routes is not None:
+            experts_NK = routes.choose(layer, experts_NK)
+        weights_NK, y_NKD = self.weights(p_NE, experts_NK), self.experts(x_ND, experts_NK)
         return (y_NKD * weights_NK.unsqueeze(-1).to(y_NKD.dtype)).sum(dim=1).view_as(x_BTD)
 
-    def route(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the weights [N, K], in fp32, and the numbers [N, K] of each token's experts, largest weight first."""
-        weights_NK, experts_NK = self.router(x_ND).softmax(dim=-1).topk(self.num_chosen)
-        return weights_NK / weights_NK.sum(dim=-1, keepdim=True) if self.divides_by_sum else weights_NK, experts_NK
+    def choose(self, p_NE: Tensor) -> Tensor:
+        """Returns the numbers [N, K] of each token's experts, largest probability first."""
+        return p_NE.topk(self.num_chosen).indices
+
+    def weights(self, p_NE: Tensor, experts_NK: Tensor) -> Tensor:
+        """Returns the weights [N, K] of given experts, in fp32. The router gets its gradient through them."""
+        p_NK = p_NE.gather(1, experts_NK)
+        return p_NK / p_NK.sum(dim=-1, keepdim=True) if self.divides_by_sum else p_NK
 
 
 class Experts(nn.Module):

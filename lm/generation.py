@@ -34,12 +34,14 @@ SAMPLED_AT_ONCE = {"cpu": 128, "cuda": 1024}  # rows that run at once by default
 class Generated:
     """Responses in the order of the prompts. A finished response ends with an end token or where `stop` returned True;
     the others were cut off. `logprobs` are those of the response's tokens, in nats, under the model at the sampling
-    temperature (greedy: 1), before top_k and top_p.
+    temperature (greedy: 1), before top_k and top_p. `routes` [tokens, L, K] of a mixture are the experts of all tokens
+    of prompt and response but the last, which no pass has read; layers without experts have no routes.
     """
 
     responses: list[list[int]]
     finished: list[bool]
     logprobs: list[list[float]]
+    routes: list[Tensor] = field(default_factory=list)
 
 
 Limits = int | Sequence[int]  # of the tokens of a response: one number for all prompts, or one for each
@@ -229,6 +231,8 @@ class _Run:
         self.result.responses.extend([] for _ in prompts)
         self.result.finished.extend(False for _ in prompts)
         self.result.logprobs.extend([] for _ in prompts)
+        if self.batch.model.config.num_experts:
+            self.result.routes.extend(torch.empty(0) for _ in prompts)
 
     def add_partials(self, partials: Sequence[Partial]) -> None:
         """Reads responses so far into the batch."""
@@ -293,9 +297,13 @@ class _Run:
         tokens, logprobs = (torch.stack(parts).tolist() for parts in zip(*self.unread, strict=True))
         self.unread = []
         for step_tokens, step_logprobs in zip(tokens, logprobs, strict=True):
-            for row, token, logprob in zip(self.batch.rows, step_tokens, step_logprobs, strict=True):
+            drawn = zip(self.batch.rows, step_tokens, step_logprobs, strict=True)
+            for slot, (row, token, logprob) in enumerate(drawn):
                 if not self.is_over(row):
                     self._record(row, token, logprob)
+                    if self.result.routes and self.is_over(row):  # later steps may overwrite the routes
+                        num_read = len(self.prompts[row]) + len(self.result.responses[row]) - 1
+                        self.result.routes[row] = self.batch.routes(slot, num_read)
 
     def _record(self, row: int, token: int, logprob: float) -> None:
         response = self.result.responses[row]
@@ -448,6 +456,11 @@ class Batch:
             self.logits_BV = steps.next_logits(tokens_B, self.columns_B, self.cache, num_columns)
         self.columns_B = self.columns_B + 1
         self.lengths = [length + 1 for length in self.lengths]
+
+    def routes(self, slot: int, num_tokens: int) -> Tensor:
+        """Returns a copy in CPU memory of the experts of a sequence's first tokens, [tokens, L, K]."""
+        assert self.cache.routes is not None, "only a mixture has routes"
+        return self.cache.routes[:, slot, :num_tokens].cpu().transpose(0, 1).clone()
 
     def keep(self, slots: Sequence[int]) -> None:
         """Keep only the sequences in these slots, in this order (a forking beam appears twice)."""

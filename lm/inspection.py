@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lm.config import ModelConfig
+from lm.experts import route_dtype
 from lm.source import on_meta
 from lm.weights import PRETRAINED
 
@@ -104,10 +105,12 @@ def num_unread(config: ModelConfig, num_tokens: int) -> float:
 
 
 def cache_bytes_per_token(config: ModelConfig, bytes_per_number: int = 2) -> int:
-    """Returns the key-value cache's bytes per token of a sequence (bf16 by default); in an encoder-decoder, per source
-    or target token.
+    """Returns the key-value cache's bytes per token of a sequence (bf16 by default), with a mixture's routes; in an
+    encoder-decoder, per source or target token.
     """
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * bytes_per_number
+    routes = config.num_experts_per_tok * route_dtype(config.num_experts).itemsize
+    keys_and_values = 2 * config.num_key_value_heads * config.head_dim * bytes_per_number
+    return config.num_hidden_layers * (keys_and_values + routes)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from lm.attention import (
 )
 from lm.block import Block, BlockInputs, PostNormBlock, run_blocks, run_compiled_blocks
 from lm.config import ModelConfig
+from lm.experts import PassRoutes
 from lm.layers import Dropout, Fp32Linear, Head, compute_dtype, make_norm, token_keys
 from lm.positions import RelativeBias, Rotary, query_scale, rotary_tables, sinusoids
 from lm.sampling import token_logprobs
@@ -83,10 +84,12 @@ class Transformer(nn.Module):
         cross_cache: CrossAttentionCache | None = None,
         token_types_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
+        routes: PassRoutes | None = None,
     ) -> Tensor:
         """Returns hidden states [B, T, D]; with `split_sequences`, those of this rank's slice of the rows.
 
-        `mask` [B, T, T]: True = may attend; None = causal, or everything for an encoder.
+        `mask` [B, T, T]: True = may attend; None = causal, or everything for an encoder. `routes` are a mixture's:
+        of tokens that this rank computes; a cache records them if there are none.
 
         Training with dropout needs `sequence_keys_BT` (or [B, 1]); see `lm.layers.Dropout`.
         """
@@ -112,7 +115,7 @@ class Transformer(nn.Module):
         rotary = self.rotary(positions_BT, compute_dtype(x_BTD))
         again_BTD = self.layer_positions(positions_BT, x_BTD.dtype)
         scale = query_scale(positions_BT, self.config.rope_scaling, compute_dtype(x_BTD))
-        inputs = BlockInputs(masks, rotary, cache, cross_cache, keys_BT, split, again_BTD, scale)
+        inputs = BlockInputs(masks, rotary, cache, cross_cache, keys_BT, split, again_BTD, scale, routes or cache)
         recompute = self.recomputes and torch.is_grad_enabled()
         if self.compiles and cache is None and cross_cache is None:
             return self.norm(run_compiled_blocks(self.blocks, x_BTD, inputs, recompute=recompute))
@@ -166,6 +169,7 @@ class Transformer(nn.Module):
         cross_cache: CrossAttentionCache | None = None,
         token_types_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
+        routes: PassRoutes | None = None,
     ) -> Tensor:
         """Returns the hidden states of whole rows.
 
@@ -174,15 +178,15 @@ class Transformer(nn.Module):
         Positions restart at 0 in every segment and no token attends across segments, so a sequence has the same hidden
         states in a packed row as in a row of its own. Segments may stay in CPU memory (`packed_mask`). None means one
         sequence per row. A decoder's rows may then be padded on the right; an encoder's must not be padded.
-        `sequence_keys_BT` is as for `forward`.
+        `sequence_keys_BT` and `routes` are as for `forward`.
         """
         T = tokens_BT.shape[1]
         if segments_BT is None:
             positions_BT = torch.arange(T, device=tokens_BT.device).expand(tokens_BT.shape)
-            return self(tokens_BT, positions_BT, None, None, cross_cache, token_types_BT, sequence_keys_BT)
+            return self(tokens_BT, positions_BT, None, None, cross_cache, token_types_BT, sequence_keys_BT, routes)
         mask = self.mask_of(segments_BT, tokens_BT.device)
         positions_BT = upload(segment_positions(segments_BT), tokens_BT.device)
-        return self(tokens_BT, positions_BT, mask, None, cross_cache, token_types_BT, sequence_keys_BT)
+        return self(tokens_BT, positions_BT, mask, None, cross_cache, token_types_BT, sequence_keys_BT, routes)
 
     def states(self, hidden_BTD: Tensor, selected_BT: Tensor | None) -> Tensor:
         """Returns the hidden states at the selected positions [C, D], or all of them for None. With `split_sequences`,
@@ -271,15 +275,17 @@ class LanguageModel(nn.Module):
         sequence_keys_BT: Tensor | None = None,
         targets: Tensor | None = None,
         temperature: float = 1.0,
+        routes: PassRoutes | None = None,
     ) -> Tensor:
         """Returns logits [C, V] at the positions where `selected_BT` is True, row by row; [B, T, V] if it is None.
 
         With `targets` [C] or [B, T], returns their log-probs instead (`lm.sampling.token_logprobs`). With
         `split_sequences`, logits are those of this rank's slice of the rows, and log-probs those of the whole rows.
+        `routes` are as for `Transformer.forward`.
         """
         if self.decoder.group is not None and selected_BT is None:
             selected_BT = torch.ones(tokens_BT.shape, dtype=torch.bool, device="cpu")
-        hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT)
+        hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT, routes=routes)
         return self.read(hidden_BTD, selected_BT, targets, temperature)
 
     def read(

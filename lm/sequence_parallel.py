@@ -54,11 +54,11 @@ class SequenceGroup:
         width = -(-num_tokens // self.size)
         return range(self.processes.rank() * width, (self.processes.rank() + 1) * width)
 
-    def slice_of(self, x_BT: Tensor) -> Tensor:
-        """Returns this rank's slice [B, t] of one number per token; 0 at padding."""
+    def slice_of(self, x_BT: Tensor, padding: int = 0) -> Tensor:
+        """Returns this rank's slice [B, t, ...] of numbers per token; `padding` beyond the row."""
         columns = self.columns(x_BT.shape[1])
         own = x_BT[:, columns.start : columns.stop]
-        return F.pad(own, (0, len(columns) - own.shape[1]))
+        return F.pad(own, (0, 0) * (x_BT.dim() - 2) + (0, len(columns) - own.shape[1]), value=padding)
 
     def own(self, selected_BT: Tensor) -> Tensor:
         """Returns the indices, into the selected positions [C], of those in this rank's slice."""

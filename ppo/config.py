@@ -197,6 +197,11 @@ class PPOConfig(Config):
         ge=1, description="Length limit of a response, in tokens; in a conversation, of all turns and replies together."
     )
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature of rollouts.")
+    router_replay: bool | None = Field(
+        default=None,
+        description="Whether policy and reference use the experts that the sampler recorded for each token, of prompts"
+        " too, and weigh them by their own routers (docs/samplers.md); by default in every mixture of experts.",
+    )
     sampler: Sampler = Field(default=HeedSampler(), description="The engine that samples responses.")
     placement: Placement = Field(default=Colocated(), description="Which ranks sample, score and learn.")
     memory: Literal["fast", "balanced", "small"] = Field(
@@ -332,6 +337,8 @@ class PPOConfig(Config):
         yield from self._unmet_needs_of_body()
         yield from self._unmet_needs_of_teachers()
         yield from self._unmet_needs_of_alarm()
+        if self.router_replay and self.sampler.has_own_process:
+            yield f"router_replay is true, but sampler.kind {self.sampler.kind!r} records no routes; false was expected"
         if self.environment is not None and self.sampler.tensor_parallel_size > 1:
             yield (
                 f"sampler.tensor_parallel_size {self.sampler.tensor_parallel_size} with environment.kind"
@@ -342,6 +349,11 @@ class PPOConfig(Config):
             yield (
                 f"placement.kind {self.placement.kind!r} continues responses with new weights, which sampler.kind"
                 f' {self.sampler.kind!r} cannot; "heed" was expected'
+            )
+        if self.router_replay and self.placement.samples_rounds:
+            yield (
+                f"router_replay is true, but placement.kind {self.placement.kind!r} reads responses again with other"
+                " weights, which have other routes; false was expected"
             )
         if self.placement.samples_rounds and self.environment is not None:
             yield (

@@ -35,6 +35,7 @@ class Experience:
     outputs: ModelOutputs  # log-probs under policy, reference and teachers, and values
     staleness: int  # iterations between the weights that sampled the rollout and those that learn from it
     sampler_difference: float  # mean |difference| between the sampler's and the learner's log-probs, nats per token
+    route_changes: Mapping[str, float]  # metrics of replayed routes (`ppo.routes`); empty without any
     oversampling: Mapping[str, float]  # metrics of the choice among the sampled groups; empty without oversampling
     failures: Mapping[str, int]  # responses by kind of failure, where the reward has kinds
 
@@ -57,6 +58,7 @@ class Experience:
             "failed_scores": float((~scored_B).sum()),
             "staleness": float(self.staleness),
             "sampler_difference": self.sampler_difference,
+            **self.route_changes,
             **self._teacher_kls(config.teacher_names),
         }
 

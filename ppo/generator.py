@@ -263,6 +263,7 @@ class Generator(Rank):
             found.logprobs,
             max_new_tokens=limit,
             pad_id=self.tokenizer.pad_id,
+            routes=self._replayed(found.routes),
         )
 
     def _converse(
@@ -294,7 +295,12 @@ class Generator(Rank):
             pad_id=self.tokenizer.pad_id,
             dialogues=[conversation.dialogue for conversation in of_prompts],
             environment_seconds=sampled.seconds,
+            routes=self._replayed([conversation.routes for conversation in of_prompts]),
         )
+
+    def _replayed(self, routes: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Returns the routes that learners replay: those of a mixture, unless `router_replay` is false."""
+        return () if self.config.router_replay is False or not any(map(len, routes)) else routes
 
     @cached_property
     def _context_tokens(self) -> int:

@@ -5,7 +5,9 @@ Shape letters: B responses, R response tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import repeat
+from operator import add
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +18,7 @@ from cluster.remote import Handle, Pending
 from files.atomic import atomic_folder
 from files.hashes import derive_seed
 from lm.adapters import adapted, save_trained
+from lm.experts import Replay
 from lm.lora import is_adapter, merged, without_adapters
 from lm.model import LanguageModel, ScalarModel
 from lm.progress import note_progress
@@ -39,6 +42,7 @@ from ppo.rollout import (
     shares_of,
     start_on_groups,
 )
+from ppo.routes import NUM_UNREPLAYED, RouteChanges
 from training.checkpoint import ParamShard, SavedState, State, changed_files, share_of_files, state_of, step_of
 from training.config import BatchConfig, EngineConfig
 from training.engine import Engine
@@ -62,12 +66,19 @@ class Learners:
         self.num_shares = ranks.num_ranks // sequence_parallel_size
 
     def start_policy_logprobs(
-        self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False, tests_draws: bool = False
+        self,
+        rollout: Rollout,
+        minibatches: Sequence[Tensor],
+        *,
+        keeps: bool = False,
+        tests_draws: bool = False,
+        compares_routes: bool = False,
     ) -> Pending[Tensor]:
         """Start computing log π of each response token [B, R], nats, at the sampling temperature; 0 at padding.
 
         With `tests_draws`, learners also keep tokens, to test whether they are draws from π (`take_evidence`).
-        That requires all responses that were sampled with these weights, not a selection.
+        That requires all responses that were sampled with these weights, not a selection. With `compares_routes`, they
+        count what replaying the rollout's routes changes (`take_route_changes`).
 
         Responses are packed as the updates on `minibatches` (row numbers of the rollout) will pack them. With `keeps`,
         learners keep passes for the first of those updates to reuse; it must come next (`ppo.kept_passes`).
@@ -75,7 +86,7 @@ class Learners:
         shares, repeated = self._by_update(rollout, minibatches, keeps=keeps)
         drawn = Drawn.of(rollout) if tests_draws else None
         arguments = [
-            (part, share.pass_sizes, repeated, drawn and drawn.rows(share.rows))
+            (part, share.pass_sizes, repeated, drawn and drawn.rows(share.rows), compares_routes)
             for part, share in zip(rollout.shares(shares), shares, strict=True)
         ]
         return joined(start_on_groups(self.ranks, Learner.policy_logprobs, arguments), shares)
@@ -137,6 +148,11 @@ class Learners:
         """Returns the evidence from all passes with `tests_draws` since the last call."""
         return sum(self.ranks.call_all(Learner.take_evidence), NO_EVIDENCE)
 
+    def take_route_changes(self) -> RouteChanges | None:
+        """Returns what replay changed in the last passes with `compares_routes`; None if no routes were replayed."""
+        found = [changes for changes in self.ranks.call_all(Learner.take_route_changes) if changes is not None]
+        return reduce(add, found) if found else None
+
     def sent_digests(self) -> Mapping[str, int]:
         """Returns the digest of each weight last sent to the generators; empty before the first time."""
         (digests,) = self.ranks.start_first(Learner.sent_digests)()  # all ranks send the same
@@ -190,6 +206,7 @@ class Learner(Rank):
         self.writer = self.policy.checkpoint_writer()
         self.kept = KeptPasses(config, self.engines)
         self._sent_digests = dict[str, int]()
+        self._route_changes: RouteChanges | None = None
         stream = models.pretraining
         self.stream = CausalLMObjective(stream_rows(stream.path, stream.seq_len)) if stream else None
 
@@ -210,11 +227,33 @@ class Learner(Rank):
         pass_sizes: Sequence[int],
         repeated: Repeated = NOT_REPEATED,
         drawn: Drawn | None = None,
+        compares_routes: bool = False,
     ) -> Tensor:
         of_pass = iter(drawn.parts(pass_sizes)) if drawn else repeat(None)
-        return self._measure(
-            "policy", lambda part: self._logprobs(self.policy.model, part, next(of_pass)), rollout, pass_sizes, repeated
+        replays = list[Replay]()
+        logprobs_BR = self._measure(
+            "policy",
+            lambda part: self._logprobs(self.policy.model, part, next(of_pass), replays),
+            rollout,
+            pass_sizes,
+            repeated,
         )
+        if compares_routes and replays:
+            self._compare_routes(replays, rollout, pass_sizes)
+        return logprobs_BR
+
+    @torch.no_grad()
+    def _compare_routes(self, replays: Sequence[Replay], rollout: Rollout, pass_sizes: Sequence[int]) -> None:
+        """Count what the passes' replays changed, and compute a few log-probs again without replay."""
+        counted = [replay for replay, size in zip(replays, pass_sizes, strict=True) if size]
+        first = rollout.rows(slice(0, max(1, min(NUM_UNREPLAYED, pass_sizes[0])))).without_routes
+        with self.policy.cache_weight_casts():  # all ranks gather weights for it
+            unreplayed_BR = self._logprobs(self.policy.model, first).cpu()
+        self._route_changes = RouteChanges.of(counted, rollout, unreplayed_BR) if counted else None
+
+    def take_route_changes(self) -> RouteChanges | None:
+        found, self._route_changes = self._route_changes, None
+        return found
 
     def take_evidence(self) -> Evidence:
         """Returns the evidence from the tokens that this rank has kept since the last call."""

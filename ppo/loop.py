@@ -30,6 +30,7 @@ from ppo.report import PPOResults
 from ppo.roles import Roles
 from ppo.rollout import Rollout
 from ppo.rollout_log import RolloutLog, SampleLog, followed_rows
+from ppo.routes import require_routes
 from reward.sources import RewardSum
 from stages.data import Fitting
 from stages.labels import OpenLabels
@@ -182,6 +183,11 @@ def controller_of(
     num_rows = len(stream_rows(stream.path, stream.seq_len)) if stream else 0
     names = [source.title for source in config.named_sources]
     shape, _, _ = read_config(models.sft, "language")
+    require_routes(config, shape)
+    records_none = config.sampler.has_own_process or config.placement.samples_rounds
+    if shape.num_experts and records_none and config.router_replay is None:
+        where = f"sampler {config.sampler.kind!r} with placement {config.placement.kind!r}"
+        say(f"ppo: {where} records no routes, so the learner's routers choose experts")
     return PPOController(
         config,
         roles,

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.config import ModelConfig, exact_div
+from lm.experts import Replay, no_route
 from lm.hub import on_this_machine
 from lm.layers import Fp32Linear
 from lm.model import SCORE, LanguageModel, ScalarModel
@@ -185,16 +186,23 @@ class Rank:
         """Join the passes' outputs to those of all responses [B, R], without the uncounted row of an empty pass."""
         return torch.cat([output.detach()[:size] for output, size in zip(outputs, pass_sizes, strict=True)]).cpu()
 
-    def _logprobs(self, model: nn.Module, rollout: Rollout, drawn: Drawn | None = None) -> Tensor:
+    def _logprobs(
+        self, model: nn.Module, rollout: Rollout, drawn: Drawn | None = None, replays: list[Replay] | None = None
+    ) -> Tensor:
         """Returns log π of the response tokens [B, R], at the sampling temperature. With `drawn`, some of them are
-        tested for being draws from π.
+        tested for being draws from π. The pass replays the rollout's routes, and appends
+        the replay to `replays`.
         """
         note_progress()
         packed = PackedRollout.of(rollout, self.device)
         read, temperature = (packed.tokens_LT, packed.segments_LT, packed.states_LT), self.config.temperature
+        routes = packed.routes(rollout, self.sequences)
+        replay = None if routes is None else Replay(routes)
+        if replay is not None and replays is not None:
+            replays.append(replay)
         if drawn is None:
-            return packed.spread(model(*read, targets=packed.targets_C, temperature=temperature))
-        logits_CV, targets_C = model(*read), packed.targets_C
+            return packed.spread(model(*read, targets=packed.targets_C, temperature=temperature, routes=replay))
+        logits_CV, targets_C = model(*read, routes=replay), packed.targets_C
         if self.sequences is None:
             logprobs_C = token_logprobs(logits_CV, targets_C, temperature)
         else:  # logits are those of this rank's slice of the rows
@@ -250,7 +258,7 @@ class Rank:
 class PackedRollout:
     """A model's inputs: tokens on the device, segments and states in CPU memory. States are True where the policy wrote
     the next token. `targets_C` are these tokens, row by row; `places_C` are their indices in a flat [B, R], in CPU
-    memory.
+    memory. `order` numbers the responses as they are packed.
     """
 
     tokens_LT: Tensor
@@ -260,6 +268,7 @@ class PackedRollout:
     places_C: Tensor
     num_responses: int
     max_new_tokens: int
+    order: Tensor
 
     @classmethod
     def of(cls, rollout: Rollout, device: torch.device) -> Self:
@@ -286,7 +295,22 @@ class PackedRollout:
             places_C,
             len(rollout),
             R,
+            order,
         )
+
+    def routes(self, rollout: Rollout, sequences: SequenceGroup | None = None) -> Tensor | None:
+        """Returns the rollout's routes in its packed rows, or in this rank's slice of them, on the device; None if it
+        has none. Padding has no route.
+        """
+        if not rollout.routes_BTLK.numel():
+            return None
+        lengths = rollout.num_tokens_B[self.order].tolist()
+        of_rows = [rollout.routes_BTLK[row, :length] for row, length in zip(self.order.tolist(), lengths, strict=True)]
+        nothing, shape = no_route(rollout.routes_BTLK), (*self.segments_LT.shape, *rollout.routes_BTLK.shape[2:])
+        routes_LTLK = torch.full(shape, nothing, dtype=rollout.routes_BTLK.dtype)
+        routes_LTLK[self.segments_LT > 0] = torch.cat(of_rows)
+        own = routes_LTLK if sequences is None else sequences.slice_of(routes_LTLK, nothing)
+        return upload(own, self.tokens_LT.device)
 
     def spread(self, flat_C: Tensor) -> Tensor:
         """Turn one number per predicted token, row by row, into [B, R]; 0 where the policy wrote none."""

@@ -172,7 +172,15 @@ DIAGNOSTICS = (
         (Series("learning_rate", "policy", "ppo"), Series("value_learning_rate", "values", "heldout")),
     ),
     Panel("KL coefficient", "per nat", _ppo("kl_coef")),
-    Panel("Sampler against learner", "difference of their log-probs, nats per token", _ppo("sampler_difference")),
+    Panel(
+        "Sampler against learner",
+        "difference of their log-probs, nats per token",
+        (
+            Series("sampler_difference", "as trained", "ppo"),
+            Series("sampler_difference_unreplayed", "without router replay", "heldout"),
+        ),
+    ),
+    Panel("Routes that replay changes", "share, in the worst layer", _ppo("routes_changed_worst_layer")),
     Panel(
         "Age of tokens",
         "iterations between the weights that sampled and those that learn",

@@ -140,7 +140,9 @@ class Roles:
             ]
             outputs = joined(ranks.start_split(SharedBodyLearner.measure, arguments), shares)
             return lambda: _of_shared_body(outputs())
-        logprobs = learners.start_policy_logprobs(rollout, minibatches, keeps=keeps, tests_draws=tests_draws)
+        logprobs = learners.start_policy_logprobs(
+            rollout, minibatches, keeps=keeps, tests_draws=tests_draws, compares_routes=True
+        )
         ref_logprobs = self.scorers.start_reference_logprobs(rollout, minibatches)
         teachers = self.scorers.start_teacher_logprobs(rollout, minibatches) if self.config.teachers else None
         has_values = self.config.value_optimizer is not None

@@ -1,6 +1,7 @@
 """Sampled responses, the batches that updates learn from, and how both are split among ranks and passes.
 
-Shape letters: B responses, T tokens of prompt and response, R response tokens, C counted positions.
+Shape letters: B responses, T tokens of prompt and response, R response tokens, C counted positions, L layers, K experts
+per token.
 """
 
 import itertools
@@ -20,6 +21,7 @@ from torch import Tensor
 from cluster.remote import Arguments, Handle, Kept, Pending, Result
 from files.hashes import derive_seed
 from lm.config import exact_div
+from lm.experts import no_route
 from training.config import BatchConfig
 from training.packing import pass_tokens, split_passes
 
@@ -172,6 +174,7 @@ class Rollout(Sendable):
     turn_rewards_BR: Tensor  # from the environment, at the last token of the turn that earned them; higher is better
     failure_B: Tensor  # why the environment gave the response no score: a place in FAILURES; 0 = it gave one
     environment_seconds_B: Tensor  # time for which the rank that sampled the response waited for environments
+    routes_BTLK: Tensor  # the sampler's experts for each token (`lm.experts`); L = K = 0 if none are replayed
 
     @classmethod
     def of(
@@ -187,9 +190,11 @@ class Rollout(Sendable):
         sampled_by: Sequence[Sequence[int]] = (),
         dialogues: Sequence["Dialogue"] = (),
         environment_seconds: float = 0.0,
+        routes: Sequence[Tensor] = (),
     ) -> Self:
         """`sampled_by` has the digest of the weights that sampled each token. `dialogues` says which tokens the policy
-        wrote and what they earned; without it, it wrote all of them.
+        wrote and what they earned; without it, it wrote all of them. `routes` are those of each row's first tokens,
+        [tokens, L, K].
         """
         num_rows, width = len(prompts), max(len(prompt) for prompt in prompts) + max_new_tokens
         tokens_BT = torch.full((num_rows, width), pad_id)
@@ -218,6 +223,7 @@ class Rollout(Sendable):
             rewards_BR,
             failure_B.to(torch.int64),
             torch.full((num_rows,), environment_seconds),
+            joined_routes(routes, width) if routes else torch.zeros(num_rows, width, 0, 0, dtype=torch.uint8),
         )
 
     @classmethod
@@ -226,7 +232,12 @@ class Rollout(Sendable):
         width = max(part.tokens_BT.shape[1] for part in parts)
         # Padding is never read, so any token works.
         padded = [
-            replace(part, tokens_BT=F.pad(part.tokens_BT, (0, width - part.tokens_BT.shape[1]))) for part in parts
+            replace(
+                part,
+                tokens_BT=F.pad(part.tokens_BT, (0, width - part.tokens_BT.shape[1])),
+                routes_BTLK=joined_routes([*part.routes_BTLK], width),
+            )
+            for part in parts
         ]
         return cls(*(torch.cat([getattr(part, field.name) for part in padded]) for field in fields(cls)))
 
@@ -293,7 +304,12 @@ class Rollout(Sendable):
         """Select responses. T shrinks to the longest of them; R stays."""
         part = replace(self, **_rows_of(self, index))
         width = int((part.prompt_tokens_B + part.response_tokens_B).max())
-        return replace(part, tokens_BT=part.tokens_BT[:, :width])
+        return replace(part, tokens_BT=part.tokens_BT[:, :width], routes_BTLK=part.routes_BTLK[:, :width])
+
+    @property
+    def without_routes(self) -> Self:
+        """The same responses, for a model whose routers choose."""
+        return replace(self, routes_BTLK=self.routes_BTLK[:, :, :0])
 
     @property
     def num_tokens_B(self) -> Tensor:
@@ -308,6 +324,15 @@ class Rollout(Sendable):
     def parts(self, pass_sizes: Sequence[int]) -> list[Self]:
         """Returns the responses of each pass, which are adjacent. A pass without any reads the first, uncounted."""
         return [self.rows(part) for part in pass_slices(pass_sizes)]
+
+
+def joined_routes(routes: Sequence[Tensor], num_tokens: int) -> Tensor:
+    """Returns the routes of several rows, [rows, num_tokens, L, K], given those of each one's first tokens."""
+    first = routes[0]
+    whole = torch.full((len(routes), num_tokens, *first.shape[1:]), no_route(first), dtype=first.dtype)
+    for row, own in enumerate(routes):
+        whole[row, : len(own)] = own
+    return whole
 
 
 @dataclass(frozen=True)

@@ -175,12 +175,15 @@ def samplers_of(rollout: Rollout) -> list[str]:
 
 
 def response_digests(rollout: Rollout) -> list[str]:
-    """Returns a digest per response, of the tokens of its prompt and its own, and of the bits of its log-probs."""
+    """Returns a digest per response, of the tokens of its prompt and its own, of the bits of its log-probs, and of the
+    routes of all these tokens, if there are any.
+    """
     digests, lengths = [], zip(rollout.num_tokens_B.tolist(), rollout.response_tokens_B.tolist(), strict=True)
     for row, (num_tokens, num_response) in enumerate(lengths):
         tokens = rollout.tokens_BT[row, :num_tokens].contiguous().numpy().tobytes()
         logprobs = rollout.behaviour_logprobs_BR[row, :num_response].contiguous().numpy().tobytes()
-        digests.append(hashlib.sha256(tokens + logprobs).hexdigest()[:16])
+        routes = rollout.routes_BTLK[row, :num_tokens].contiguous().numpy().tobytes()
+        digests.append(hashlib.sha256(tokens + logprobs + routes).hexdigest()[:16])
     return digests
 
 

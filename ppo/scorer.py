@@ -123,6 +123,7 @@ class Scorers:
     def start_reference_logprobs(self, rollout: Rollout, minibatches: Sequence[Tensor]) -> Pending[Tensor]:
         """Start computing log π_ref of each response token [B, R], nats, at the sampling temperature; 0 at padding.
 
+        The reference replays the policy's routes: the KL is then that of weights, and 0 while these are equal.
         Responses are packed as for the policy (`Learners.start_policy_logprobs`), so with as many scorers as shares
         of the learners the KL starts at exactly 0.
         """
@@ -252,7 +253,8 @@ class Scorer(Rank):
     @torch.no_grad()
     def teacher_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
         """Returns log π_T [B, M, R], nats."""
-        return torch.stack([self._frozen_logprobs(model, rollout, pass_sizes) for model in self.teachers], dim=1)
+        routed = rollout.without_routes  # a teacher has routers of its own
+        return torch.stack([self._frozen_logprobs(model, routed, pass_sizes) for model in self.teachers], dim=1)
 
     def _frozen_logprobs(
         self, model: "FrozenModel[LanguageModel]", rollout: Rollout, pass_sizes: Sequence[int]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lm.adapters import ADAPTER, FromAdapter
+from lm.experts import Replay, no_route
 from lm.lora import is_adapter, merged, read_by
 from lm.model import LanguageModel, ScalarModel
 from lm.progress import note_progress
@@ -140,10 +141,14 @@ class SharedBodyLearner(Learner):
     def measure(self, rollout: Rollout, pass_sizes: Sequence[int], drawn: Drawn | None = None) -> Tensor:
         """Returns [B, 3, R]: log-probs under policy and reference, nats, and values; 0 at padding."""
         of_pass = iter(drawn.parts(pass_sizes)) if drawn else repeat(None)
+        replays = list[Replay]()
         with self.policy.cache_weight_casts():
-            return self._by_pass(lambda part: self._measured(part, next(of_pass)), rollout, pass_sizes)
+            found = self._by_pass(lambda part: self._measured(part, next(of_pass), replays), rollout, pass_sizes)
+        if replays:
+            self._compare_routes(replays, rollout, pass_sizes)
+        return found
 
-    def _measured(self, rollout: Rollout, drawn: Drawn | None) -> Tensor:
+    def _measured(self, rollout: Rollout, drawn: Drawn | None, replays: list[Replay]) -> Tensor:
         note_progress()
         packed = PackedRollout.of(rollout, self.device)
         policy, value = self.policy.module, self.value.module if "value" in self.engines else None
@@ -154,8 +159,14 @@ class SharedBodyLearner(Learner):
             with self._precision():
                 return model.read(hidden_LTD, packed.states_LT)
 
+        routes, replay = packed.routes(rollout), None
+        if routes is not None:  # the value function's routers choose
+            nothing = torch.full_like(routes, no_route(routes))
+            replay = Replay(torch.cat([routes, routes, nothing][: len(readers)]))
         with self._precision(), read_by(policy, readers):
-            hidden = policy.decoder.hidden(rows, segments).chunk(len(readers))
+            hidden = policy.decoder.hidden(rows, segments, routes=replay).chunk(len(readers))
+        if replay is not None:
+            replays.append(replay.of_first(packed.tokens_LT.numel()))
         outputs = list[Tensor]()
         for of_role, tested in zip(hidden[:2], (drawn, None), strict=True):  # logits are larger than all hidden states
             logits_CV = read(policy, of_role)

@@ -32,6 +32,7 @@ from ppo.rank import InitialModels, ScoreScale, TokenStream
 from ppo.report import REPORTER, names_of
 from ppo.roles import Roles
 from ppo.rollout import Rollout
+from ppo.routes import require_routes
 from ppo.shared_body import adapter_of, require_same_body, require_same_shape
 from pretrain.stage import STAGE as PRETRAIN
 from pretrain.stage import tokenize
@@ -279,6 +280,7 @@ def check(config: PPOConfig, job: JobView) -> None:
     """
     if job.model is not None:
         require_divisible(job.model, config.sampler.tensor_parallel_size, "ppo.sampler.tensor_parallel_size")
+        require_routes(config, job.model)
     reward = reward_section(job)
     own_reward = reward is not None and "reward" in job.parents(STAGE.name)
     if reward is not None and own_reward:

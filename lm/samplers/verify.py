@@ -40,6 +40,7 @@ from lm.samplers.draws import ALARM, NO_EVIDENCE, Draws, Evidence, evidence
 from lm.samplers.engine import Agreement, LoadEngine, SamplingEngine, SentWeights, chunks, held_tensors, max_difference
 from lm.samplers.heed_engine import DTYPES
 from lm.samplers.power import faults, power_row
+from lm.samplers.routes import OLD_ROUTERS, judge_routes
 from lm.sampling import token_logprobs
 from lm.source import load_for_inference, on_meta
 from lm.tokenizer import Messages, Tokenizer
@@ -336,6 +337,8 @@ def explanations(trial: Trial, generated: Generated, version: int) -> Iterator[t
     for number in older:
         head = {"head.weight": weights_of(trial.policy(number))["head.weight"]}
         yield OLD_HEAD, truth(with_weights(policy, {**weights, **head}), *rollout)
+    for name, model in _with_old_routers(trial, version).items():
+        yield name, truth(model, *rollout)
     for first, second in _pairs(policy.config):
         exchanged = with_weights(policy, with_exchanged(weights, first, second))
         yield layers_exchanged(first, second), truth(exchanged, *rollout)
@@ -428,6 +431,9 @@ def _checks(sampler: SamplingEngine, trial: Trial, num_draws: int) -> Iterator[C
             return
         fault, measured = judge(trial, rollouts[-1], version)
         yield Check(f"policy, {name}", not fault, fault or measured)
+        if trial.shape.num_experts:
+            fault, measured = judge_recorded_routes(trial, rollouts[-1], version)
+            yield Check(f"routes, {name}", not fault, fault or measured)
     yield from _draws(more_draws(sampler, trial, num_draws), num_draws)
     sampler.sleep()
     sampler.wake()
@@ -479,6 +485,23 @@ def judge(trial: Trial, generated: Generated, version: int) -> tuple[str, str]:
     if not agreement.holds(trial.max_difference):
         return f"{explain(trial, generated, reported_C, version) or UNEXPLAINED} ({measured})", measured
     return _biased(DrawTest(policy, trial.tokenizer.end_ids, trial.prompts, generated).evidence()), measured
+
+
+def judge_recorded_routes(trial: Trial, generated: Generated, version: int) -> tuple[str, str]:
+    """Returns what is wrong with a rollout's routes ("" if nothing is), and what was measured."""
+    if not generated.routes:
+        return "", "it records none, so PPO samples without router replay"
+    older = _with_old_routers(trial, version) | ({OLD_WEIGHTS: trial.policy(version - 1)} if version else {})
+    texts = [[*prompt, *response[:-1]] for prompt, response in zip(trial.prompts, generated.responses, strict=True)]
+    return judge_routes(trial.policy(version), older, texts, generated.routes, trial.precision)
+
+
+def _with_old_routers(trial: Trial, version: int) -> dict[str, LanguageModel]:
+    """Returns a mixture with the routers of before the last update, by the name of that fault."""
+    if not (version and trial.shape.num_experts):
+        return {}
+    old = {name: tensor for name, tensor in weights_of(trial.policy(version - 1)).items() if ".router." in name}
+    return {OLD_ROUTERS: with_weights(trial.policy(version), {**weights_of(trial.policy(version)), **old})}
 
 
 def _form(name: str, generated: Generated, trial: Trial) -> Check:

@@ -21,6 +21,9 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
 from files.hashes import derive_seed
 from files.importing import explain
 from files.rows import Row
@@ -105,6 +108,7 @@ class Conversation:
     written: list[bool] = field(default_factory=list)  # True = by the policy
     logprobs: list[float] = field(default_factory=list)  # nats, of the policy's tokens; 0 at the others
     rewards: list[float] = field(default_factory=list)
+    routes: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.uint8))  # of all tokens that were read
     num_turns: int = 0
     is_over: bool = False
     is_finished: bool = False  # ended with a closed turn, before room ran out
@@ -222,9 +226,12 @@ class Conversations:
             max_new_tokens=[self.max_new_tokens - len(conversation.tokens) for conversation in running],
             temperature=self.temperature,
         )
-        turns = zip(running, sampled.responses, sampled.finished, sampled.logprobs, strict=True)
-        for conversation, tokens, is_closed, logprobs in turns:
+        of_turns = sampled.routes or [conversation.routes for conversation in running]
+        turns = zip(running, sampled.responses, sampled.finished, sampled.logprobs, of_turns, strict=True)
+        for conversation, tokens, is_closed, logprobs, routes in turns:
             conversation.append(tokens, logprobs)
+            # Those of earlier turns stay as they were when these were sampled.
+            conversation.routes = torch.cat([conversation.routes, routes[len(conversation.routes) :]])
             conversation.num_turns += 1
             conversation.is_over = not is_closed or conversation.failure is not None
         for conversation, reply in self._answers([talk for talk in running if not talk.is_over], self._reply):

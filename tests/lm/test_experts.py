@@ -11,7 +11,7 @@ from torch import Tensor
 from lm import decoding
 from lm.config import ModelConfig
 from lm.decoding import decoding_steps, fixed_steps, prepacked
-from lm.experts import Mixture
+from lm.experts import Mixture, Replay, has_route, no_routes
 from lm.generation import generate
 from lm.inspection import flops_per_token, parameter_table
 from lm.lora import LoRAConfig, adapted_maps, add_adapters
@@ -213,3 +213,95 @@ def test_a_router_stays_in_fp32_when_weights_are_prepacked(monkeypatch: pytest.M
     monkeypatch.setattr(decoding, "PrepackedLinear", lambda linear, _rows: (packed.append(linear), linear.forward)[1])
     with prepacked(mixture(), 4):
         assert len(packed) == 3 * 2 + 1  # attention's maps, and the head
+
+
+class _Own(Replay):
+    """Lets the routers choose and keeps what they chose."""
+
+    def __init__(self, num_tokens: int, config: ModelConfig) -> None:
+        super().__init__(no_routes(config, 1, num_tokens, config.num_hidden_layers, like=torch.empty(0)))
+        self.chosen: dict[int, Tensor] = {}
+
+    def choose(self, layer: int, experts_NK: Tensor) -> Tensor:
+        self.chosen[layer] = experts_NK
+        return super().choose(layer, experts_NK)
+
+
+def own_routes(model: LanguageModel, tokens: list[int]) -> Tensor:
+    """Returns the routes [T, L, K] that a pass over one row takes."""
+    own = _Own(len(tokens), model.config)
+    model(torch.tensor([tokens]), routes=own)
+    found = no_routes(model.config, len(tokens), model.config.num_hidden_layers, like=torch.empty(0))
+    for layer, experts_NK in own.chosen.items():
+        found[:, layer] = experts_NK.to(found.dtype)
+    assert not own.differs_LN.any()
+    return found
+
+
+@pytest.mark.parametrize("steps", ["eager", "fixed"])
+@pytest.mark.parametrize("num_experts", [6, 256])
+def test_generation_records_the_routes_of_prompts_and_responses(steps: Any, num_experts: int) -> None:
+    """Rows enter, leave and move to other slots; two prompts are equal, and some responses end early."""
+    model = mixture(mlp_only_layers=[1], num_experts=num_experts)
+    prompts = [[3, 4, 5], [6], [3, 4, 5], [7, 8, 9, 10, 11], [12, 13], [6]]
+    limits = [9, 2, 4, 1, 7, 5]
+    found = generate(
+        model, prompts, max_new_tokens=limits, end_ids=[1, 2, 3, 4], choice=Choice(), seeds=range(6), steps=steps,
+        max_rows=3,
+    )  # fmt: skip
+    assert len({len(response) for response in found.responses}) > 2
+    for prompt, response, routes in zip(prompts, found.responses, found.routes, strict=True):
+        assert routes.dtype == (torch.uint8 if num_experts == 6 else torch.int16)
+        assert torch.equal(routes, own_routes(model, prompt + response[:-1]))
+        assert has_route(routes).any(dim=0).tolist() == [True, False, True]
+
+
+def test_replayed_routes_are_the_experts_that_are_used() -> None:
+    """Other routes than the router's, against the equation, token by token."""
+    layer = mixture(norm_topk_prob=True).decoder.blocks[0].mlp
+    assert isinstance(layer, Mixture)
+    x_BTD = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(0))
+    routes_BTLK = torch.stack([torch.randperm(6)[:2] for _ in range(7)]).to(torch.uint8)[None, :, None]
+    routes_BTLK[0, 3] = 255  # not recorded: the router chooses
+    replay = Replay(routes_BTLK)
+    found = layer(x_BTD, replay, 0)
+    found.square().sum().backward()
+    gradient = layer.router.weight.grad
+    assert gradient is not None
+    assert gradient.abs().max() > 0
+    layer.zero_grad(set_to_none=True)
+    E, rows, differs = 6, [], []
+    ups, downs = layer.experts.up.weight.chunk(E), layer.experts.down.weight.chunk(E)
+    for x_D, route in zip(x_BTD[0], routes_BTLK[0, :, 0].tolist(), strict=True):
+        p_E = (layer.router.weight @ x_D).softmax(dim=0)
+        own = p_E.topk(2).indices.tolist()
+        route = own if route == [255, 255] else route
+        differs.append({*route} != {*own})
+        outputs = [downs[e] @ (F.silu((ups[e] @ x_D).chunk(2)[0]) * (ups[e] @ x_D).chunk(2)[1]) for e in route]
+        rows.append(sum(p_E[e] * y_D for e, y_D in zip(route, outputs, strict=True)) / sum(p_E[e] for e in route))
+    expected = torch.stack(rows)
+    torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=1e-5)
+    assert replay.differs_LN[0].tolist() == differs
+    assert any(differs)
+    expected.square().sum().backward()
+    torch.testing.assert_close(gradient, layer.router.weight.grad, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_replaying_own_routes_gives_the_same_bits(recomputes: bool) -> None:
+    model = mixture(mlp_only_layers=[1])
+    model.decoder.recomputes = recomputes
+    rows = [torch.randint(2, 32, (length,)).tolist() for length in (5, 9)]
+    packed = torch.tensor([rows[0] + rows[1] + [0, 0]])
+    segments = torch.tensor([[1] * 5 + [2] * 9 + [0, 0]])
+    routes = torch.cat([own_routes(model, row) for row in rows])
+    routes = torch.cat([routes, no_routes(model.config, 2, 3, like=routes)])
+    results = []
+    for replay in (None, Replay(routes[None])):
+        model.zero_grad(set_to_none=True)
+        logits = model(packed, segments, routes=replay)
+        logits[:, :14].logsumexp(dim=-1).sum().backward()
+        results.append([logits.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *results))
+    assert replay is not None
+    assert not replay.differs_LN.any()

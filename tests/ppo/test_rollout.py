@@ -237,6 +237,7 @@ def sent_bytes(num_ranks: int) -> int:
         table_BR.clone(),
         torch.zeros(rows, dtype=torch.int64),
         torch.zeros(rows),
+        torch.zeros(rows, prompt + response, 0, 0, dtype=torch.uint8),
     )
     ptx_rows = torch.arange(rows)
     policy = PolicyBatch(rollout, table_BR.clone(), table_BR.clone(), mask_BR, rows * response, ptx_rows, rows)
@@ -269,6 +270,7 @@ def test_one_of_eight_ranks_is_sent_an_eighth() -> None:
         torch.zeros(1024, 1024),
         torch.zeros(1024, dtype=torch.int64),
         torch.zeros(1024),
+        torch.zeros(1024, 2048, 0, 0, dtype=torch.uint8),
     )
     share, whole = (len(cloudpickle.dumps(rows.rows(slice(0, size)))) for size in (128, 1024))
     assert share == pytest.approx(whole / 8, rel=0.01)
@@ -289,6 +291,7 @@ def test_a_share_is_sent_as_one_buffer_of_its_own_rows() -> None:
         torch.zeros(rows, 7),
         torch.zeros(rows, dtype=torch.int64),
         torch.zeros(rows),
+        torch.zeros(rows, 33, 0, 0, dtype=torch.uint8),
     )
     kl = ResponseKL(torch.rand(rows), torch.rand(rows))
     batch = PolicyBatch(rollout, torch.rand(rows, 7), torch.rand(rows, 7), mask_BR, 99, torch.arange(8), 8, (), kl)

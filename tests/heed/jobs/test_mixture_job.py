@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lm.weights import CONFIG
+from training.metrics import read_metrics
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 
@@ -72,3 +73,12 @@ def test_a_killed_job_of_a_mixture_ends_with_the_same_bits(
         models = [tmp_path / name / "mixture" / stage / "model" for name in ("killed", "whole")]
         assert models[0].joinpath(WEIGHTS).read_bytes() == models[1].joinpath(WEIGHTS).read_bytes(), stage
         assert json.loads((models[1] / CONFIG).read_text())["model_type"] == "qwen3_moe", stage
+    metrics, again_metrics = (
+        read_metrics(tmp_path / name / "mixture" / "ppo" / "metrics.jsonl") for name in ("whole", "killed")
+    )
+    for line, other in zip(metrics, again_metrics, strict=True):
+        assert (line["routes_changed"], line["sampler_difference"]) == (
+            other["routes_changed"],
+            other["sampler_difference"],
+        )
+        assert 0 <= line["routes_changed"] <= line["routes_changed_worst_layer"] < 0.5

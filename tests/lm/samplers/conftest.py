@@ -1,6 +1,7 @@
 """Small models with random weights: with an output head that is the embedding, with one of its own, and a deep one."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,9 +27,10 @@ def small_shape(tokenizer: Tokenizer, *, tied: bool, num_layers: int = 3) -> Mod
     )
 
 
-def _save(folder: Path, *, tied: bool, num_layers: int = 3) -> Path:
+def _save(folder: Path, *, tied: bool, num_layers: int = 3, **changes: Any) -> Path:
     tokenizer = Tokenizer.train([SENTENCE] * 20, 320, "chat")
-    model = LanguageModel(small_shape(tokenizer, tied=tied, num_layers=num_layers))
+    shape = small_shape(tokenizer, tied=tied, num_layers=num_layers).model_dump()
+    model = LanguageModel(ModelConfig.model_validate({**shape, **changes}))
     init_weights(model, 1)
     save_model(folder, model, model.state_dict(), tokenizer)
     return folder
@@ -47,3 +49,9 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _save(tmp_path_factory.mktemp("deep"), tied=False, num_layers=30)
+
+
+@pytest.fixture(scope="session")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    return _save(tmp_path_factory.mktemp("mixture"), tied=False, **experts)

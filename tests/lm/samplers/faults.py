@@ -6,6 +6,8 @@
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +18,7 @@ from lm.config import Precision
 from lm.generation import Batch, Generated, Limits
 from lm.samplers.engine import SamplingEngine, SentWeights, chunks
 from lm.samplers.heed_engine import HeedSampler
+from lm.samplers.routes import MISSING, OLD_ROUTERS, OTHER_ROW, SHIFTED
 from lm.samplers.verify import (
     LOADED_WEIGHTS,
     MAX_NEW_TOKENS,
@@ -173,6 +176,50 @@ class LikelyTokens(Faulty):
             [tries[number].finished[row] for row, number in enumerate(best)],
             [tries[number].logprobs[row] for row, number in enumerate(best)],
         )
+
+
+class Rerouted(Faulty):
+    """Reports other routes than those that it took."""
+
+    def __init__(self, sampler: SamplingEngine, trial: Trial, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        super().__init__(sampler, trial)
+        self.change = change
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: Limits, temperature: float
+    ) -> Generated:
+        found = self.sampler.sample(prompts, seeds, max_new_tokens=max_new_tokens, temperature=temperature)
+        return replace(found, routes=self.change(found.routes))
+
+
+class OldRouters(_Spoiled):
+    """The routers lag one update behind the other weights."""
+
+    def spoiled(self) -> Mapping[str, Tensor]:
+        old = self.history[max(0, len(self.history) - 2)]
+        return {name: old[name] if ".router." in name else tensor for name, tensor in self.history[-1].items()}
+
+
+def of_the_next_row(routes: list[Tensor]) -> list[Tensor]:
+    """Gives each row the routes of the next one, cut or repeated to its own length."""
+    others = [*routes[1:], routes[0]]
+    return [torch.cat([other] * 4)[: len(own)] for own, other in zip(routes, others, strict=True)]
+
+
+def with_one_less(routes: list[Tensor]) -> list[Tensor]:
+    """The last expert of a single token is not recorded."""
+    changed = [row.clone() for row in routes]
+    changed[5][7, 1, -1] = changed[5][7, 1, 0]
+    return changed
+
+
+# Each fault of a mixture's routes, and how the message that names it must begin.
+ROUTE_FAULTS: dict[str, tuple[Callable[[SamplingEngine, Trial], Faulty], str]] = {
+    "a shifted layer": (partial(Rerouted, change=lambda found: [row.roll(1, dims=1) for row in found]), SHIFTED),
+    "another row's routes": (partial(Rerouted, change=of_the_next_row), OTHER_ROW),
+    "stale router weights": (OldRouters, OLD_ROUTERS),
+    "one expert missing": (partial(Rerouted, change=with_one_less), MISSING),
+}
 
 
 # Each fault, and how the message that names it must begin.
