@@ -26,14 +26,20 @@ class Mixture(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_ND = x_BTD.flatten(0, -2)
-        weights_NK, experts_NK = self.route(x_ND)
+        scores_NE = self.router(x_ND).softmax(dim=-1)
+        experts_NK = self.choose(scores_NE)
+        weights_NK = self.weigh(scores_NE, experts_NK)
         y_NKD = self.experts(x_ND, experts_NK)
         return (y_NKD * weights_NK.unsqueeze(-1).to(y_NKD.dtype)).sum(dim=1).view_as(x_BTD)
 
-    def route(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the weights [N, K], in fp32, and the numbers [N, K] of each token's experts, largest weight first."""
-        weights_NK, experts_NK = self.router(x_ND).softmax(dim=-1).topk(self.num_chosen)
-        return weights_NK / weights_NK.sum(dim=-1, keepdim=True) if self.divides_by_sum else weights_NK, experts_NK
+    def choose(self, scores_NE: Tensor) -> Tensor:
+        """Returns the numbers [N, K] of each token's experts, largest score first."""
+        return scores_NE.detach().topk(self.num_chosen).indices
+
+    def weigh(self, scores_NE: Tensor, experts_NK: Tensor) -> Tensor:
+        """Returns the weights [N, K] of these experts, in fp32."""
+        weights_NK = scores_NE.gather(1, experts_NK)
+        return weights_NK / weights_NK.sum(dim=-1, keepdim=True) if self.divides_by_sum else weights_NK
 
 
 class Experts(nn.Module):
