@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lm.attention import Attention, CrossAttention, CrossAttentionCache, Mask, PassCache
 from lm.config import ModelConfig
-from lm.experts import Mixture
+from lm.experts import Mixture, Seen
 from lm.layers import MLP, Dropout, Replaceable, make_norm, site_offset
 from lm.native.operators import prepare_for_compile
 from lm.positions import Rotary
@@ -36,6 +36,7 @@ class BlockInputs:
     cross_cache: CrossAttentionCache | None = None
     dropout_keys_BT: Tensor | None = None
     split: SplitRows | None = None  # of rows of which each rank of a group has a slice
+    seen: Seen | None = None  # the tokens from which routers learn
     positions_BTD: Tensor | None = None  # added to the input of every block but the first, whose input has them
 
 
@@ -79,7 +80,8 @@ class Block(nn.Module):
         return self.dropout(y_BTD, inputs.dropout_keys_BT, 2 + BRANCHES * layer)
 
     def transform(self, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:
-        return self.dropout(self.mlp_output_norm(self.mlp(x_BTD)), inputs.dropout_keys_BT, 3 + BRANCHES * layer)
+        y_BTD = self.mlp(x_BTD, inputs.seen, layer) if isinstance(self.mlp, Mixture) else self.mlp(x_BTD)
+        return self.dropout(self.mlp_output_norm(y_BTD), inputs.dropout_keys_BT, 3 + BRANCHES * layer)
 
 
 class PostNormBlock(Block):

@@ -26,6 +26,7 @@ _UNUSED = r"\.EncDecAttention\.relative_attention_bias\.weight$"
 _COPIES = r"^lm_head\.weight$|^cls\.predictions\.(decoder\.|bias$)|\.embed_tokens\.weight$"
 _OTHER_HEADS = r"^cls\.seq_relationship\.|^(bert\.)?pooler\."
 _BODY = re.compile(r"^(transformer|bert)\.")
+SCORE_BIAS = "bias"  # the only buffer of a model that is not among a checkpoint's tensors, but in config.json
 _LEFT_OUT = re.compile("|".join((_COMPUTED, _UNUSED, _COPIES, _OTHER_HEADS)))
 # BERT's published checkpoints name the norms' parameters as TensorFlow did.
 _OLD_NAMES = {"gamma": "weight", "beta": "bias"}
@@ -166,7 +167,8 @@ class Reader:
     def __init__(self, checkpoint: Checkpoint, family: Family, model: nn.Module) -> None:
         config = model.config
         assert isinstance(config, ModelConfig)
-        shapes = {ours: list(parameter.shape) for ours, parameter in model.named_parameters()}  # tied tensors once
+        held = [*model.named_parameters(), *model.named_buffers()]  # tied tensors once
+        shapes = {ours: list(tensor.shape) for ours, tensor in held if ours != SCORE_BIAS}
         self._checkpoint, self._family, self._config = checkpoint, family, config
         self._has_prefix = any(self._holds(family.stored(config, ours)) for ours in shapes)
         _check_fit(checkpoint, {ours: self._place(ours) for ours in shapes}, shapes)

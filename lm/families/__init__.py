@@ -16,7 +16,7 @@ from lm.families.family import Family, Stored, expect
 from lm.families.gemma3 import Gemma3Family
 from lm.families.gpt2 import GPT2Family
 from lm.families.heed import HeedFamily
-from lm.families.mixtures import MixtralFamily, OlmoeFamily, Qwen3MoeFamily
+from lm.families.mixtures import Glm4MoeFamily, MixtralFamily, OlmoeFamily, Qwen2MoeFamily, Qwen3MoeFamily
 from lm.families.rotary import Olmo2Family, Phi3Family, RotaryFamily
 from lm.families.t5 import T5Family
 
@@ -48,6 +48,8 @@ FAMILIES: tuple[Family, ...] = (
         qk_norm=True,
         defaults={"num_key_value_heads": 4},
     ),
+    Qwen2MoeFamily("qwen2_moe", "Qwen2Moe", attention_bias="qkv", defaults={"num_key_value_heads": 16}),
+    Glm4MoeFamily("glm4_moe", "Glm4Moe", defaults={"num_key_value_heads": 8}),
     OlmoeFamily("olmoe", "Olmoe", attention_bias="flag"),
     MixtralFamily("mixtral", "Mixtral", windows="all", defaults={"num_key_value_heads": 8}),
     Olmo2Family("olmo2", "Olmo2", attention_bias="flag"),
