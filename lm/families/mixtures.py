@@ -105,6 +105,8 @@ class Glm4MoeFamily(MixtureFamily):
 
     def to_hf(self, config: ModelConfig) -> Fields:
         width = config.moe_intermediate_size
+        if not width:
+            raise ValueError("a shape without experts")
         return {
             **super().to_hf(config),
             "attention_bias": config.attention_bias == "qkv",
