@@ -108,7 +108,7 @@ class Case:
     def config(self) -> Any:
         fixed = {"vocab_size": 288, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
         values = {**fixed, **SHAPES.get(self.prefix, ROTARY_SHAPE), **self.theirs}
-        return getattr(transformers, f"{self.prefix}Config")(**values)
+        return getattr(transformers, f"{self.prefix}Config")(**copy.deepcopy(values))  # some add to the tables
 
     def random_model(self) -> Any:
         """Returns a model of `transformers` with random weights."""
@@ -153,6 +153,18 @@ CASES = {
         "Qwen3Moe",
         {**EXPERTS, "num_experts": 5, "moe_intermediate_size": 8, "norm_topk_prob": False, "decoder_sparse_step": 2},
         {"num_experts": 5, "norm_topk_prob": False, "mlp_only_layers": (0, 2)},
+    ),
+    "qwen2 moe": Case(
+        "Qwen2Moe",
+        {**EXPERTS, "num_experts": 5, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 20},
+        {"num_experts": 5, "shared_expert_intermediate_size": 20, "shared_expert_gate": True, "attention_bias": "qkv"},
+    ),
+    "glm-4.5": Case(
+        "Glm4Moe",
+        {**EXPERTS, "n_routed_experts": 6, "moe_intermediate_size": 16, "n_shared_experts": 2, "head_dim": 8,
+         "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True},
+        {"num_experts": 6, "shared_expert_intermediate_size": 32, "routed_scaling_factor": 1.5, "router_bias": True,
+         "scoring_func": "sigmoid", "mlp_only_layers": (0,), "partial_rotary_factor": 0.5, "qk_norm": True},
     ),
     "olmoe": Case(
         "Olmoe", {**EXPERTS, "num_experts": 7, "intermediate_size": 24},
@@ -316,6 +328,9 @@ def shuffled(model: Any) -> Any:
             parameter.data.uniform_(default - 0.5, default + 0.5, generator=generator)
         else:
             parameter.data.uniform_(-0.2, 0.2, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("choice_bias", "e_score_correction_bias")):  # of a mixture's router
+            buffer.uniform_(-0.2, 0.2, generator=generator)
     return model.eval()
 
 

@@ -35,7 +35,7 @@ from stages.plan import Planner, Training
 from stages.reports.parts import Answer, Cell, Part, Row, StageReport, StageReporter, Table
 from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import (
-    GRADIENT_NORM,
+    TRAINING_PANELS,
     Panel,
     headline_of_share,
     metric_figures,
@@ -202,7 +202,7 @@ def _num_rows(planner: Planner, config: ClassifyConfig, data: ClassifyData) -> i
 PANELS = (
     Panel("Loss", "nats", train_and_heldout("loss")),
     Panel("Accuracy", "of texts, words or windows", train_and_heldout("accuracy"), is_share=True),
-    GRADIENT_NORM,
+    *TRAINING_PANELS,
 )
 TITLES = {
     "accuracy": "Accuracy",

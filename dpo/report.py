@@ -10,7 +10,7 @@ from reward.report import LabelerResults
 from stages.reports.parts import Headline, StageReport, StageReporter
 from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import (
-    GRADIENT_NORM,
+    TRAINING_PANELS,
     Panel,
     Series,
     headline_of,
@@ -83,7 +83,7 @@ PANELS = (
     Panel("Baseline", "KTO's estimate of the KL from the reference, nats", train_and_heldout("baseline")),
     Panel("Log-probabilities", "nats per response; both may fall", _both("logprob")),
     Panel("SFT loss", "nats per token of the best responses", train_and_heldout("sft_loss")),
-    GRADIENT_NORM,
+    *TRAINING_PANELS,
 )
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lm.attention import Attention, CrossAttention, CrossAttentionCache, Mask, PassCache, times
 from lm.config import ModelConfig
-from lm.experts import Mixture, PassRoutes
+from lm.experts import Mixture, PassRoutes, Seen
 from lm.layers import MLP, Dropout, Replaceable, make_norm, site_offset
 from lm.native.operators import prepare_for_compile
 from lm.positions import Rotary
@@ -36,6 +36,7 @@ class BlockInputs:
     cross_cache: CrossAttentionCache | None = None
     dropout_keys_BT: Tensor | None = None
     split: SplitRows | None = None  # of rows of which each rank of a group has a slice
+    seen: Seen | None = None  # the tokens from which routers learn
     positions_BTD: Tensor | None = None  # added to the input of every block but the first, whose input has them
     query_scale: Tensor | None = None  # a factor on each token's queries, [B, 1, T, 1]
     routes: PassRoutes | None = None
@@ -85,7 +86,7 @@ class Block(nn.Module):
 
     def transform(self, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:
         is_mixture = isinstance(self.mlp, Mixture)
-        y_BTD = self.mlp(x_BTD, inputs.routes, layer) if is_mixture else self.mlp(x_BTD)
+        y_BTD = self.mlp(x_BTD, layer, inputs.seen, inputs.routes) if is_mixture else self.mlp(x_BTD)
         return self._branch(self.mlp_output_norm(y_BTD), inputs, 3 + BRANCHES * layer)
 
     def _branch(self, y_BTD: Tensor, inputs: BlockInputs, site: int) -> Tensor:

@@ -9,6 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 Precision = Literal["fp32", "bf16"]  # of matrix products; sums and master weights are fp32
 
 
+_OF_EXPERTS = (  # fields that mean nothing without experts
+    "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "scoring_func", "router_bias",
+    "routed_scaling_factor", "shared_expert_intermediate_size", "shared_expert_gate", "mlp_only_layers",
+)  # fmt: skip
+
+
 def exact_div(numerator: int, denominator: int, what: str) -> int:
     """Divide without a remainder. Raises: ValueError naming `what` if there is one."""
     if denominator <= 0 or numerator % denominator:
@@ -123,7 +129,26 @@ class ModelConfig(BaseModel):
     num_experts_per_tok: int = Field(default=0, ge=0, description="Experts that a token uses.")
     moe_intermediate_size: int = Field(default=0, ge=0, description="Width of an expert.")
     norm_topk_prob: bool = Field(
-        default=False, description="Whether the weights of a token's experts are divided by their sum (Qwen3-MoE)."
+        default=False,
+        description="Whether the weights of a token's experts are divided by their sum (Qwen3-MoE): the softmax of"
+        " these experts alone.",
+    )
+    scoring_func: Literal["softmax", "sigmoid"] = Field(
+        default="softmax", description="What makes a router's scores of its products (`sigmoid`: DeepSeek-V3, GLM-4.5)."
+    )
+    router_bias: bool = Field(
+        default=False,
+        description="Whether each expert has a bias that counts only in choosing experts (DeepSeek-V3, arXiv"
+        " 2412.19437); `engine.router_bias_speed` moves it towards an even load.",
+    )
+    routed_scaling_factor: float = Field(
+        default=1.0, gt=0, description="What the sum over a token's experts is multiplied by."
+    )
+    shared_expert_intermediate_size: int = Field(
+        default=0, ge=0, description="Width of an MLP that every token uses in addition to its experts; 0 = none."
+    )
+    shared_expert_gate: bool = Field(
+        default=False, description="Whether each token multiplies it by the sigmoid of a product (Qwen2-MoE)."
     )
     mlp_only_layers: tuple[int, ...] = Field(
         default=(), description="Numbers of the layers of a mixture, from 0, that have a plain MLP."
@@ -285,8 +310,8 @@ class ModelConfig(BaseModel):
     @model_validator(mode="after")
     def _check_experts(self) -> Self:
         if not self.num_experts:
-            for name in ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers"):
-                if getattr(self, name):
+            for name in _OF_EXPERTS:
+                if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"model.{name} is {getattr(self, name)}, but model.num_experts is 0")
             return self
         if self.kind != "decoder" or not self.is_gated:
@@ -298,6 +323,11 @@ class ModelConfig(BaseModel):
             raise ValueError(
                 f"model.num_experts_per_tok is {self.num_experts_per_tok}; 1 to {self.num_experts}, the number of"
                 " experts, was expected"
+            )
+        if self.shared_expert_gate and not self.shared_expert_intermediate_size:
+            raise ValueError(
+                "model.shared_expert_gate is true, but model.shared_expert_intermediate_size is 0; the width of the"
+                " expert that is gated was expected"
             )
         for name in ("hidden_size", "moe_intermediate_size"):
             if getattr(self, name) % 8 or not getattr(self, name):

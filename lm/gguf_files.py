@@ -11,6 +11,7 @@ neighbouring dimensions, whereas published checkpoints pair each dimension of th
 import fcntl
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,7 +57,8 @@ _READ_DIVISORS = ("llama", "arcee")  # the architectures in which it does
 HEAD, EMBEDDING, POSITIONS = "output.weight", "token_embd.weight", "position_embd.weight"
 # Metadata that changes what a model computes, with the only value that Heed supports; None: the key must be absent.
 _MUST_BE = {
-    "expert_count": 0, "attention.scale": None, "attention.causal": True, "attention.clamp_kqv": 0.0,
+    "expert_shared_count": 0, "expert_shared_feed_forward_length": None, "expert_weights_scale": 1.0,
+    "expert_gating_func": 1, "attention.scale": None, "attention.causal": True, "attention.clamp_kqv": 0.0,
     "attention.max_alibi_bias": 0.0, "logit_scale": None, "attn_logit_softcapping": None,
     "final_logit_softcapping": None, "use_parallel_residual": None, "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_log_multiplier": None,
@@ -65,26 +67,34 @@ _MUST_BE = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture of llama.cpp and the families of Heed that it covers. `permutes`: Q and K are permuted."""
+    """An architecture of llama.cpp and the families of Heed that it covers. `permutes`: Q and K are permuted.
+
+    `mixture`: the family of its files with experts; `divides_by_sum`: what it does with the weights of a token's.
+    """
 
     name: str
     gguf_name: gguf.MODEL_ARCH
     families: tuple[str, ...]
     permutes: bool = False
+    mixture: str = ""
+    divides_by_sum: bool = True
 
 
 ARCHITECTURES = (
-    Architecture("llama", gguf.MODEL_ARCH.LLAMA, ("llama", "mistral"), permutes=True),
+    Architecture("llama", gguf.MODEL_ARCH.LLAMA, ("llama", "mistral", "mixtral"), permutes=True, mixture="mixtral"),
     Architecture("arcee", gguf.MODEL_ARCH.ARCEE, ("arcee",), permutes=True),
     Architecture("qwen2", gguf.MODEL_ARCH.QWEN2, ("qwen2",)),
     Architecture("qwen3", gguf.MODEL_ARCH.QWEN3, ("qwen3",)),
+    Architecture("qwen3moe", gguf.MODEL_ARCH.QWEN3MOE, ("qwen3_moe",), mixture="qwen3_moe"),
+    Architecture("olmoe", gguf.MODEL_ARCH.OLMOE, ("olmoe",), mixture="olmoe", divides_by_sum=False),
     Architecture("gpt2", gguf.MODEL_ARCH.GPT2, ("gpt2",)),
 )
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of the file: `num_rows` consecutive rows of one of Heed's tensors.
+    """A tensor of the file: `num_rows` rows of one of Heed's tensors, consecutive within each of its `num_blocks` equal
+    blocks. Blocks are experts, whose matrices the file keeps apart: [E, out, in].
 
     `num_heads` > 0: its rows are permuted within each head.
     """
@@ -92,12 +102,34 @@ class Part:
     name: str
     num_rows: int
     num_heads: int = 0
+    num_blocks: int = 1
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """Returns its shape, given that of Heed's tensor."""
+        blocks = () if self.num_blocks == 1 else (self.num_blocks,)
+        return (*blocks, self.num_rows // self.num_blocks, *whole[1:])
 
     def from_file(self, part: Tensor) -> Tensor:
         return part if not self.num_heads else _swapped(part, self.num_heads, (-1, 2))
 
     def to_file(self, part: Tensor) -> Tensor:
         return part if not self.num_heads else _swapped(part, self.num_heads, (2, -1))
+
+
+def _cut(tensor: Tensor, parts: Sequence[Part]) -> Iterator[Tensor]:
+    """Yields the parts of one of Heed's tensors, as the file has them."""
+    blocks = tensor.unflatten(0, (parts[0].num_blocks, -1))
+    sizes = [part.num_rows // part.num_blocks for part in parts]
+    for part, rows in zip(parts, blocks.split(sizes, dim=1), strict=True):
+        yield part.to_file(rows.reshape(part.shape(tensor.shape)))
+
+
+def _joined(stored: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
+    """Returns one of Heed's tensors, given its parts in the file."""
+    tensors = [part.from_file(tensor) for part, tensor in zip(parts, stored, strict=True)]
+    if parts[0].num_blocks == 1:
+        return torch.cat(tensors)
+    return torch.cat(tensors, dim=1).flatten(0, 1)
 
 
 def _swapped(part: Tensor, num_heads: int, halves: tuple[int, int]) -> Tensor:
@@ -183,10 +215,10 @@ class GGUFFile:
         places = {
             ours: parts_of(architecture, self.family, self.config, ours, shape[0]) for ours, shape in shapes.items()
         }
-        expected = {part.name: [part.num_rows, *shapes[ours][1:]] for ours, parts in places.items() for part in parts}
+        expected = {part.name: [*part.shape(shapes[ours])] for ours, parts in places.items() for part in parts}
         self._check(expected)
         for ours, parts in places.items():
-            yield ours, torch.cat([part.from_file(self._tensor(part.name)) for part in parts])
+            yield ours, _joined([self._tensor(part.name) for part in parts], parts)
 
     def _check(self, expected: Mapping[str, list[int]]) -> None:
         shapes = {name: [int(size) for size in reversed(tensor.shape)] for name, tensor in self._tensors.items()}
@@ -275,7 +307,7 @@ def _shapes(folder: Path, architecture: Architecture) -> Iterator[tuple[str, tup
     config, family, _ = read_config(folder, "language")
     for ours, parameter in on_meta(ModelFolder(folder, LanguageModel).build).named_parameters():
         for part in parts_of(architecture, family, config, ours, len(parameter)):
-            yield part.name, (part.num_rows, *parameter.shape[1:])
+            yield part.name, part.shape(parameter.shape)
     divisors = rope_divisors(config)
     if divisors is not None:
         yield ROPE_FREQUENCIES, tuple(divisors.shape)
@@ -287,15 +319,14 @@ def _tensors(folder: Path, architecture: Architecture) -> Iterator[tuple[str, Te
     for ours, tensor in ModelFolder(folder, LanguageModel).tensors():
         note_progress()
         parts = parts_of(architecture, family, config, ours, len(tensor))
-        for part, rows in zip(parts, tensor.split([part.num_rows for part in parts]), strict=True):
-            yield part.name, part.to_file(rows)
+        yield from zip((part.name for part in parts), _cut(tensor, parts), strict=True)
     divisors = rope_divisors(config)
     if divisors is not None:
         yield ROPE_FREQUENCIES, divisors
 
 
 def _kind_of(name: str, shape: tuple[int, ...], kind: GGUFType) -> gguf.GGMLQuantizationType:
-    if len(shape) == 1 or name == POSITIONS:
+    if len(shape) == 1 or name == POSITIONS or ".ffn_gate_inp." in name:  # a router, which llama.cpp never quantises
         return gguf.GGMLQuantizationType.F32
     block, _ = gguf.GGML_QUANT_SIZES[_TYPES[kind]]
     return _TYPES[kind] if shape[-1] % block == 0 else gguf.GGMLQuantizationType.F16  # rows are quantised by blocks
@@ -322,13 +353,17 @@ def architecture_of(name: str) -> Architecture:
 def parts_of(architecture: Architecture, family: Family, config: ModelConfig, ours: str, num_rows: int) -> list[Part]:
     """Returns the file's tensors that together make up Heed's tensor of this name and number of rows, in order."""
     names = gguf.get_tensor_name_map(architecture.gguf_name, config.num_hidden_layers)
-    parts = []
+    sizes = dict[str, int]()
     for theirs, rows in family.stored(config, ours).parts.items():
+        of_all = re.sub(r"\.experts\.\d+\.", ".experts.", theirs)
+        sizes[of_all] = sizes.get(of_all, 0) + (num_rows if rows is None else rows)
+    parts = []
+    for theirs, size in sizes.items():
         name = names.get_name(theirs, (".weight", ".bias"))
         assert name is not None, f"GGUF has no name for {theirs}"
         heads = {".attn_q.": config.num_attention_heads, ".attn_k.": config.num_key_value_heads}
         permuted = next((number for kind, number in heads.items() if architecture.permutes and kind in name), 0)
-        parts.append(Part(name, num_rows if rows is None else rows, permuted))
+        parts.append(Part(name, size, permuted, config.num_experts if ".experts." in theirs else 1))
     return parts
 
 
@@ -376,8 +411,12 @@ def _rotary_fields(keys: "_Keys", tensors: Set[str]) -> Fields:
     head_dim = keys.get("attention.key_length") or keys.get("rope.dimension_count") or width // heads
     for key in ("attention.value_length", "rope.dimension_count"):
         expect({keys.full(key): keys.get(key, head_dim)}, keys.full(key), head_dim)
-    window = keys.get("attention.sliding_window")
-    model_type = "mistral" if keys.architecture == "llama" and window else keys.architecture
+    window, architecture = keys.get("attention.sliding_window"), architecture_of(keys.architecture)
+    if not architecture.mixture:
+        expect({keys.full("expert_count"): keys.get("expert_count", 0)}, keys.full("expert_count"), 0)
+    has_experts = keys.get("expert_count", 0) != 0 or architecture.mixture in architecture.families[:1]
+    plain = "mistral" if keys.architecture == "llama" and window else architecture.families[0]
+    model_type = architecture.mixture if has_experts else plain
     family = next(family for family in FAMILIES if family.model_type == model_type)
     fields = {
         "model_type": model_type,
@@ -395,8 +434,17 @@ def _rotary_fields(keys: "_Keys", tensors: Set[str]) -> Fields:
         fields["attention_bias"] = "blk.0.attn_output.bias" in tensors
     if model_type in ("llama", "arcee"):
         fields["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
-    if model_type == "mistral":
-        fields["sliding_window"] = int(window)
+    if has_experts:
+        num_experts = keys.number("expert_count")
+        fields |= {
+            "num_local_experts" if model_type == "mixtral" else "num_experts": num_experts,
+            "num_experts_per_tok": keys.number("expert_used_count"),
+            "norm_topk_prob": architecture.divides_by_sum,
+        }
+    if model_type == "qwen3_moe":  # the others' experts are as wide as `feed_forward_length`
+        fields["moe_intermediate_size"] = keys.number("expert_feed_forward_length")
+    if model_type in ("mistral", "mixtral"):
+        fields["sliding_window"] = int(window) if window else None
     elif window:
         raise ValueError(f"{keys.full('attention.sliding_window')} is {window}; no window was expected")
     return fields
@@ -501,12 +549,16 @@ def metadata_of(architecture: Architecture, config: ModelConfig) -> dict[str, An
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
     }
+    if config.num_experts:
+        fields |= _experts_metadata(architecture, config)
     if architecture.name == "gpt2":
         if config.mlp != "gelu_tanh":
             raise ValueError(f"model.mlp is {config.mlp!r}; llama.cpp computes 'gelu_tanh' in a GPT-2")
         fields["attention.layer_norm_epsilon"] = config.norm_eps
     else:
-        if architecture.name in ("arcee", "qwen3") and (config.attention_bias != "none" or config.mlp_bias):
+        if architecture.name in ("arcee", "qwen3", "qwen3moe", "olmoe") and (
+            config.attention_bias != "none" or config.mlp_bias
+        ):
             raise ValueError(f"the model has biases, which llama.cpp does not add in a model of {architecture.name}")
         scaling = config.rope_scaling
         if scaling is not None and scaling.rope_type == "llama3" and architecture.name not in _READ_DIVISORS:
@@ -523,6 +575,22 @@ def metadata_of(architecture: Architecture, config: ModelConfig) -> dict[str, An
             **_scaling_metadata(scaling),
         }
     return {f"{architecture.name}.{key}": value for key, value in fields.items()}
+
+
+def _experts_metadata(architecture: Architecture, config: ModelConfig) -> dict[str, Any]:
+    name, divides = architecture.name, architecture.divides_by_sum
+    for key, value, expected in (
+        ("norm_topk_prob", config.norm_topk_prob, divides),
+        ("mlp_only_layers", list(config.mlp_only_layers), []),
+        ("tie_word_embeddings", config.tie_word_embeddings and name == "olmoe", False),
+    ):
+        if value != expected:
+            raise ValueError(f"model.{key} is {value}; llama.cpp computes {expected} in a model of {name}")
+    return {
+        "expert_count": config.num_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+    }
 
 
 def _scaling_metadata(scaling: RopeScaling | None) -> dict[str, Any]:

@@ -177,7 +177,8 @@ def forward_bytes(config: ModelConfig, batch: Pass) -> int:
     mlp = c * config.intermediate_size * widths
     if config.num_experts:
         pairs = config.num_experts_per_tok * (3 * config.hidden_size + widths * config.moe_intermediate_size)
-        mlp = max(mlp, c * pairs + 4 * (config.hidden_size + 2 * config.num_experts))
+        shared = c * config.shared_expert_intermediate_size * widths
+        mlp = max(mlp, shared + c * pairs + 4 * (config.hidden_size + 2 * config.num_experts))
     return batch.num_tokens * (around + max(attention, mlp))
 
 
@@ -272,10 +273,13 @@ def _mlp_bytes(config: ModelConfig, batch: Pass) -> int:
 
 def _mixture_bytes(config: ModelConfig, batch: Pass, widths: int) -> int:
     """For each of a token's experts, its input and output with its activations, its weight, and where its row is. The
-    router keeps its input and all probabilities in fp32.
+    router keeps its input and all scores in fp32; a shared expert what an MLP does, and its output for its gate. A
+    router's losses, at most three numbers per expert, are left out.
     """
     c, K = batch.compute_bytes, config.num_experts_per_tok
     expert = c * (2 * config.hidden_size + widths * config.moe_intermediate_size)
     weights = 8 + c + 4 * config.norm_topk_prob
     router = (4 - c) * config.hidden_size + 4 * config.num_experts  # `_branch_bytes` counts the input's first c
-    return K * (expert + weights + 2 * 8) + router
+    shared = c * widths * config.shared_expert_intermediate_size
+    shared += c * (config.hidden_size + 1) if config.shared_expert_gate else 0
+    return K * (expert + weights + 2 * 8) + router + shared

@@ -324,12 +324,13 @@ def make_norm(config: ModelConfig, width: int) -> nn.Module:
 class MLP(nn.Module):
     """down(activation(up(x))); `up` of SwiGLU and GEGLU holds the gate's rows too."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, width: int = 0) -> None:
+        """`width` 0 is the config's."""
         super().__init__()
+        M = width or config.intermediate_size
         self.activation = GATED.get(config.mlp) or ACTIVATIONS[config.mlp]
-        rows = config.intermediate_size * (2 if config.is_gated else 1)
-        self.up = Linear(config.hidden_size, rows, bias=config.mlp_bias)
-        self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.up = Linear(config.hidden_size, M * (2 if config.is_gated else 1), bias=config.mlp_bias)
+        self.down = Linear(M, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x_BTD)))

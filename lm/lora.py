@@ -28,7 +28,7 @@ from lm.weights import PURPOSES
 
 TARGETS = {
     "attention": ("attention.qkv", "attention.out", "cross.query", "cross.key_value", "cross.out"),
-    "mlp": ("mlp.up", "mlp.down"),
+    "mlp": ("mlp.up", "mlp.down", "shared.up", "shared.down"),
 }
 DOWN, UP = "lora_a", "lora_b"  # A and B, as parameters of a map
 BODY = ("encoder.", "decoder.", "head.", "transform.", "transform_norm.")  # frozen; all other heads are new

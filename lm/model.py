@@ -27,7 +27,7 @@ from lm.attention import (
 )
 from lm.block import Block, BlockInputs, PostNormBlock, run_blocks, run_compiled_blocks
 from lm.config import ModelConfig
-from lm.experts import PassRoutes
+from lm.experts import PassRoutes, Routers, Seen
 from lm.layers import Dropout, Fp32Linear, Head, compute_dtype, make_norm, token_keys
 from lm.positions import RelativeBias, Rotary, query_scale, rotary_tables, sinusoids
 from lm.sampling import token_logprobs
@@ -59,6 +59,7 @@ class Transformer(nn.Module):
         self.config, self.causal = config, causal
         self.recomputes = self.compiles = False  # set by `checkpoint_activations` and `compile_blocks`
         self.group: SequenceGroup | None = None  # set by `split_sequences`
+        self.routers: Routers | None = None  # set by `record_routes`
         self.embedding = embedding or nn.Embedding(config.vocab_size, config.hidden_size)
         learned = config.positions == "learned"
         self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
@@ -85,14 +86,17 @@ class Transformer(nn.Module):
         token_types_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
         routes: PassRoutes | None = None,
+        real_BT: Tensor | None = None,
     ) -> Tensor:
         """Returns hidden states [B, T, D]; with `split_sequences`, those of this rank's slice of the rows.
 
         `mask` [B, T, T]: True = may attend; None = causal, or everything for an encoder. `routes` are a mixture's:
         of tokens that this rank computes; a cache records them if there are none.
 
-        Training with dropout needs `sequence_keys_BT` (or [B, 1]); see `lm.layers.Dropout`.
+        Training with dropout needs `sequence_keys_BT` (or [B, 1]); see `lm.layers.Dropout`. Routers learn nothing from
+        padding, where `real_BT` is False.
         """
+        seen = self._seen(positions_BT, real_BT)
         keys_BT = None
         if sequence_keys_BT is not None and self.dropout.is_active:
             keys_BT = token_keys(sequence_keys_BT, positions_BT, DECODES if self.causal else ENCODES)
@@ -115,11 +119,24 @@ class Transformer(nn.Module):
         rotary = self.rotary(positions_BT, compute_dtype(x_BTD))
         again_BTD = self.layer_positions(positions_BT, x_BTD.dtype)
         scale = query_scale(positions_BT, self.config.rope_scaling, compute_dtype(x_BTD))
-        inputs = BlockInputs(masks, rotary, cache, cross_cache, keys_BT, split, again_BTD, scale, routes or cache)
+        inputs = BlockInputs(masks, rotary, cache, cross_cache, keys_BT, split, seen, again_BTD, scale, routes or cache)
         recompute = self.recomputes and torch.is_grad_enabled()
         if self.compiles and cache is None and cross_cache is None:
             return self.norm(run_compiled_blocks(self.blocks, x_BTD, inputs, recompute=recompute))
         return run_blocks(self.blocks, self.norm, x_BTD, inputs, recompute)
+
+    def _seen(self, positions_BT: Tensor, real_BT: Tensor | None) -> Seen | None:
+        """Returns the tokens from which routers learn; None if they do not learn."""
+        if self.routers is None or not torch.is_grad_enabled():
+            return None
+        counted_BT = torch.ones_like(positions_BT, dtype=torch.bool) if real_BT is None else real_BT
+        if not self.routers.counts_batch:
+            counted_BT = torch.zeros_like(counted_BT)
+        if self.group is not None:  # places in the slice: routers have no loss per sequence then
+            counted_BT = self.group.slice_of(counted_BT)
+            positions_BT = torch.zeros_like(counted_BT, dtype=torch.long)
+        index_N = torch.arange(positions_BT.numel(), device=positions_BT.device)
+        return Seen(self.routers, index_N - positions_BT.flatten(), counted_BT.flatten())
 
     def embed(
         self,
@@ -186,7 +203,8 @@ class Transformer(nn.Module):
             return self(tokens_BT, positions_BT, None, None, cross_cache, token_types_BT, sequence_keys_BT, routes)
         mask = self.mask_of(segments_BT, tokens_BT.device)
         positions_BT = upload(segment_positions(segments_BT), tokens_BT.device)
-        return self(tokens_BT, positions_BT, mask, None, cross_cache, token_types_BT, sequence_keys_BT, routes)
+        real_BT = None if self.routers is None else upload(segments_BT > 0, tokens_BT.device)
+        return self(tokens_BT, positions_BT, mask, None, cross_cache, token_types_BT, sequence_keys_BT, routes, real_BT)
 
     def states(self, hidden_BTD: Tensor, selected_BT: Tensor | None) -> Tensor:
         """Returns the hidden states at the selected positions [C, D], or all of them for None. With `split_sequences`,
@@ -429,6 +447,15 @@ def compile_blocks(model: nn.Module) -> None:
             what = "a mixture of experts" if transformer.config.num_experts else "attention with sinks"
             raise ValueError(f"engine.compile_blocks is true, but {what} cannot be compiled")
         transformer.compiles = True
+
+
+def record_routes(model: nn.Module, device: torch.device, balance_coef: float, z_coef: float) -> Routers | None:
+    """Let a mixture's routers learn and be counted as `lm.experts.Routers` says; None for a model without experts."""
+    mixture = next((found for found in _transformers(model).values() if found.config.num_experts), None)
+    if mixture is not None:
+        mixture.routers = Routers(mixture.config, device, balance_coef, z_coef)
+        return mixture.routers
+    return None
 
 
 def split_sequences(model: nn.Module, group: SequenceGroup) -> None:

@@ -30,6 +30,7 @@ _OTHER_HEADS = r"^cls\.seq_relationship\.|^(bert\.)?pooler\."
 BLOCKS, SCALES = "_blocks", "_scales"
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, by its lowest three bits; the fourth is the sign
 _BODY = re.compile(r"^(transformer|bert)\.")
+SCORE_BIAS = "bias"  # the only buffer of a model that is not among a checkpoint's tensors, but in config.json
 _LEFT_OUT = re.compile("|".join((_COMPUTED, _UNUSED, _COPIES, _OTHER_HEADS)))
 # BERT's published checkpoints name the norms' parameters as TensorFlow did.
 _OLD_NAMES = {"gamma": "weight", "beta": "bias"}
@@ -191,7 +192,8 @@ class Reader:
     def __init__(self, checkpoint: Checkpoint, family: Family, model: nn.Module) -> None:
         config = model.config
         assert isinstance(config, ModelConfig)
-        shapes = {ours: list(parameter.shape) for ours, parameter in model.named_parameters()}  # tied tensors once
+        held = [*model.named_parameters(), *model.named_buffers()]  # tied tensors once
+        shapes = {ours: list(tensor.shape) for ours, tensor in held if ours != SCORE_BIAS}
         self._checkpoint, self._family, self._config = checkpoint, family, config
         self._has_prefix = any(self._holds(family.stored(config, ours)) for ours in shapes)
         _check_fit(checkpoint, {ours: self._place(ours) for ours in shapes}, shapes)

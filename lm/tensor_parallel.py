@@ -118,6 +118,7 @@ def require_divisible(config: ModelConfig, size: int, what: str = "tensor_parall
         ("num_attention_heads", config.num_attention_heads),
         ("num_key_value_heads", size if kv_heads < size and size % kv_heads == 0 else kv_heads),
         ("intermediate_size", config.intermediate_size),
+        ("shared_expert_intermediate_size", config.shared_expert_intermediate_size),
         ("num_experts", config.num_experts),
     ):
         if number % size:
@@ -145,6 +146,7 @@ def config_of_part(config: ModelConfig, size: int) -> ModelConfig:
             "num_attention_heads": config.num_attention_heads // size,
             "num_key_value_heads": max(1, config.num_key_value_heads // size),
             "intermediate_size": config.intermediate_size // size,
+            "shared_expert_intermediate_size": config.shared_expert_intermediate_size // size,
         }
     )
 
@@ -195,7 +197,7 @@ def parameters_of_part(whole: ModelConfig, size: int) -> int:
 
 def cut(whole: ModelConfig, team: Team, name: str, tensor: Tensor) -> Tensor:
     """Compute `LanguageModelPart.cut`."""
-    N, G, H, M = whole.num_attention_heads, whole.num_key_value_heads, whole.head_dim, whole.intermediate_size
+    N, G, H = whole.num_attention_heads, whole.num_key_value_heads, whole.head_dim
     layer, rank, size = ".".join(name.split(".")[-3:-1]), team.rank, team.size
     if name == "head.weight":
         return tensor[team.own_columns(len(tensor))].clone()
@@ -205,9 +207,9 @@ def cut(whole: ModelConfig, team: Team, name: str, tensor: Tensor) -> Tensor:
         return torch.cat([q.chunk(size)[rank], *(part[first * H : (first + heads) * H] for part in (k, v))])
     if ".mlp.experts." in name or name.endswith(".attention.sinks"):
         return tensor.chunk(size)[rank].clone()
-    if layer == "mlp.up":  # SwiGLU's gate is split separately
-        return torch.cat([part.chunk(size)[rank] for part in tensor.split(M)])
-    if layer in ("attention.out", "mlp.down"):
+    if layer in ("mlp.up", "shared.up"):  # SwiGLU's gate is split separately
+        return torch.cat([part.chunk(size)[rank] for part in tensor.chunk(2 if whole.is_gated else 1)])
+    if layer in ("attention.out", "mlp.down", "shared.down"):
         if name.endswith(".bias"):  # only one rank adds it
             return tensor if rank == 0 else torch.zeros_like(tensor)
         return tensor.chunk(size, dim=1)[rank].contiguous()

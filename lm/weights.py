@@ -32,7 +32,7 @@ from lm.families.family import Family, Stored, expect
 from lm.hub import refuse_adapter
 from lm.model import SCORE, LanguageModel, ScalarModel, initial_weight
 from lm.source import Rows, load, load_for_inference, on_meta, rows_of
-from lm.tensor_files import open_checkpoint, write_tensors
+from lm.tensor_files import SCORE_BIAS, open_checkpoint, write_tensors
 from lm.tokenizer import GENERATION_CONFIG, Tokenizer, read_json
 
 Weights = Mapping[str, Tensor]
@@ -104,7 +104,7 @@ def save_model(
             if ours not in missing:  # another name of a tied weight
                 continue
             missing.remove(ours)
-            if isinstance(model, ScalarModel) and ours == "bias":
+            if ours == SCORE_BIAS:
                 config["score_bias"] = tensor.tolist()
             else:
                 yield ours, tensor.detach()
@@ -183,9 +183,12 @@ class ModelFolder(Generic[AnyModel]):
             for ours, parameter in model.named_parameters():
                 if rows is None or ours in rows:
                     yield ours, checkpoint.read(ours, parameter.shape, rows[ours] if rows else None)
-        for name, buffer in model.named_buffers():  # a score's bias is the only one
-            if rows is None or name in rows:
-                yield name, rows_of(_score_bias(self.folder / CONFIG, raw, buffer.shape), rows[name] if rows else None)
+            for name, buffer in model.named_buffers():
+                own = rows[name] if rows and name in rows else None
+                if name == SCORE_BIAS and (rows is None or own):
+                    yield name, rows_of(_score_bias(self.folder / CONFIG, raw, buffer.shape), own)
+                elif rows is None or own:
+                    yield name, checkpoint.read(name, buffer.shape, own)
 
 
 def any_folder(folder: Path) -> "ModelFolder[Model]":
@@ -243,8 +246,9 @@ class WithNewHead(Generic[AnyModel]):
                     yield ours, initial_weight(ours, parameter.shape, config, generator)
                 else:
                     yield ours, checkpoint.read(ours, parameter.shape)
-        for name, buffer in model.named_buffers():
-            yield name, torch.zeros(buffer.shape)
+            for name, buffer in model.named_buffers():
+                is_new = name == SCORE_BIAS or self._is_drawn(name) or not checkpoint.holds(name)
+                yield name, torch.zeros(buffer.shape) if is_new else checkpoint.read(name, buffer.shape)
 
 
 def purpose_of(folder: Path) -> str:

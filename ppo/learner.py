@@ -5,7 +5,7 @@ Shape letters: B responses, R response tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from itertools import repeat
 from operator import add
 from pathlib import Path
@@ -301,10 +301,17 @@ class Learner(Rank):
         """Take one optimizer step of the policy; `update` is its number, counted from 0."""
         self.policy.set_learning_rate(learning_rate)
         kept = self.kept.take("policy")
-        shares = self.policy.accumulate(batch.parts(), lambda part: self._policy_loss(part, batch, kept))
+        num_tokens = 0.0
+        if self.policy.routers is not None:
+            ptx_tokens = self.stream.num_tokens(batch.ptx_rows.numpy()) if self.stream else 0
+            own = torch.tensor(float(batch.rollout.num_tokens_B.sum()) + ptx_tokens, device=self.device)
+            num_tokens = float(self.policy.sum_over_shares(own))
+        loss = partial(self._policy_loss, whole=batch, kept=kept)
+        shares = self.policy.accumulate(batch.parts(), loss, num_tokens)
         _, norm = self.policy.step()
         self._say_skipped("policy", self.policy, update)
-        return {**_floats(shares), "policy_gradient_norm": norm / self.policy.data_parallel_size}
+        means = {**self.policy.router_metrics, "policy_gradient_norm": norm}
+        return {**_floats(shares), **{name: mean / self.policy.data_parallel_size for name, mean in means.items()}}
 
     def _policy_loss(self, part: PolicyBatch, whole: PolicyBatch, kept: Taken) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the share of a part in the whole minibatch's loss and metrics."""

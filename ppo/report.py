@@ -40,7 +40,7 @@ from stages.reports.parts import (
     folded,
 )
 from stages.reports.run_folder import StageFolder
-from stages.reports.stage_report import Panel, Series, fields_under, metric_figures, stage_block
+from stages.reports.stage_report import ROUTER_PANELS, Panel, Series, fields_under, metric_figures, stage_block
 from stages.reports.text import (
     DEFAULT_NAMES,
     INITIAL_POLICY,
@@ -171,6 +171,7 @@ DIAGNOSTICS = (
         "",
         (Series("learning_rate", "policy", "ppo"), Series("value_learning_rate", "values", "heldout")),
     ),
+    *ROUTER_PANELS,
     Panel("KL coefficient", "per nat", _ppo("kl_coef")),
     Panel(
         "Sampler against learner",

@@ -56,13 +56,12 @@ class OnBody:
         return ModelFolder(self.folder, ScalarModel).build()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        model, held = on_meta(self.build), dict(self.body.named_parameters())
+        model, held = on_meta(self.build), dict([*self.body.named_parameters(), *self.body.named_buffers()])
         own = {name: tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()] if name in HEADS}
         rows = {name: range(len(tensor) if tensor.dim() else 1) for name, tensor in own.items()}
         heads = dict(ModelFolder(self.folder, ScalarModel).tensors(rows))
-        for name, _ in model.named_parameters():
+        for name, _ in [*model.named_parameters(), *model.named_buffers()]:
             yield name, heads[name] if name in heads else held[name].detach()
-        yield from ((name, heads[name]) for name, _ in model.named_buffers())
 
 
 def reward_on_body(body: nn.Module, reward: Path) -> ModelSource[ScalarModel]:

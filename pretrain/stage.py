@@ -32,7 +32,7 @@ from stages.plan import Planner, Training
 from stages.reports.parts import StageReport, StageReporter
 from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import (
-    GRADIENT_NORM,
+    TRAINING_PANELS,
     Panel,
     headline_of,
     metric_figures,
@@ -270,7 +270,7 @@ def plan(planner: Planner, config: PretrainConfig) -> Training:
 PANELS = (
     Panel("Loss", "nats per token", train_and_heldout("loss")),
     Panel("Next sentence", "pairs told right", train_and_heldout("next_sentence_accuracy"), is_share=True),
-    GRADIENT_NORM,
+    *TRAINING_PANELS,
 )
 
 

@@ -9,6 +9,7 @@ from stages.reports.parts import Headline, StageReport, StageReporter
 from stages.reports.plots import Measured, interval_figure
 from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import (
+    ROUTER_PANELS,
     Panel,
     fields_under,
     headline_of_share,
@@ -98,7 +99,7 @@ class RewardResults:
 
 
 def report(stage: StageFolder) -> StageReport:
-    figures = metric_figures(stage, (*PANELS, *_objective_panels(stage)))
+    figures = metric_figures(stage, (*PANELS, *_objective_panels(stage), *ROUTER_PANELS))
     results = stage.results(RewardResults)
     if results is None:
         return StageReport((stage_block(stage, (), figures),))

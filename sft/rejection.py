@@ -31,7 +31,7 @@ from stages.plan import Planner, Sampling, Training
 from stages.reports.parts import StageReport, StageReporter
 from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import (
-    GRADIENT_NORM,
+    TRAINING_PANELS,
     Panel,
     headline_of,
     metric_figures,
@@ -304,7 +304,7 @@ def plan(planner: Planner, config: RejectionConfig) -> Training:
     return Training("rows", config, planner.model, steps, Lengths.bound(config.seq_len - 1), samples=sampling)
 
 
-REJECTION_PANELS = (Panel("Loss", "nats per token of the best samples", train_and_heldout("loss")), GRADIENT_NORM)
+REJECTION_PANELS = (Panel("Loss", "nats per token of the best samples", train_and_heldout("loss")), *TRAINING_PANELS)
 
 
 def rejection_report(stage: StageFolder) -> StageReport:

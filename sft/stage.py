@@ -28,7 +28,7 @@ from stages.plan import Planner, Training
 from stages.reports.parts import StageReport, StageReporter
 from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import (
-    GRADIENT_NORM,
+    TRAINING_PANELS,
     Panel,
     headline_of,
     metric_figures,
@@ -228,7 +228,7 @@ def _num_packed_rows(planner: Planner, config: SFTConfig) -> float | None:
     return trained * len(best_fit(lengths.spread, config.seq_len)) / max(1, len(lengths.spread))
 
 
-SFT_PANELS = (Panel("Loss", "nats per response token", train_and_heldout("loss")), GRADIENT_NORM)
+SFT_PANELS = (Panel("Loss", "nats per response token", train_and_heldout("loss")), *TRAINING_PANELS)
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,24 @@ class EngineConfig(Config):
         description="Compile each block with `torch.compile` (up to ZeRO 2): fewer kernels on GPUs, after 16 seconds"
         " of compilation for a 0.5B model on an H200. For long runs on GPUs; no help on CPUs.",
     )
+    router_aux_loss_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of a loss that balances the load of a mixture's experts in each sequence (arXiv"
+        " 2101.03961), as a mean over tokens and layers, in every stage; of PPO's models, in the policy. `transformers`"
+        " adds it if `output_router_logits` is set; published values are 0.001 (Qwen) to 0.02 (Mixtral).",
+    )
+    router_z_loss_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of a loss that keeps routers' logits small (arXiv 2202.08906), likewise; OLMoE: 0.001.",
+    )
+    router_bias_speed: float = Field(
+        default=0.0,
+        ge=0,
+        description="How much each step raises `model.router_bias` for experts with less than the mean load of the"
+        " batch, and lowers it for those with more; DeepSeek-V3: 0.001.",
+    )
     deterministic: bool = Field(
         default=False,
         description="Use only deterministic GPU kernels, so that runs can be compared bit by bit; slower. Training on"
@@ -124,6 +142,16 @@ class EngineConfig(Config):
                 raise ValueError(
                     f"offload of {name!r} with zero_stage {self.zero_stage}; at least zero_stage {lowest} was expected"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_balance(self) -> Self:
+        if self.router_aux_loss_coef and self.sequence_parallel_size > 1:
+            raise ValueError(
+                f"router_aux_loss_coef {self.router_aux_loss_coef} with sequence_parallel_size"
+                f" {self.sequence_parallel_size}, whose ranks see only parts of a sequence; only one of the two was"
+                " expected"
+            )
         return self
 
     @model_validator(mode="after")

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from files.atomic import write_json
 from files.records import as_json
+from lm.experts import balance_biases
 from lm.layers import align_heads, cache_weight_casts, round_products
-from lm.model import checkpoint_activations, compile_blocks, freeze_all_but_last, split_sequences
+from lm.model import checkpoint_activations, compile_blocks, freeze_all_but_last, record_routes, split_sequences
 from lm.progress import note_progress
 from lm.source import ModelSource, load, on_meta
 from training.checkpoint import STEP, ParamShard, SavedState, State, state_of, whole_params, whole_tensors
@@ -102,6 +103,8 @@ class Engine(Generic[AnyModule]):
             freeze_all_but_last(model, optimizer.trained_layers)
         if self.sequences is not None:
             split_sequences(model, self.sequences)
+        self.routers = record_routes(model, self.device, config.router_aux_loss_coef, config.router_z_loss_coef)
+        self.router_metrics: Mapping[str, float] = {}  # of the last step; empty without experts
         if config.checkpoint_activations:
             checkpoint_activations(model)
         if config.compile_blocks:
@@ -113,6 +116,7 @@ class Engine(Generic[AnyModule]):
         self._source, self.module = source, model
         step_without_dynamo(config.zero_stage)
         optimizers = make_optimizers(model, optimizer, self.device)
+        buffers = [buffer.clone() for buffer in model.buffers()]
         self.model: Any
         with without_dynamo():
             if config.zero_stage == 0:
@@ -124,6 +128,8 @@ class Engine(Generic[AnyModule]):
         assert is_deepspeed == (config.zero_stage > 0), f"ZeRO {config.zero_stage} gave a {type(self.model).__name__}"
         if is_deepspeed:  # it creates a process group of its own, with PyTorch's default time limit
             set_collective_timeout(self.model, timedelta(seconds=config.collective_timeout_seconds))
+        for buffer, exact in zip(model.buffers(), buffers, strict=True):  # DeepSpeed rounds them too
+            buffer.data = exact
         self._gatherer: Gatherer | None = None
         self._loss_sum = torch.zeros((), device=self.device)
         self._skipped_in_row = 0
@@ -176,14 +182,21 @@ class Engine(Generic[AnyModule]):
         return values
 
     def accumulate(
-        self, micro_batches: Sequence[MicroBatch], loss: Callable[[MicroBatch], LossAndMetrics]
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: Callable[[MicroBatch], LossAndMetrics],
+        num_tokens: float = 0,
     ) -> dict[str, Tensor]:
         """Add up the gradients of this rank's micro-batches, which are its share of one global batch; `step` follows.
 
         `loss` returns a micro-batch's share of the loss, and metrics. The share is the micro-batch's sum divided by the
         count of the whole global batch, so shares add up over micro-batches and ranks however the batch is split. Its
-        passes may already have run in `forward_ahead`. Returns the metrics summed over this rank's micro-batches.
+        passes may already have run in `forward_ahead`. Routers' losses (`engine.router_aux_loss_coef`) are means over
+        the global batch's `num_tokens`; 0 = without them. Returns the metrics summed over this rank's micro-batches.
         """
+        if self.routers is not None:
+            of_all = self.routers.num_layers * num_tokens
+            self.routers.scale = self.data_parallel_size / of_all if of_all else 0.0
         self.offload.bring_back()  # DeepSpeed steps in the last backward
         sums: dict[str, Tensor] = {}
         with deterministic_kernels(self.config.deterministic), self.cache_weight_casts():
@@ -271,6 +284,7 @@ class Engine(Generic[AnyModule]):
         if self.config.zero_stage > 0:  # DeepSpeed stepped in the last backward, with the learning rate set before it
             loss, norm = float(loss_sum), gradient_norm(self.model)
             self._count_skipped(loss, norm)
+            self._step_routers()
             return loss, norm
         parameters = self.module.parameters()
         with deterministic_kernels(self.config.deterministic):
@@ -281,7 +295,26 @@ class Engine(Generic[AnyModule]):
                     optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
         self._count_skipped(loss, norm)
+        self._step_routers()
         return loss, norm
+
+    def _step_routers(self) -> None:
+        """Measure the load of a mixture's experts in the step's passes, and move the biases that choose experts."""
+        if self.routers is None:
+            return
+        sums = self.sum_over_ranks(self.routers.take())  # the ranks of a sequence group have different tokens
+        self.router_metrics = self.routers.metrics(sums)
+        if self.config.router_bias_speed and not self.has_skipped:
+            balance_biases(self.module, sums, self.config.router_bias_speed)
+
+    @contextlib.contextmanager
+    def routes_counted(self, *, is_on: bool) -> Iterator[None]:
+        """Context for forward passes whose tokens routers count and learn from, or not."""
+        if self.routers is not None:
+            self.routers.counts_batch = is_on
+        yield
+        if self.routers is not None:
+            self.routers.counts_batch = True
 
     @property
     def has_skipped(self) -> bool:
@@ -314,7 +347,7 @@ class Engine(Generic[AnyModule]):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that passes read, rounded to `dtype`, as whole tensors on this rank's device.
 
-        `wanted` chooses parameters by name; by default all parameters and buffers come.
+        Parameters are rounded to `dtype`; `wanted` chooses among them by name. By default, buffers come too.
 
         Tied weights come once. A tensor may be the weight itself, so copy what you keep. Under ZeRO-3 this is a
         collective call, and every rank has to consume all tensors; with `on_main_alone`, other ranks take part but get
@@ -328,7 +361,9 @@ class Engine(Generic[AnyModule]):
         elif keep:
             yield from ((name, held.detach().to(dtype)) for name, held in found)
         if keep and wanted is None:
-            yield from ((name, buffer.detach().to(dtype)) for name, buffer in self.module.named_buffers())
+            yield from (
+                (name, buffer.detach()) for name, buffer in self.module.named_buffers()
+            )  # fp32 (`lm.source.load`)
 
     def weights_for_file(self, own: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the fp32 weights on rank 0, one whole tensor at a time, tied ones once. Every rank calls it.

@@ -169,7 +169,8 @@ class TrainingLoop(Generic[AnyModule]):
             loss_sum, metrics = self._loss_of(self.training, mine, rows, seed)
             return loss_sum / (count or 1), metrics
 
-        sums = engine.accumulate(micro_batches[engine.data_rank], loss)
+        num_tokens = self.training.num_tokens(rows)
+        sums = engine.accumulate(micro_batches[engine.data_rank], loss, num_tokens)
         loss_mean, norm = engine.step()
         seconds = time.monotonic() - started
         if engine.has_skipped and engine.is_main:
@@ -179,7 +180,8 @@ class TrainingLoop(Generic[AnyModule]):
             **self._means(sums, count),
             "gradient_norm": norm,
             "learning_rate": rate,
-            "tokens_per_second": self.training.num_tokens(rows) / seconds,
+            "tokens_per_second": num_tokens / seconds,
+            **engine.router_metrics,
             **({"skipped": 1.0} if engine.has_skipped else {}),
         }
 
@@ -223,7 +225,8 @@ class TrainingLoop(Generic[AnyModule]):
         rows repeats the first one and does not count it.
         """
         engine = self.engine
-        loss, metrics = objective.loss(engine.model, mine if len(mine) else rows[:1], engine.device, seed)
+        with engine.routes_counted(is_on=len(mine) > 0):
+            loss, metrics = objective.loss(engine.model, mine if len(mine) else rows[:1], engine.device, seed)
         if len(mine):
             return loss, metrics
         return 0 * loss, {name: 0 * value for name, value in metrics.items()}

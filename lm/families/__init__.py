@@ -22,7 +22,7 @@ from lm.families.gpt_oss import GptOssFamily
 from lm.families.granite import GraniteFamily
 from lm.families.heed import HeedFamily
 from lm.families.ministral3 import Ministral3Family
-from lm.families.mixtures import MixtralFamily, OlmoeFamily, Qwen3MoeFamily
+from lm.families.mixtures import Glm4MoeFamily, MixtralFamily, OlmoeFamily, Qwen2MoeFamily, Qwen3MoeFamily
 from lm.families.olmo3 import Olmo3Family
 from lm.families.rotary import Olmo2Family, Phi3Family, RotaryFamily
 from lm.families.smollm3 import SmolLM3Family
@@ -56,6 +56,8 @@ FAMILIES: tuple[Family, ...] = (
         qk_norm=True,
         defaults={"num_key_value_heads": 4},
     ),
+    Qwen2MoeFamily("qwen2_moe", "Qwen2Moe", attention_bias="qkv", defaults={"num_key_value_heads": 16}),
+    Glm4MoeFamily("glm4_moe", "Glm4Moe", defaults={"num_key_value_heads": 8}),
     OlmoeFamily("olmoe", "Olmoe", attention_bias="flag"),
     MixtralFamily("mixtral", "Mixtral", windows="all", defaults={"num_key_value_heads": 8}),
     GptOssFamily("gpt_oss", "GptOss", mlp="clamped_swiglu", attention_bias="flag"),

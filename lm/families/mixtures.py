@@ -1,11 +1,11 @@
-"""Llama's descendants with mixtures of experts: Qwen3-MoE, OLMoE and Mixtral."""
+"""Llama's descendants with mixtures of experts: Qwen2-MoE, Qwen3-MoE, OLMoE, Mixtral and GLM-4.5."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from lm.config import ModelConfig
 from lm.families.family import Fields, Stored, expect
-from lm.families.rotary import RotaryFamily
+from lm.families.rotary import RotaryFamily, rope_to_hf
 
 
 class MixtureFamily(RotaryFamily):
@@ -14,11 +14,17 @@ class MixtureFamily(RotaryFamily):
     ROUTER: ClassVar = "mlp.gate"
     EXPERT: ClassVar = "mlp.experts.{}"
     MAPS: ClassVar = {"up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+    OTHERS: ClassVar[Mapping[str, str]] = {}  # where other tensors of a mixture are
 
     def stored(self, config: ModelConfig, ours: str) -> Stored:
         _, _, layer, inner = ours.split(".", 3) if ".mlp." in ours else ("", "", "", "")
         if inner == "mlp.router.weight":
             return Stored({f"model.layers.{layer}.{self.ROUTER}.weight": None})
+        if inner in self.OTHERS:
+            return Stored({f"model.layers.{layer}.{self.OTHERS[inner]}": None})
+        if inner == "mlp.shared.up.weight":
+            shared, width = self.OTHERS["mlp.shared"], config.shared_expert_intermediate_size
+            return Stored({f"model.layers.{layer}.{shared}.{name}.weight": width for name in self.MAPS["up"]})
         if not inner.startswith("mlp.experts."):
             return super().stored(config, ours)
         kind = inner.split(".")[2]
@@ -53,6 +59,89 @@ class Qwen3MoeFamily(MixtureFamily):
             "moe_intermediate_size": raw.get("moe_intermediate_size", 768),
             "norm_topk_prob": raw.get("norm_topk_prob", False),
             "mlp_only_layers": sorted(plain),
+        }
+
+
+class Qwen2MoeFamily(Qwen3MoeFamily):
+    """Qwen2-MoE (arXiv 2407.10671): a shared expert, which each token multiplies by a sigmoid."""
+
+    OTHERS: ClassVar = {
+        "mlp.shared": "mlp.shared_expert",
+        "mlp.shared.down.weight": "mlp.shared_expert.down_proj.weight",
+        "mlp.shared_gate.weight": "mlp.shared_expert_gate.weight",
+    }
+
+    def to_hf(self, config: ModelConfig) -> Fields:
+        return {
+            **super().to_hf(config),
+            "qkv_bias": config.attention_bias == "qkv",
+            "shared_expert_intermediate_size": config.shared_expert_intermediate_size,
+        }
+
+    def from_hf(self, raw: Mapping[str, Any]) -> Fields:
+        defaults = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "head_dim": None}
+        return {
+            **super().from_hf({**defaults, **raw}),
+            "attention_bias": "qkv" if raw.get("qkv_bias", True) else "none",
+            "shared_expert_intermediate_size": raw.get("shared_expert_intermediate_size", 5632),
+            "shared_expert_gate": True,
+        }
+
+
+class Glm4MoeFamily(MixtureFamily):
+    """GLM-4.5 and 4.6 (arXiv 2508.06471): DeepSeek-V3's mixture after a few plain layers, without groups of experts.
+    Layers that predict more than the next token are not read.
+    """
+
+    OTHERS: ClassVar = {
+        "mlp.choice_bias": "mlp.gate.e_score_correction_bias",
+        "mlp.shared": "mlp.shared_experts",
+        "mlp.shared.down.weight": "mlp.shared_experts.down_proj.weight",
+    }
+
+    @property
+    def classes(self) -> Mapping[str, str]:
+        return {"language": "Glm4MoeForCausalLM"}  # transformers has no classifier of this family
+
+    def to_hf(self, config: ModelConfig) -> Fields:
+        width = config.moe_intermediate_size
+        if not width:
+            raise ValueError("a shape without experts")
+        return {
+            **super().to_hf(config),
+            "attention_bias": config.attention_bias == "qkv",
+            "use_qk_norm": config.qk_norm,
+            "rope_parameters": {**rope_to_hf(config), "partial_rotary_factor": config.partial_rotary_factor},
+            "n_routed_experts": config.num_experts,
+            "num_experts_per_tok": config.num_experts_per_tok,
+            "moe_intermediate_size": width,
+            "norm_topk_prob": config.norm_topk_prob,
+            "routed_scaling_factor": config.routed_scaling_factor,
+            "n_shared_experts": config.shared_expert_intermediate_size // width,
+            "first_k_dense_replace": len(config.mlp_only_layers),
+            "num_nextn_predict_layers": 0,
+        }
+
+    def from_hf(self, raw: Mapping[str, Any]) -> Fields:
+        for name in ("n_group", "topk_group"):
+            expect(raw, name, 1)
+        rope = dict(raw.get("rope_parameters") or {})
+        part = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 0.5))
+        has_bias, width = raw.get("attention_bias", False), raw.get("moe_intermediate_size", 1408)
+        return {
+            **super().from_hf({**raw, "attention_bias": False, "rope_parameters": rope}),
+            "attention_bias": "qkv" if has_bias else "none",
+            "qk_norm": raw.get("use_qk_norm", False),
+            "partial_rotary_factor": part,
+            "num_experts": raw.get("n_routed_experts", 128),
+            "num_experts_per_tok": raw.get("num_experts_per_tok", 8),
+            "moe_intermediate_size": width,
+            "norm_topk_prob": raw.get("norm_topk_prob", True),
+            "scoring_func": "sigmoid",
+            "router_bias": True,
+            "routed_scaling_factor": raw.get("routed_scaling_factor", 1.0),
+            "shared_expert_intermediate_size": raw.get("n_shared_experts", 1) * width,
+            "mlp_only_layers": list(range(raw.get("first_k_dense_replace", 1))),
         }
 
 

@@ -47,7 +47,14 @@ def train_and_heldout(field: str) -> tuple[Series, Series]:
     return Series(field), Series(f"heldout_{field}", "held-out", "heldout", is_sparse=True)
 
 
-GRADIENT_NORM = Panel("Gradient norm", "", (Series("gradient_norm"),))
+ROUTER_PANELS = (  # of a mixture of experts
+    Panel("Largest load of an expert", "of any layer, 1 is an even share", (Series("router_max_load"),)),
+    Panel("Experts without a token", "in all layers, per step", (Series("router_dead_experts"),)),
+    Panel("Entropy of routes", "of routers' scores, nats per token", (Series("router_entropy"),)),
+    Panel("Balance loss of routers", "experts per token is an even load", (Series("router_aux_loss"),)),
+    Panel("Z-loss of routers", "", (Series("router_z_loss"),)),
+)
+TRAINING_PANELS = (Panel("Gradient norm", "", (Series("gradient_norm"),)), *ROUTER_PANELS)
 
 
 def stage_block(

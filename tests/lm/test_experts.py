@@ -7,15 +7,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from lm import decoding
 from lm.config import ModelConfig
 from lm.decoding import decoding_steps, fixed_steps, prepacked
-from lm.experts import Mixture, Replay, has_route, no_routes
+from lm.experts import Mixture, Replay, Routers, balance_biases, has_route, no_routes
 from lm.generation import generate
 from lm.inspection import flops_per_token, parameter_table
 from lm.lora import LoRAConfig, adapted_maps, add_adapters
-from lm.model import LanguageModel, compile_blocks, init_weights
+from lm.model import LanguageModel, checkpoint_activations, compile_blocks, init_weights, record_routes
 from lm.native.decoder import NativeSteps
 from lm.sampling import Choice
 from lm.tensor_parallel import require_divisible
@@ -174,6 +175,7 @@ def test_what_experts_do_not_go_with_is_refused() -> None:
             {"mlp": "relu"},
             "experts are gated MLPs in a decoder; found model.kind 'decoder', model.mlp 'relu'",
         ),
+        ({"shared_expert_gate": True}, "model.shared_expert_intermediate_size is 0; the width"),
         ({"mlp_only_layers": [3]}, r"model.mlp_only_layers is \[3\]; different numbers from 0 to 2"),
         ({"mlp_only_layers": [0, 1, 2]}, "and not all of them were expected"),
     ],
@@ -305,3 +307,123 @@ def test_replaying_own_routes_gives_the_same_bits(recomputes: bool) -> None:
     assert all(map(torch.equal, *results))
     assert replay is not None
     assert not replay.differs_LN.any()
+
+
+# --- what routers learn in training ---------------------------------------------------------------------------------
+
+
+BALANCED: dict[str, Any] = {
+    "num_hidden_layers": 1, "scoring_func": "sigmoid", "router_bias": True, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5, "shared_expert_intermediate_size": 10, "shared_expert_gate": True,
+}  # fmt: skip
+
+
+def learned(
+    model: LanguageModel, passes: list[tuple[Tensor, Tensor | None]], coefs: tuple[float, float] = (1.0, 1.0)
+) -> tuple[dict[str, Tensor], Tensor, dict[str, float]]:
+    """Gradients of the routers' losses alone, what the routers have counted, and its metrics."""
+    model.zero_grad(set_to_none=True)
+    routers = record_routes(model, torch.device("cpu"), *coefs)
+    assert routers is not None
+    num_tokens = sum(int(rows.numel() if segments is None else (segments > 0).sum()) for rows, segments in passes)
+    routers.scale = 1 / (routers.num_layers * num_tokens)
+    for rows, segments in passes:
+        (0 * model(rows, segments).sum()).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    sums = routers.take()
+    return gradients, sums, routers.metrics(sums)
+
+
+def test_a_shared_expert_sigmoid_scores_and_a_bias_that_only_chooses() -> None:
+    """Token by token: the bias decides which experts, and their scores without it are the weights."""
+    layer = mixture(**BALANCED).decoder.blocks[0].mlp
+    assert isinstance(layer, Mixture)
+    assert layer.choice_bias is not None
+    assert layer.shared is not None
+    assert layer.shared_gate is not None
+    layer.choice_bias.copy_(torch.tensor([0.0, -9, 9, 0, 0, 0]))
+    x_ND = torch.randn(7, 16, generator=torch.Generator().manual_seed(1))
+    ups, downs = layer.experts.up.weight.chunk(6), layer.experts.down.weight.chunk(6)
+    for x_D, y_D in zip(x_ND, layer(x_ND), strict=True):
+        scores = [float((layer.router.weight[expert] @ x_D).sigmoid()) for expert in range(6)]
+        second = max((expert for expert in range(6) if expert not in (1, 2)), key=scores.__getitem__)
+        gate_M, up_M = (layer.shared.up.weight @ x_D).chunk(2)
+        expected_D = (layer.shared_gate.weight @ x_D).sigmoid() * (layer.shared.down.weight @ (F.silu(gate_M) * up_M))
+        for expert in (2, second):
+            gate_M, up_M = (ups[expert] @ x_D).chunk(2)
+            weight = 1.5 * scores[expert] / (scores[2] + scores[second])
+            expected_D = expected_D + weight * (downs[expert] @ (F.silu(gate_M) * up_M))
+        torch.testing.assert_close(y_D, expected_D, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_the_losses_of_one_sequence_are_those_of_transformers(divided: bool) -> None:
+    model, tokens = mixture(num_hidden_layers=1, norm_topk_prob=divided), torch.randint(0, 32, (1, 20))
+    inputs = list[Tensor]()
+    router = model.decoder.blocks[0].mlp.router
+    hook = router.register_forward_hook(lambda _module, _inputs, logits: inputs.append(logits))
+    gradients, _, metrics = learned(model, [(tokens, None)])
+    hook.remove()
+    logits_NE = inputs[0].detach().requires_grad_()
+    balance = load_balancing_loss_func((logits_NE,), num_experts=6, top_k=2)
+    z = logits_NE.logsumexp(dim=1).square().mean()
+    assert metrics["router_aux_loss"] == pytest.approx(float(balance), abs=1e-5)
+    assert metrics["router_z_loss"] == pytest.approx(float(z), abs=1e-4)
+    inputs.clear()
+    model.zero_grad(set_to_none=True)
+    model.decoder.routers = None
+    router.register_forward_hook(lambda _module, _inputs, logits: inputs.append(logits))
+    model(tokens)
+    again = load_balancing_loss_func((inputs[0],), num_experts=6, top_k=2) + inputs[0].logsumexp(1).square().mean()
+    again.backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_what_routers_learn_does_not_depend_on_the_split(recomputes: bool) -> None:
+    """One pass or several, packed or padded: the same gradients and the same counts, and padding is in none of them."""
+    model = mixture(**{**BALANCED, "num_hidden_layers": 3, "mlp_only_layers": [1]})
+    rows = [torch.randint(2, 32, (length,)) for length in (5, 17, 9)]
+    alone = [(row[None], None) for row in rows]
+    packed = torch.zeros(2, 24, dtype=torch.long)
+    segments = torch.zeros_like(packed)
+    packed[0, :5], packed[0, 5:22], packed[1, :9] = rows
+    segments[0, :5], segments[0, 5:22], segments[1, :9] = 1, 2, 1
+    gradients, sums, metrics = learned(model, alone)
+    if recomputes:
+        checkpoint_activations(model)
+    found, found_sums, found_metrics = learned(model, [(packed, segments)])
+    assert torch.equal(sums[:, :7], found_sums[:, :7])
+    assert sums[:, 6].tolist() == [31, 0, 31]
+    assert sums[:, :6].sum(dim=1).tolist() == [62, 0, 62]
+    assert metrics == pytest.approx(found_metrics, rel=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_metrics_and_biases_by_hand() -> None:
+    model = mixture(**BALANCED)
+    layer = model.decoder.blocks[0].mlp
+    assert isinstance(layer, Mixture)
+    routers = Routers(model.config, torch.device("cpu"), 0.1)
+    sums = torch.tensor([[8, 0, 2, 2, 0, 0, 6, 3.0, 12, 0]], dtype=torch.float64)
+    expected = {"router_max_load": 4.0, "router_dead_experts": 3.0, "router_entropy": 0.5, "router_aux_loss": 2.0}
+    assert routers.metrics(sums) == expected
+    balance_biases(model, sums, 0.25)
+    assert layer.choice_bias is not None
+    assert layer.choice_bias.tolist() == [-0.25, 0.25, 0, 0, 0.25, 0.25]
+    add_adapters(model, LoRAConfig(targets="attention"))  # the router is frozen, and so is its bias
+    balance_biases(model, sums, 0.25)
+    assert layer.choice_bias.tolist() == [-0.25, 0.25, 0, 0, 0.25, 0.25]
+
+
+def test_passes_without_gradients_count_nothing() -> None:
+    model = mixture()
+    routers = record_routes(model, torch.device("cpu"), 0.0, 0.0)
+    assert routers is not None
+    with torch.no_grad():
+        model(torch.zeros(1, 4, dtype=torch.long))
+    model(torch.zeros(1, 4, dtype=torch.long))  # kept, but not learned from
+    assert routers.metrics(routers.take()) == {}

@@ -35,6 +35,7 @@ BASE: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
 }  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-biases": {"attention_bias": "all", "mlp_bias": True, "tie_word_embeddings": False},
@@ -47,13 +48,22 @@ SHAPES: dict[str, dict[str, Any]] = {
     "arcee": {"mlp": "relu2"},
     "qwen2": {"attention_bias": "qkv", "norm_eps": 1e-6},
     "qwen3": {"qk_norm": True, "head_dim": 128},
+    "qwen3-moe": {**EXPERTS, "norm_topk_prob": True, "qk_norm": True, "head_dim": 32, "tie_word_embeddings": False},
+    "olmoe": {
+        **EXPERTS, "moe_intermediate_size": 96, "qk_norm": True, "qk_norm_over": "projection",
+        "tie_word_embeddings": False,
+    },
+    "mixtral": {**EXPERTS, "moe_intermediate_size": 96, "norm_topk_prob": True, "tie_word_embeddings": False},
     "gpt2": {  # transformers reads neither its context nor the width of its MLP, and takes GPT-2's
         "max_position_embeddings": 1024, "intermediate_size": 256,
         "num_key_value_heads": 4, "mlp": "gelu_tanh", "mlp_bias": True, "attention_bias": "all",
         "positions": "learned", "norm": "layer",
     },
 }  # fmt: skip
-UNREAD_BY_TRANSFORMERS = {"arcee", "llama-3.1", "llama-yarn", "llama-linear", "llama-biases"}
+# Of mixtures it ignores the width of experts (Qwen3-MoE) or all experts (Mixtral), or refuses the file (OLMoE).
+UNREAD_BY_TRANSFORMERS = {
+    "arcee", "llama-3.1", "llama-yarn", "llama-linear", "llama-biases", "qwen3-moe", "olmoe", "mixtral"
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +122,22 @@ def test_transformers_reads_the_same_logits_and_tokens(
     rendered = words.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert rendered == tokenizer.render(messages, add_generation_prompt=True)
     assert (words.eos_token_id, words.pad_token_id) == (tokenizer.end_id, tokenizer.pad_id)
+
+
+def test_experts_are_the_files_own_matrices_and_their_router_is_never_quantised(make: Make, tmp_path: Path) -> None:
+    folder, model = make(**SHAPES["qwen3-moe"])
+    export_gguf(folder, tmp_path / "model.gguf", "q8_0")
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert tensors["blk.1.ffn_gate_inp.weight"].tensor_type.name == "F32"
+    assert tensors["blk.1.ffn_down_exps.weight"].tensor_type.name == "Q8_0"
+    export_gguf(folder, tmp_path / "model.gguf", "f32")
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    up, down = (model.state_dict()[f"decoder.blocks.1.mlp.experts.{name}.weight"] for name in ("up", "down"))
+    for expert in range(4):
+        own = [tensors[f"blk.1.ffn_{name}_exps.weight"].data[expert] for name in ("gate", "up", "down")]
+        assert np.array_equal(own[0], up[64 * expert : 64 * expert + 32])
+        assert np.array_equal(own[1], up[64 * expert + 32 : 64 * expert + 64])
+        assert np.array_equal(own[2], down[64 * expert : 64 * expert + 64])
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [("f16", 0.02), ("q8_0", 0.4)])
@@ -326,8 +352,11 @@ def test_ends_without_a_key_are_known_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"general.architecture": "mamba"}, "general.architecture is 'mamba'; one of llama, arcee, qwen2, qwen3, gpt2"),
-        ({"llama.expert_count": 8}, "llama.expert_count is 8; 0 was expected"),
+        (
+            {"general.architecture": "mamba"},
+            "general.architecture is 'mamba'; one of llama, arcee, qwen2, qwen3, qwen3moe, ",
+        ),
+        ({"llama.expert_count": 8}, "llama.expert_used_count is missing; a number was expected"),
         ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type is 'longrope'"),
         ({"llama.block_count": None}, "llama.block_count is missing; a number was expected"),
         (
@@ -416,6 +445,16 @@ def test_frequencies_that_llama_3_does_not_make_are_named(make: Make, tmp_path: 
         ),
         ({"attention_bias": "qkv", "rope_scaling": LLAMA3}, "rope_type is 'llama3', .* in a model of qwen2"),
         ({"qk_norm": True, "rope_scaling": LLAMA3}, "rope_type is 'llama3', .* in a model of qwen3"),
+        (
+            {**SHAPES["qwen3-moe"], "norm_topk_prob": False},
+            "model.norm_topk_prob is False; llama.cpp computes True in a",
+        ),
+        (
+            {**SHAPES["qwen3-moe"], "mlp_only_layers": [1]},
+            r"model.mlp_only_layers is \[1\]; llama.cpp computes \[\] in",
+        ),
+        ({**SHAPES["olmoe"], "tie_word_embeddings": True}, "model.tie_word_embeddings is True"),
+        ({**SHAPES["qwen3-moe"], "scoring_func": "sigmoid"}, "model_type is 'heed'"),
         ({"vocab_size": 200}, "the vocabulary has .* tokens, the model 200"),
     ],
 )
