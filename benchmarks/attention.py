@@ -20,7 +20,8 @@ from rich.table import Table
 from torch import Tensor
 
 from heed.commands.options import model_folder
-from lm.attention import Attention, CrossAttention, CrossAttentionCache, attend
+from lm.attention import Attention, CrossAttention, attend
+from lm.cache import CrossAttentionCache
 from lm.encoder import EncoderDecoder
 from lm.model import LanguageModel, ScalarModel, Transformer
 from lm.tokenizer import Tokenizer

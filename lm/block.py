@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lm.attention import Attention, CrossAttention, CrossAttentionCache, Mask, PassCache, times
+from lm.attention import Attention, CrossAttention, Mask, times
+from lm.cache import CrossAttentionCache, PassCache
 from lm.config import ModelConfig
 from lm.experts import Mixture, PassRoutes, Seen
 from lm.layers import MLP, Dropout, Replaceable, make_norm, site_offset

@@ -18,8 +18,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from lm.attention import CrossAttentionCache, KVCache, Mask, OwnKeys, TokenWriter
+from lm.attention import Mask, OwnKeys
 from lm.block import BlockInputs, run_blocks
+from lm.cache import CrossAttentionCache, KVCache, TokenWriter
 from lm.config import ModelConfig
 from lm.encoder import EncoderDecoder
 from lm.experts import route_dtype

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from lm.attention import CrossAttentionCache
+from lm.cache import CrossAttentionCache
 from lm.config import ModelConfig
 from lm.layers import ACTIVATIONS, Dropout, Fp32Linear, Head, Linear, make_norm, token_keys
 from lm.model import HEAD, Transformer

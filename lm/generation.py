@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lm import decoding
-from lm.attention import CrossAttentionCache, KVCache, PromptWriter
+from lm.cache import CrossAttentionCache, KVCache, PromptWriter
 from lm.decoding import StepKind, Steps, cache_for, decode, decoding_steps, prepacked
 from lm.encoder import EncoderDecoder
 from lm.model import LanguageModel

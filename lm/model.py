@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 import lm.native.install  # noqa: F401 - puts the kernels in place
 from lm.attention import (
-    CrossAttentionCache,
     Mask,
-    PassCache,
     attention_mask,
     grouped_mask,
     is_on_gpu,
@@ -26,6 +24,7 @@ from lm.attention import (
     with_window,
 )
 from lm.block import Block, BlockInputs, PostNormBlock, run_blocks, run_compiled_blocks
+from lm.cache import CrossAttentionCache, PassCache
 from lm.config import ModelConfig
 from lm.experts import PassRoutes, Routers, Seen
 from lm.layers import Dropout, Fp32Linear, Head, compute_dtype, make_norm, token_keys

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lm.attention import KVCache
 from lm.block import Block
+from lm.cache import KVCache
 from lm.config import ModelConfig
 from lm.layers import MLP
 from lm.model import LanguageModel

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from lm.attention import Attention, PassCache, TokenWriter
+from lm.attention import Attention
+from lm.cache import PassCache, TokenWriter
 from lm.layers import RMSNorm, compute_dtype
 from lm.positions import Rotary, turns_whole_heads
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.attention import KVCache, split_heads
+from lm.attention import split_heads
+from lm.cache import KVCache
 from lm.decoding import FixedSteps, decode
 from lm.generation import generate
 from lm.layers import add_norm, make_norm, swiglu

@@ -7,17 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from lm.attention import (
-    GroupedMask,
-    KVCache,
-    PromptWriter,
-    TokenWriter,
-    attend,
-    attention_mask,
-    grouped_mask,
-    sliding_window_mask,
-    with_window,
-)
+from lm.attention import GroupedMask, attend, attention_mask, grouped_mask, sliding_window_mask, with_window
+from lm.cache import KVCache, PromptWriter, TokenWriter
 from lm.config import ModelConfig, RopeScaling
 from lm.model import ScalarModel
 from lm.positions import attention_sharpening, rotary_frequencies, rotary_tables, rotate, sinusoids

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lm import decoding
-from lm.attention import KVCache
+from lm.cache import KVCache
 from lm.config import ModelConfig
 from lm.decoding import FixedSteps, Step, StepKind, decoding_steps, fixed_steps, rounded_up, rows_in
 from lm.encoder import EncoderDecoder

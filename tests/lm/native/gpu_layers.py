@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lm.attention import Attention, KVCache, TokenWriter
+from lm.attention import Attention
 from lm.attention import split_heads as plain_split_heads
 from lm.attention import store_heads as plain_store_heads
+from lm.cache import KVCache, TokenWriter
 from lm.config import ModelConfig
 from lm.layers import RMSNorm
 from lm.layers import add_norm as plain_add_norm
