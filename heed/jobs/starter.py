@@ -279,9 +279,9 @@ class Starter:
     def _model_shape(self) -> Mapping[str, Any]:
         return shape_of(self.model, opens_models=True, takes_any_head=self._chosen == "classify")
 
-    @property
+    @cached_property
     def _kind(self) -> str:
-        return str(self._model_shape["kind"])
+        return str(shape_of(self.model, opens_models=True, takes_any_head=True)["kind"])
 
     @cached_property
     def _shape(self) -> Shape:
