@@ -7,6 +7,8 @@ The modules, in the order in which to read them:
     training              loop (all iterations), controller (one iteration), experience (its scored rollouts)
     the equations         algorithm, groups
     the roles             roles, rollout (what they exchange), generator, scorer, learner, rank (what they share)
+    continuous sampling   schedule, rounds
+    mixtures of experts   routes
     less memory and time  kept_passes, shared_body
     reward hacking        alarm, people
     records of rollouts   rollout_log

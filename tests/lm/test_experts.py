@@ -266,7 +266,7 @@ def test_replayed_routes_are_the_experts_that_are_used() -> None:
     routes_BTLK = torch.stack([torch.randperm(6)[:2] for _ in range(7)]).to(torch.uint8)[None, :, None]
     routes_BTLK[0, 3] = 255  # not recorded: the router chooses
     replay = Replay(routes_BTLK)
-    found = layer(x_BTD, replay, 0)
+    found = layer(x_BTD, routes=replay)
     found.square().sum().backward()
     gradient = layer.router.weight.grad
     assert gradient is not None

@@ -368,6 +368,13 @@ def test_the_first_family_that_holds_a_shape_writes_it(tiny_config: ModelConfig)
         "gemma2": {"norm_place": "sandwich", "mlp": "geglu", "scale_embedding": True, "attn_logit_softcapping": 50.0},
         "gemma3_text": {"qk_norm": True, "norm_place": "sandwich", "mlp": "geglu", "scale_embedding": True},
         "qwen3_moe": {**EXPERTS, "qk_norm": True},
+        "qwen2_moe": {
+            **EXPERTS, "attention_bias": "qkv", "shared_expert_intermediate_size": 24, "shared_expert_gate": True,
+        },
+        "glm4_moe": {
+            **EXPERTS, "scoring_func": "sigmoid", "router_bias": True, "norm_topk_prob": True,
+            "shared_expert_intermediate_size": 16,
+        },
         "olmoe": {**EXPERTS, "intermediate_size": 16, "qk_norm": True, "qk_norm_over": "projection"},
         "mixtral": {**EXPERTS, "intermediate_size": 16, "norm_topk_prob": True},
         "gpt_oss": {

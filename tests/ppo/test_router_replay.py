@@ -133,7 +133,7 @@ def test_honest_routers_change_no_route(start: Callable[..., OneRank], models: I
     assert metrics["sampler_difference_unreplayed"] < 1e-4
     worker = start(router_replay=False)
     controller = PPOController(worker.config, worker.roles, prompts, models.scale, num_pretraining_rows=7, seed=5)
-    assert not [name for name in controller.step(0) if "route" in name or "replay" in name]
+    assert not [name for name in controller.step(0) if "routes_" in name or "replay" in name]
 
 
 def test_the_gradient_of_a_replayed_pass_is_that_of_the_recorded_experts(

@@ -105,6 +105,7 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openenv.core", core)
     monkeypatch.setitem(sys.modules, "mcp", mcp_stand_in)
     monkeypatch.setattr(retries, "QUIET_SECONDS", 0.0)
+    monkeypatch.delenv("RANK", raising=False)  # an engine of another test may have named this process's only rank
     monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", 0.02)
     monkeypatch.setattr(conversations, "GRACE_SECONDS", 0.0)
     retries._server.cache_clear()
