@@ -235,7 +235,7 @@ class PPOController:
             agreement = sampler_agreement(outputs.logprobs_BR, rollout)
         else:
             agreement = require_one_policy(outputs.logprobs_BR, rollout, iteration, self.max_difference)
-        route_changes = self.roles.learners.take_route_changes()
+        route_changes = self.roles.learners.take_route_changes() if rollout.routes_BTLK.numel() else None
         if tests_draws:
             self._test_draws(iteration)
         failures = {} if self.config.external_reward is None else self.roles.scorers.failure_kinds()

@@ -66,9 +66,6 @@ class ToyRoles:
     def take_evidence(self) -> Evidence:
         return NO_EVIDENCE
 
-    def take_route_changes(self) -> None:
-        """The toy has no mixtures."""
-
     def first_failure(self) -> str:
         return "the endpoint is asleep"
 
