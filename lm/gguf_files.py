@@ -578,11 +578,12 @@ def metadata_of(architecture: Architecture, config: ModelConfig) -> dict[str, An
 
 
 def _experts_metadata(architecture: Architecture, config: ModelConfig) -> dict[str, Any]:
-    name, divides = architecture.name, architecture.divides_by_sum
+    name, divides, heads = architecture.name, architecture.divides_by_sum, config.num_attention_heads
     for key, value, expected in (
         ("norm_topk_prob", config.norm_topk_prob, divides),
         ("mlp_only_layers", list(config.mlp_only_layers), []),
         ("tie_word_embeddings", config.tie_word_embeddings and name == "olmoe", False),
+        ("num_key_value_heads", config.num_key_value_heads, heads if name == "olmoe" else config.num_key_value_heads),
     ):
         if value != expected:
             raise ValueError(f"model.{key} is {value}; llama.cpp computes {expected} in a model of {name}")

@@ -50,7 +50,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True, "head_dim": 128},
     "qwen3-moe": {**EXPERTS, "norm_topk_prob": True, "qk_norm": True, "head_dim": 32, "tie_word_embeddings": False},
     "olmoe": {
-        **EXPERTS, "moe_intermediate_size": 96, "qk_norm": True, "qk_norm_over": "projection",
+        **EXPERTS, "moe_intermediate_size": 96, "qk_norm": True, "qk_norm_over": "projection", "num_key_value_heads": 4,
         "tie_word_embeddings": False,
     },
     "mixtral": {**EXPERTS, "moe_intermediate_size": 96, "norm_topk_prob": True, "tie_word_embeddings": False},
@@ -454,6 +454,7 @@ def test_frequencies_that_llama_3_does_not_make_are_named(make: Make, tmp_path: 
             r"model.mlp_only_layers is \[1\]; llama.cpp computes \[\] in",
         ),
         ({**SHAPES["olmoe"], "tie_word_embeddings": True}, "model.tie_word_embeddings is True"),
+        ({**SHAPES["olmoe"], "num_key_value_heads": 2}, "model.num_key_value_heads is 2; llama.cpp computes 4"),
         ({**SHAPES["qwen3-moe"], "scoring_func": "sigmoid"}, "model_type is 'heed'"),
         ({"vocab_size": 200}, "the vocabulary has .* tokens, the model 200"),
     ],
