@@ -135,7 +135,8 @@ def test_messages_about_policies(place: Path, heed_main: Call, compare: Compare)
 
 def test_the_table_of_results() -> None:
     pair = {
-        "policy_a": "a", "policy_b": "b", "different": True, "num_failed": 0, "conclusion": {"kind": "undecided", "reason": ""},
+        "policy_a": "a", "policy_b": "b", "different": True, "num_failed": 0,
+        "conclusion": {"kind": "undecided", "reason": ""},
         "win_rate": {"mean": 0.25, "low": 0.1, "high": None, "num_prompts": 1200},
         "significance": {"p": 0.0041152, "holm_p": 0.0123456}, "power": {"detectable": 0.08},
         "verdicts": {"wins": 300, "ties": 0, "losses": 900},
