@@ -346,12 +346,7 @@ def flash_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, 
 
     PyTorch's `varlen_attn` calls the same kernel from an operator in Python, which takes the CPU 0.55 ms per call.
     """
-    found = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts, starts, longest, longest, 0.0, window == (-1, 0), False,
-        window_size_left=window[0], window_size_right=window[1],
-    )  # fmt: skip
-    y: Tensor = found[0]
-    return y
+    return FlashKernel(starts, longest, window).forward(q, k, v)[0]
 
 
 def scores_bias(mask_BTS: Tensor, like: Tensor) -> Tensor:

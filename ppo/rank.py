@@ -190,8 +190,7 @@ class Rank:
         self, model: nn.Module, rollout: Rollout, drawn: Drawn | None = None, replays: list[Replay] | None = None
     ) -> Tensor:
         """Returns log π of the response tokens [B, R], at the sampling temperature. With `drawn`, some of them are
-        tested for being draws from π. The pass replays the rollout's routes, and appends
-        the replay to `replays`.
+        tested for being draws from π. The pass replays the rollout's routes, and appends the replay to `replays`.
         """
         note_progress()
         packed = PackedRollout.of(rollout, self.device)

@@ -22,6 +22,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, Ini
 from torch import Tensor, nn
 
 from lm.progress import note_progress
+from lm.samplers.engine import chunks
 from lm.sequence_parallel import SequenceGroup
 from lm.source import ModelSource
 from training.checkpoint import ParamShard
@@ -285,9 +286,13 @@ def whole_zero3_weights(
 
     A collective call; with `on_main_alone`, ranks other than 0 take part but yield nothing.
     """
-    for bucket in _buckets([(name, parameter, zero3_shard(parameter)) for name, parameter in named], num_ranks):
+    shapes, shards = dict[str, tuple[int, ...]](), list[tuple[str, Tensor]]()
+    for name, parameter in named:
+        shapes[name] = tuple(full_shape(parameter))
+        shards.append((name, zero3_shard(parameter)))
+    for bucket in chunks(shards, -(-BUCKET_BYTES // num_ranks)):
         note_progress()
-        own = torch.cat([shard.to(device) for _, _, shard in bucket])
+        own = torch.cat([shard.to(device) for shard in bucket.values()])
         if on_main_alone and rank != MAIN:
             dist.gather(own, dst=MAIN)
             continue
@@ -296,23 +301,7 @@ def whole_zero3_weights(
             dist.gather(own, [*by_rank], dst=MAIN)
         else:
             dist.all_gather_into_tensor(by_rank.view(-1), own)
-        parts = by_rank.split([len(shard) for _, _, shard in bucket], dim=1)
-        for (name, parameter, _), part in zip(bucket, parts, strict=True):
-            shape = full_shape(parameter)
-            yield name, part.flatten()[: math.prod(shape)].view(shape)
+        parts = by_rank.split([len(shard) for shard in bucket.values()], dim=1)
+        for name, part in zip(bucket, parts, strict=True):
+            yield name, part.flatten()[: math.prod(shapes[name])].view(shapes[name])
         del own, by_rank, parts, part  # before the next ones are gathered
-
-
-def _buckets(
-    held: Iterable[tuple[str, nn.Parameter, Tensor]], num_ranks: int
-) -> Iterator[list[tuple[str, nn.Parameter, Tensor]]]:
-    """Yield parameters with their shards, in order, in lists that end once they have `BUCKET_BYTES` when whole."""
-    bucket, size = list[tuple[str, nn.Parameter, Tensor]](), 0
-    for name, parameter, shard in held:
-        bucket.append((name, parameter, shard))
-        size += num_ranks * shard.nbytes
-        if size >= BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
