@@ -109,7 +109,7 @@ def test_an_iteration_counts_what_replay_changes(
     worker = start(**changes)
     controller = PPOController(worker.config, worker.roles, prompts, models.scale, num_pretraining_rows=7, seed=5)
     controller.start_sampling(0)
-    before = full_weights(worker.learner.policy)
+    before = copy.deepcopy(full_weights(worker.learner.policy))
     rollout = controller.in_flight[0]()
     controller.in_flight[0] = lambda: rollout
     with turned():  # not while sampling

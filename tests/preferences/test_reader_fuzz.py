@@ -23,7 +23,7 @@ ROWS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "format_ro
 ROWS["heed"]["repeat_of"] = ""  # the row that it repeats would have to exist
 READ = [form for form in FORMATS.values() if form.read is not None]
 NUM_ROWS = round(400 * examples.share)  # per format
-NUM_ROWS_OF = {"hh": 400}  # of which nearly all are refused
+NUM_ROWS_OF = {"hh": 400, "heed": 200, "llmbar": 200}  # of which nearly all are refused
 
 # The text that replaces "@n@" in the file.
 RAW = [

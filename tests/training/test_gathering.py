@@ -172,9 +172,10 @@ def test_gathered_weights_and_averages_of_shards(ranks: list[dict[str, Any]], ca
     for rank in ranks:
         found = rank[f"{stage}-{precision}"]
         assert not found["error"], found["error"]
-        # No second copy of the model: at most the last tensor, the next one, and gloo's receive buffers.
+        # No second copy of the model: at most the last bucket, the next one, and what gloo has received of the next
+        # ones, which depends on how far the other rank is ahead.
         assert found["loaded"] < (2.2 if stage in (1, 2) and precision == "bf16" else 4.2) * sum(sizes)
-        assert found["growth"] <= 5 * max(sizes) < 0.4 * sum(sizes)
+        assert found["growth"] <= 8 * max(sizes) < 0.4 * sum(sizes)
         assert found["saved"] <= FILE_BYTES + 4 * 3 * max(sizes) < 0.4 * 4 * sum(sizes)
     assert sum(rank[f"{stage}-{precision}"]["held"] for rank in ranks) == sum(sizes)
 
