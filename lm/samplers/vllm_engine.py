@@ -113,8 +113,7 @@ class VLLMSampler(SamplingEngine):
                 distributed_executor_backend="external_launcher" if tensor_parallel_size > 1 else None,
                 **(_gpu_options(on_own_device) if self._on_gpu else {"block_size": PREFIX_BLOCK_TOKENS}),
             )
-        dtype = DTYPES[precision]
-        weights = ((name, tensor.to(dtype)) for name, tensor in source.tensors())
+        weights = ((name, tensor.to(DTYPES[precision])) for name, tensor in source.tensors())
         self.receive(map(SentWeights.of, chunks(weights)))
 
     def _require_shape(self, folder: Path) -> None:
