@@ -38,8 +38,6 @@ from training.internals import (
     shard_zero12,
     update_deepspeed_config,
     without_operators,
-    write_back_zero3,
-    write_back_zero12,
     zero3_shard,
 )
 
@@ -208,15 +206,6 @@ def zero_shards(module: nn.Module, zero_optimizer: Any, zero_stage: int, rank: i
     else:
         shards = [shard_zero12(zero_optimizer, name, parameter) for name, parameter in trained]
     return [shard for shard in shards if shard is not None]
-
-
-@torch.no_grad()
-def write_back(zero_optimizer: Any, zero_stage: int) -> None:
-    """Round ZeRO's fp32 weights into the parameters, as a step does. Call it after changing them; a collective call."""
-    if zero_stage == 3:
-        write_back_zero3(zero_optimizer)
-    else:
-        write_back_zero12(zero_optimizer)
 
 
 class Gatherer:

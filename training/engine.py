@@ -34,12 +34,12 @@ from training.distributed import (
     make_accelerator,
     make_sequence_group,
     whole_zero3_weights,
-    write_back,
     zero_shards,
 )
 from training.internals import (
     do_not_broadcast_buffers,
     expect_gradients,
+    find_overflow_in_norm,
     gradient_norm,
     is_deepspeed_engine,
     release_zero3,
@@ -48,6 +48,7 @@ from training.internals import (
     set_gradient_sync,
     step_without_dynamo,
     without_dynamo,
+    write_back,
 )
 from training.notices import RunError, say
 from training.optimizers import Offload, make_optimizers
@@ -128,6 +129,8 @@ class Engine(Generic[AnyModule]):
         assert is_deepspeed == (config.zero_stage > 0), f"ZeRO {config.zero_stage} gave a {type(self.model).__name__}"
         if is_deepspeed:  # it creates a process group of its own, with PyTorch's default time limit
             set_collective_timeout(self.model, timedelta(seconds=config.collective_timeout_seconds))
+        if config.zero_stage in (1, 2):
+            find_overflow_in_norm(self.model.optimizer)
         for buffer, exact in zip(model.buffers(), buffers, strict=True):  # DeepSpeed rounds them too
             buffer.data = exact
         self._gatherer: Gatherer | None = None

@@ -181,6 +181,14 @@ def gradient_norm(deepspeed_engine: Any) -> float:
     return float(deepspeed_engine.get_global_grad_norm() or 0.0)
 
 
+def find_overflow_in_norm(zero_optimizer: Any) -> None:
+    """Keep ZeRO-1 and 2 from searching each gradient for infinities and NaN: 13 kernels per tensor, and a wait. The
+    norm, which is computed next, shows them too and skips the step. An offloaded optimizer's are counted otherwise.
+    """
+    if not zero_optimizer.cpu_offload:
+        zero_optimizer.check_overflow = lambda **_: None
+
+
 def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """The whole parameter's shape. Under ZeRO-3, `parameter.shape` is that of a flat shard."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -247,13 +255,12 @@ def forget_node_copy(parameter: nn.Parameter) -> None:
     vars(parameter)["ds_secondary_tensor"] = None
 
 
-def write_back_zero12(zero_optimizer: Any) -> None:
-    """Round ZeRO-1's or 2's fp32 weights into the parameters, as a step does. A collective call."""
-    zero_optimizer.update_lp_params()
-
-
-def write_back_zero3(zero_optimizer: Any) -> None:
-    """Round ZeRO-3's fp32 weights into the parameters, as a step does. A collective call."""
+@torch.no_grad()
+def write_back(zero_optimizer: Any, zero_stage: int) -> None:
+    """Round ZeRO's fp32 weights into the parameters, as a step does. Call it after changing them; a collective call."""
+    if zero_stage < 3:
+        zero_optimizer.update_lp_params()
+        return
     zero_optimizer._partition_all_parameters()  # some stay whole between passes; they are gathered again below
     for group in range(len(zero_optimizer.fp32_partitioned_groups_flat)):
         zero_optimizer._reassign_or_swap_out_partitioned_parameters(group)

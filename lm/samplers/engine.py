@@ -175,7 +175,7 @@ class SamplingEngine(Protocol):
     def sample(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: Limits, temperature: float
     ) -> Generated:
-        """Sample one response per prompt, each from its own seed, up to and including the tokenizer's end token.
+        """Sample one response per prompt, from its seed or one made of all seeds, up to and including an end token.
 
         The log-probs are those of the distribution that was sampled from, softmax(logits / temperature) over the whole
         vocabulary, in nats.

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from files.atomic import write_json
+from files.hashes import derive_seed
 from lm.config import Precision
 from lm.generation import SAMPLED_AT_ONCE, Generated, Limits
 from lm.model import LanguageModel
@@ -112,8 +113,7 @@ class VLLMSampler(SamplingEngine):
                 distributed_executor_backend="external_launcher" if tensor_parallel_size > 1 else None,
                 **(_gpu_options(on_own_device) if self._on_gpu else {"block_size": PREFIX_BLOCK_TOKENS}),
             )
-        dtype = DTYPES[precision]
-        weights = ((name, tensor.to(dtype)) for name, tensor in source.tensors())
+        weights = ((name, tensor.to(DTYPES[precision])) for name, tensor in source.tensors())
         self.receive(map(SentWeights.of, chunks(weights)))
 
     def _require_shape(self, folder: Path) -> None:
@@ -131,11 +131,12 @@ class VLLMSampler(SamplingEngine):
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
         parameters = [
             self._vllm.SamplingParams(
-                temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, max_tokens=limit, seed=seed % 2**63,
+                temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, max_tokens=limit,
                 stop_token_ids=list(self.end_ids), ignore_eos=True, detokenize=False, logprobs=0,
             )
-            for seed, limit in zip(seeds, limits, strict=True)
+            for limit in limits
         ]  # fmt: skip
+        torch.manual_seed(derive_seed(*seeds))  # vLLM draws rows with seeds of their own one by one
         found = [output.outputs[0] for output in self._engine.generate(asked, parameters, use_tqdm=False)]
         responses = [list(output.token_ids) for output in found]
         logprobs = [

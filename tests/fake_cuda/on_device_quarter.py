@@ -22,11 +22,15 @@ from lm.source import RandomInit, Rows
 # Figures that a step on a GPU notes, all positive.
 FIGURES = {
     "rows": ("rows128_bandwidth_share", "rows512_recordings", "rows256_decode_kernels", "rows512_peak_gib"),
-    "mixtures": ("training_tokens_per_second", "training_step_kernels", "sampling_ms_per_token"),
+    "mixtures": (
+        "training_tokens_per_second", "training_step_kernels", "sampling_ms_per_token", "sinks_training_step_kernels",
+        "sinks_sampling_ms_per_token",
+    ),
+    "continuous": ("tokens_per_second", "updates", "equal_share"),
     "draws": ("tested_held_gib", "tested_scoring_kernels", "untested_scoring_kernels"),
     "kept_steps": ("kept_planned_gib_fast_zero0", "recorded_held_gib"),
     "recorded": ("recorded_pass_seconds", "recorded_gain", "recorded_peak_gib"),
-}
+}  # fmt: skip
 
 
 class Profile:

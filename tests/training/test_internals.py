@@ -27,7 +27,7 @@ from tests.models import full_weights
 from training import internals
 from training.checkpoint import ParamShard
 from training.config import EngineConfig, OptimizerConfig
-from training.distributed import write_back, zero_shards
+from training.distributed import zero_shards
 from training.engine import Engine
 
 # Odd sizes: with two ranks every parameter is split, and under ZeRO-3 its last part is padded.
@@ -204,7 +204,7 @@ def check_writing_back_rounds_fp32_weights_into_the_parameters(engine: Engine[La
     """Passes then compute with the new weights."""
     for shard in shards_of(engine):
         shard.view(shard.storage).fill_(0.5)
-    write_back(engine.model.optimizer, engine.config.zero_stage)
+    internals.write_back(engine.model.optimizer, engine.config.zero_stage)
     with torch.no_grad():
         logits = engine.model(torch.tensor([[1, 2, 3]])).float()
     alone = RandomInit(lambda: LanguageModel(CONFIG), seed=3).build()
@@ -258,6 +258,31 @@ def check_compatible_ops_decides_what_is_built(_engine: Engine[LanguageModel]) -
     assert "torch.utils.cpp_extension" not in sys.modules
 
 
+def check_overflow_is_found_in_the_norm_alone(engine: Engine[LanguageModel]) -> None:
+    """No gradient is searched, and if one rank's is infinite, both skip the step."""
+    accumulate(engine)
+    engine.step()
+    with torch.autograd.profiler.profile() as profile:  # a dispatch mode would import TorchDynamo
+        accumulate(engine)
+        engine.step()
+    assert not engine.has_skipped
+    operators = {event.key for event in profile.key_averages()}
+    assert "aten::linalg_vector_norm" in operators
+    assert not operators & {"aten::amax", "aten::amin"}
+    before = {name: weight.clone() for name, weight in full_weights(engine).items()}
+    factor = torch.inf if engine.rank == 1 else 1.0
+
+    def loss(tokens_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        logits = engine.model(tokens_BT).float()
+        logits.register_hook(lambda gradient: gradient * factor)  # the loss itself stays finite
+        return logits.square().mean(), {}
+
+    engine.accumulate([torch.tensor([[1, 2, 3]])], loss)
+    engine.step()
+    assert engine.has_skipped
+    assert all(torch.equal(weight, before[name]) for name, weight in full_weights(engine).items())
+
+
 Check = Callable[[Engine[LanguageModel]], None]
 WITHOUT_DEEPSPEED: list[Check] = [
     check_gradient_state_set_sync_gradients,
@@ -280,8 +305,9 @@ WITH_DEEPSPEED: list[Check] = [
     check_compatible_ops_decides_what_is_built,
     check_disable_dynamo_and_get_optimize_ddp_mode_import_nothing,
 ]
+ZERO12: list[Check] = [*WITH_DEEPSPEED, check_overflow_is_found_in_the_norm_alone]
 ZERO3: list[Check] = [check_fwd_module_stack_holds_the_module, check_params_to_release_is_cached]
-CHECKS = {0: WITHOUT_DEEPSPEED, 1: WITH_DEEPSPEED, 2: WITH_DEEPSPEED, 3: [*WITH_DEEPSPEED, *ZERO3]}
+CHECKS = {0: WITHOUT_DEEPSPEED, 1: ZERO12, 2: ZERO12, 3: [*WITH_DEEPSPEED, *ZERO3]}
 
 
 def rank_program(folder: Path) -> None:

@@ -19,9 +19,9 @@ from lm.model import LanguageModel
 from lm.source import RandomInit
 from tests.models import full_weights
 from training.config import EngineConfig, OptimizerConfig, ranks_sharing_weights
-from training.distributed import _ranks_sharing_weights, write_back
+from training.distributed import _ranks_sharing_weights
 from training.engine import Engine
-from training.internals import node_group, zero3_shard
+from training.internals import node_group, write_back, zero3_shard
 
 CONFIG = ModelConfig(
     vocab_size=129, max_position_embeddings=8, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,

@@ -135,6 +135,7 @@ def published(name: str) -> Fields:
 
 QWEN = published("Qwen/Qwen2.5-0.5B")  # 0.49B weights, tied
 QWEN3_30B = published("Qwen/Qwen3-30B-A3B")  # a mixture of 128 experts, of which a token takes 8
+GPT_OSS = published("openai/gpt-oss-20b")  # sinks, windows in every second layer, and a mixture with biases
 LLAMA8 = published("meta-llama/Meta-Llama-3-8B")
 GPT2: Fields = SMALL.model_dump()  # 124M
 # A Llama block at 1.3B: heads of 128, each with its own keys and values, and Llama 2's vocabulary.

@@ -78,7 +78,10 @@ STEPS = {
         90, 180, "never run on CUDA; expected: losses of one rank within .5%, the same tokens, the same weights"
     ),
     "mixtures": Known(
-        45, 90, "never run; NeMo Automodel 277 TFLOP/s per H100 on Qwen3-30B-A3B; expected: less"
+        70, 120, "never run; NeMo Automodel 277 TFLOP/s per H100 on Qwen3-30B-A3B; expected: less"
+    ),
+    "continuous": Known(
+        15, 60, "never run on CUDA; expected: 80,000 tokens/s, a little less than `rows` at 128, and most tokens equal"
     ),
     "peers": Known(
         70, 140, "measured: Transformers trains 79,050 and samples 3,860 tokens/s; nano-vllm's workload on an A800: "

@@ -1,5 +1,6 @@
 """The steps that sample text: more rows at once, and the workload of a peer's benchmark."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -12,8 +13,9 @@ from benchmarks.gpu.rows import Generation
 from benchmarks.speed.own import NO_END
 from lm.config import ModelConfig
 from lm.decoding import FixedSteps, StepKind
-from lm.generation import generate
+from lm.generation import Partial, generate, generate_in_rounds
 from lm.model import LanguageModel
+from lm.samplers.engine import SentWeights, held_tensors, take
 from lm.sampling import Choice
 from lm.source import load
 
@@ -85,6 +87,41 @@ def rows(ctx: Context) -> None:
     for number in ROWS:
         with ctx.attempt(f"rows{number}"):
             decode(ctx, shape(QWEN, tiny=ctx.tiny), number, 256, f"rows{number}_")
+
+
+def continuous(ctx: Context) -> None:
+    """Samples in rounds, with new weights after every third, as PPO's placement `continuous`; and all in one call.
+
+    The weights that come are those that are there, so both draw the same tokens where rounding lets them.
+    """
+    sizes = Generation(shape(QWEN, tiny=ctx.tiny), *((4, 8, 12) if ctx.tiny else (128, 256, 144)))
+    ctx.release_memory()
+    sampling, most = Sampling(ctx, sizes), sizes.response_tokens
+    model, steps = sampling.model, FixedSteps(sampling.model)
+    whole = generate(
+        model, sampling.prompts, max_new_tokens=most, end_ids=NO_END, choice=Choice(), seeds=range(sizes.batch),
+        max_rows=sizes.batch, steps=steps,
+    ).responses  # fmt: skip
+    rows = [Partial(number, prompt, number) for number, prompt in enumerate(sampling.prompts)]
+    num_updates, started = 0, ctx.now()
+    while len(rows[0].tokens) < most:
+        entering: list[Sequence[Partial]] = [[], [], rows]
+
+        def next_round(_: Sequence[Partial], entering: list[Sequence[Partial]] = entering) -> Sequence[Partial] | None:
+            return entering.pop() if entering else None
+
+        generate_in_rounds(
+            model, next_round, num_steps=2 if ctx.tiny else 16, num_rows=sizes.batch,
+            num_columns=sizes.prompt_tokens + most, max_new_tokens=most, end_ids=NO_END, choice=Choice(), steps=steps,
+        )  # fmt: skip
+        take(model, [SentWeights.of({name: tensor.clone() for name, tensor in held_tensors(model).items()})])
+        num_updates += 1
+    seconds = ctx.now() - started
+    assert {len(row.tokens) for row in rows} == {most}
+    equal = [np.equal(row.tokens, response).mean() for row, response in zip(rows, whole, strict=True)]
+    rate = sizes.batch * most / seconds
+    ctx.note(tokens_per_second=rate, updates=num_updates, equal_share=float(np.mean(equal)), peak_gib=ctx.peak_gib())
+    steps.forget()
 
 
 def workload(ctx: Context) -> tuple[list[list[int]], list[int]]:

@@ -15,6 +15,7 @@ from torch import nn
 from benchmarks.gpu.counts import planned_bytes, training_flops
 from benchmarks.gpu.quarter.context import (
     GIB,
+    GPT_OSS,
     LLAMA8,
     OPTIMIZER,
     QWEN,
@@ -36,7 +37,7 @@ from training.objectives import CausalLMObjective, PackedObjective
 from training.packing import IntArray, pack
 
 REPEATS = 8  # of a recorded pass
-MIXTURE_LAYERS = 8  # of 48
+MIXTURE_LAYERS, SINK_LAYERS = 8, 4  # of 48, and of 24
 
 
 def conversations(number: int, longest: int, vocab_size: int) -> list[tuple[list[int], list[bool]]]:
@@ -291,13 +292,18 @@ def whole_8b(ctx: Context) -> None:
 
 
 def mixtures(ctx: Context) -> None:
-    """Eight of Qwen3-30B-A3B's 48 layers: training steps, and sampling with 128 rows."""
+    """Training steps and sampling with 128 rows: eight of Qwen3-30B-A3B's 48 layers, and four of gpt-oss-20b's 24."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-    model = shape(QWEN3_30B, tiny=ctx.tiny, num_hidden_layers=MIXTURE_LAYERS)
-    if ctx.tiny:
-        model = model.model_copy(update=experts)
-    sizes = Pretraining(model, 2, 2, 64) if ctx.tiny else Pretraining(model, 8, 4, 1024)
-    with ctx.attempt("training"):
-        train(ctx, sizes, "training_", steps=3, warmup=1)
-    with ctx.attempt("sampling"):
-        decode(ctx, model, 128, 128, "sampling_")
+    kept = ("mlp", "mlp_bias", "attention_bias", "attention_sinks", "norm_topk_prob")
+    tiny_oss = {**experts, **{name: GPT_OSS[name] for name in kept}, "sliding_window": (16, 0)}
+    for prefix, fields, num_layers, changes in (
+        ("", QWEN3_30B, MIXTURE_LAYERS, experts), ("sinks_", GPT_OSS, SINK_LAYERS, tiny_oss),
+    ):  # fmt: skip
+        model = shape(fields, tiny=ctx.tiny, num_hidden_layers=num_layers)
+        if ctx.tiny:
+            model = model.model_copy(update=changes)
+        sizes = Pretraining(model, 2, 2, 64) if ctx.tiny else Pretraining(model, 8, 4, 1024)
+        with ctx.attempt(f"{prefix}training"):
+            train(ctx, sizes, f"{prefix}training_", steps=3, warmup=1)
+        with ctx.attempt(f"{prefix}sampling"):
+            decode(ctx, model, 128, 128, f"{prefix}sampling_")
