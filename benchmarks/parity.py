@@ -257,6 +257,17 @@ CASES = {
         {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.5,
          "query_pre_attn_scalar": 44.4444444444},
     ),
+    "granite moe": Case(
+        "GraniteMoe",
+        {**EXPERTS, "num_local_experts": 5, "intermediate_size": 16, "attention_multiplier": 0.15,
+         "logits_scaling": 2.5},
+        {"num_experts": 5, "moe_intermediate_size": 16, "norm_topk_prob": True, "logits_scaling": 2.5},
+    ),
+    "granite moe, shared": Case(
+        "GraniteMoeShared",
+        {**EXPERTS, "num_local_experts": 5, "intermediate_size": 16, "shared_intermediate_size": 12},
+        {"num_experts": 5, "shared_expert_intermediate_size": 12},
+    ),
     "ministral3": Case(
         "Ministral3",
         {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}},

@@ -19,7 +19,7 @@ from lm.families.gemma3 import Gemma3Family
 from lm.families.glm4 import Glm4Family
 from lm.families.gpt2 import GPT2Family
 from lm.families.gpt_oss import GptOssFamily
-from lm.families.granite import GraniteFamily
+from lm.families.granite import GraniteFamily, GraniteMoeFamily
 from lm.families.heed import HeedFamily
 from lm.families.ministral3 import Ministral3Family
 from lm.families.mixtures import Glm4MoeFamily, MixtralFamily, OlmoeFamily, Qwen2MoeFamily, Qwen3MoeFamily
@@ -66,6 +66,8 @@ FAMILIES: tuple[Family, ...] = (
     Phi3Family("phi3", "Phi3", windows="all", partial_rotary=True),
     SmolLM3Family("smollm3", "SmolLM3", attention_bias="flag", mlp_bias_flag=True, windows="by layer"),
     GraniteFamily("granite", "Granite", attention_bias="flag", mlp_bias_flag=True),
+    GraniteMoeFamily("granitemoe", "GraniteMoe", attention_bias="flag"),
+    GraniteMoeFamily("granitemoeshared", "GraniteMoeShared", attention_bias="flag"),
     Ministral3Family("ministral3", "Ministral3", windows="all", defaults={"num_key_value_heads": 8, "head_dim": 128}),
     Exaone4Family("exaone4", "Exaone4", qk_norm=True),
     Glm4Family("glm4", "Glm4", attention_bias="qkv flag", partial_rotary=True),

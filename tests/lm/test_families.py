@@ -207,6 +207,15 @@ DRAWN: dict[str, Callable[[random.Random], dict[str, Any]]] = {
         "logits_scaling": draw.uniform(0.5, 4),
         "rope_parameters": draw.choice([LINEAR, LLAMA3, {"rope_type": "default", "rope_theta": 500.0}]),
     },
+    "GraniteMoeShared": lambda draw: {
+        **mixture_shape(draw),
+        "attention_bias": draw.random() < 0.5,
+        "embedding_multiplier": draw.uniform(0.5, 6),
+        "residual_multiplier": draw.uniform(0.2, 1.5),
+        "attention_multiplier": draw.choice([1 / 8, draw.uniform(0.1, 0.5)]),
+        "logits_scaling": draw.uniform(0.5, 4),
+        "shared_intermediate_size": draw.randint(3, 40),
+    },
     "Ministral3": lambda draw: {
         **rotary_shape(draw),
         "head_dim": 2 * draw.randint(2, 9),
@@ -358,6 +367,10 @@ def test_the_first_family_that_holds_a_shape_writes_it(tiny_config: ModelConfig)
         "phi3": {"partial_rotary_factor": 0.5},
         "smollm3": {"layers_without_positions": (1,)},
         "granite": {"residual_multiplier": 0.5},
+        "granitemoe": {**EXPERTS, "intermediate_size": 16, "norm_topk_prob": True, "residual_multiplier": 0.5},
+        "granitemoeshared": {
+            **EXPERTS, "intermediate_size": 16, "norm_topk_prob": True, "shared_expert_intermediate_size": 24,
+        },
         "ministral3": {
             "rope_scaling": RopeScaling(
                 rope_type="yarn", factor=2, original_max_position_embeddings=8, llama_4_scaling_beta=0.1
