@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from lm.config import ModelConfig
 from lm.families.bart import BartFamily
 from lm.families.bert import BertFamily
+from lm.families.deepseek import DeepseekV2Family, DeepseekV3Family
 from lm.families.exaone4 import Exaone4Family
 from lm.families.family import Family, Stored, expect
 from lm.families.gemma2 import Gemma2Family
@@ -32,6 +33,21 @@ __all__ = ["FAMILIES", "NOT_COVERED", "Family", "Stored", "expect", "family_of"]
 
 _MISTRAL = {"num_key_value_heads": 8, "sliding_window": 4096}
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+_GLM_MOE = {
+    "num_key_value_heads": 8, "partial_rotary_factor": 0.5, "n_routed_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}  # fmt: skip
+_DEEPSEEK_V2 = {
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2, "first_k_dense_replace": 0,
+    "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+}  # fmt: skip
+_DEEPSEEK_V3 = {
+    **_DEEPSEEK_V2, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+    "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}  # fmt: skip
 
 # What no shape of Heed describes, in families that are close to those above.
 NOT_COVERED = {
@@ -57,7 +73,9 @@ FAMILIES: tuple[Family, ...] = (
         defaults={"num_key_value_heads": 4},
     ),
     Qwen2MoeFamily("qwen2_moe", "Qwen2Moe", attention_bias="qkv", defaults={"num_key_value_heads": 16}),
-    Glm4MoeFamily("glm4_moe", "Glm4Moe", defaults={"num_key_value_heads": 8}),
+    Glm4MoeFamily("glm4_moe", "Glm4Moe", attention_bias="qkv flag", partial_rotary=True, defaults=_GLM_MOE),
+    DeepseekV3Family("deepseek_v3", "DeepseekV3", attention_bias="flag", defaults=_DEEPSEEK_V3),
+    DeepseekV2Family("deepseek_v2", "DeepseekV2", attention_bias="flag", even_heads=True, defaults=_DEEPSEEK_V2),
     OlmoeFamily("olmoe", "Olmoe", attention_bias="flag"),
     MixtralFamily("mixtral", "Mixtral", windows="all", defaults={"num_key_value_heads": 8}),
     GptOssFamily("gpt_oss", "GptOss", mlp="clamped_swiglu", attention_bias="flag"),

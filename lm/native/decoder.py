@@ -48,6 +48,7 @@ def what_a_decoder_misses(config: ModelConfig, dtype: torch.dtype) -> str:
     if config.norm_place != "pre" or config.mlp not in ACTIVATIONS:
         return f'norm_place "pre" and mlp of {list(ACTIVATIONS)}'
     for field in (
+        "kv_lora_rank",
         "num_experts",
         "attention_sinks",
         "positions_every_layer",

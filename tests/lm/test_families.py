@@ -100,6 +100,8 @@ def test_transformers_computes_our_logits(tmp_path: Path, tokenizer: Tokenizer, 
         "gemma3",
         "qwen3 moe, a plain layer",
         "mixtral, window",
+        "deepseek v3",
+        "deepseek v2",
         "gpt-oss",
     ],
 )
@@ -138,6 +140,35 @@ def mixture_shape(draw: random.Random) -> dict[str, Any]:
         "num_experts_per_tok": draw.randint(1, experts), "intermediate_size": 8 * draw.randint(1, 5),
         "num_hidden_layers": draw.randint(2, 4),
     }  # fmt: skip
+
+
+def latent_shape(draw: random.Random) -> dict[str, Any]:
+    shape, groups = mixture_shape(draw), draw.randint(1, 3)
+    experts, plain = groups * draw.randint(2, 3), 2 * draw.randint(1, 4)
+    chosen, turned = draw.randint(1, groups), draw.choice([4, 6, 8])
+    return {
+        **shape,
+        "num_key_value_heads": shape["num_attention_heads"],
+        **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), experts),
+        "num_experts_per_tok": draw.randint(1, chosen * experts // groups),
+        "n_group": groups,
+        "topk_group": chosen,
+        "moe_intermediate_size": 8 * draw.randint(1, 4),
+        "n_shared_experts": draw.randint(1, 3),
+        "routed_scaling_factor": draw.uniform(0.5, 3),
+        "first_k_dense_replace": draw.randint(0, 1),
+        "q_lora_rank": draw.choice([None, draw.randint(4, 20)]),
+        "kv_lora_rank": 2 * draw.randint(2, 10),  # transformers needs an even number in DeepSeek-V2
+        "qk_nope_head_dim": plain,
+        "qk_rope_head_dim": turned,
+        "head_dim": turned,
+        "v_head_dim": draw.randint(2, plain + 4),
+        "attention_bias": draw.random() < 0.3,
+        "rope_parameters": draw.choice([
+            {"rope_type": "default", "rope_theta": 500.0},
+            {**YARN, **draw.choice([{}, {"mscale": draw.uniform(0.3, 2), "mscale_all_dim": draw.uniform(0.3, 2)}])},
+        ]),
+    }
 
 
 # What `transformers` lets a shape of the family vary. Its cache computes something else than its own pass over whole
@@ -269,6 +300,15 @@ DRAWN: dict[str, Callable[[random.Random], dict[str, Any]]] = {
         "use_qk_norm": draw.random() < 0.5,
         "attention_bias": draw.random() < 0.5,
     },
+    "DeepseekV3": lambda draw: {
+        **latent_shape(draw),
+        "norm_topk_prob": draw.random() < 0.5,
+        "rope_interleave": draw.random() < 0.5,
+    },
+    "DeepseekV2": lambda draw: {
+        **latent_shape(draw),
+        "topk_method": draw.choice(["greedy", "group_limited_greedy"]),
+    },
     "Olmoe": lambda draw: {**mixture_shape(draw), "norm_topk_prob": draw.random() < 0.5, "num_hidden_layers": 2},
     "GptOss": lambda draw: {
         **mixture_shape(draw),
@@ -353,6 +393,10 @@ def test_a_shape_of_no_family_is_written_in_our_own_words(
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    **EXPERTS, "shared_expert_intermediate_size": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "head_dim": 8, "num_key_value_heads": 4, "rope_interleave": True,
+}  # fmt: skip
 
 
 def test_the_first_family_that_holds_a_shape_writes_it(tiny_config: ModelConfig) -> None:
@@ -388,6 +432,8 @@ def test_the_first_family_that_holds_a_shape_writes_it(tiny_config: ModelConfig)
             **EXPERTS, "scoring_func": "sigmoid", "router_bias": True, "norm_topk_prob": True,
             "shared_expert_intermediate_size": 16,
         },
+        "deepseek_v3": {**LATENT, "scoring_func": "sigmoid", "router_bias": True},
+        "deepseek_v2": LATENT,
         "olmoe": {**EXPERTS, "intermediate_size": 16, "qk_norm": True, "qk_norm_over": "projection"},
         "mixtral": {**EXPERTS, "intermediate_size": 16, "norm_topk_prob": True},
         "gpt_oss": {

@@ -56,20 +56,20 @@ def test_attention_weights_are_those_of_the_forward_pass(decoder: LanguageModel)
     """A layer's attention, recomputed from its weights and values, equals the module's output."""
     tokens = torch.tensor([[5, 1, 8, 0, 2, 7, 9]])
     weights, _ = attention_weights(decoder.decoder, tokens)
-    seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    seen: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
     hooks = [
         block.attention.register_forward_hook(
-            lambda module, inputs, output: seen.append((module.project(inputs[0], inputs[1])[2], output, module.out))
+            lambda module, inputs, output: seen.append((module.project(inputs[0], inputs[1])[2], output, module.join))
         )
         for block in decoder.decoder.blocks
     ]
     decoder(tokens)
     for hook in hooks:
         hook.remove()
-    for layer, (v_BGSH, output, out) in enumerate(seen):
+    for layer, (v_BGSH, output, join) in enumerate(seen):
         groups = decoder.config.num_attention_heads // decoder.config.num_key_value_heads
         mixed = weights[layer] @ v_BGSH.repeat_interleave(groups, dim=1)
-        torch.testing.assert_close(out(mixed.transpose(1, 2).flatten(2)), output, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(join(mixed), output, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
