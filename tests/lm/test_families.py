@@ -1,6 +1,7 @@
 """Parity with `transformers`: every family, in unusual shapes, in both directions, with every head that it has."""
 
 import json
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,6 +33,7 @@ from heed.jobs.models import built_in_shape
 from lm.config import ModelConfig, RopeScaling
 from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier
 from lm.families import FAMILIES, family_of
+from lm.inspection import cache_bytes_per_token, parameter_table
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.source import load
 from lm.tokenizer import Tokenizer
@@ -487,6 +489,76 @@ def test_gpt_oss_is_read_as_it_is_published() -> None:
     for field, value in (("swiglu_limit", 6.0), ("swiglu_alpha", 1.0)):
         with pytest.raises(ValueError, match=rf"config\.json: {field} is {value}; [\d.]+ was expected"):
             config_from_hf({**GPT_OSS_20B, field: value}, "config.json")
+
+
+MOONLIGHT = {  # as moonshotai/Moonlight-16B-A3B-Instruct is published
+    "model_type": "deepseek_v3", "attention_bias": False, "aux_loss_alpha": 0.001, "first_k_dense_replace": 1,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 11264, "kv_lora_rank": 512,
+    "max_position_embeddings": 8192, "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1,
+    "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": True, "num_attention_heads": 16,
+    "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "num_nextn_predict_layers": 0,
+    "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.446, "scoring_func": "sigmoid", "seq_aux": True, "tie_word_embeddings": False,
+    "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 163840,
+}  # fmt: skip
+V2_LITE = {  # what deepseek-ai/DeepSeek-V2-Lite-Chat has in addition or instead
+    "model_type": "deepseek_v2", "intermediate_size": 10944, "max_position_embeddings": 163840, "norm_topk_prob": False,
+    "rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax",
+    "topk_method": "greedy", "vocab_size": 102400,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+}  # fmt: skip
+
+
+def test_moonlight_and_deepseek_are_read_as_they_are_published() -> None:
+    moonlight = config_from_hf(MOONLIGHT, "config.json")
+    assert (moonlight.head_dim, moonlight.rotary_dim, moonlight.value_dim, moonlight.q_lora_rank) == (192, 64, 128, 0)
+    assert (moonlight.rope_theta, moonlight.query_factor, moonlight.rope_interleave) == (50_000, 1, True)
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers.DeepseekV3Config(**MOONLIGHT))
+    num_parameters = sum(part.num_parameters for part in parameter_table(moonlight))
+    assert num_parameters == sum(parameter.numel() for parameter in theirs.parameters())
+    assert cache_bytes_per_token(moonlight) == 27 * (2 * 16 * 192 * 2 + 6)
+    found = config_from_hf({**MOONLIGHT, **V2_LITE}, "config.json")
+    assert found.rope_scaling is not None
+    assert found.rope_scaling.attention_factor == 1
+    assert found.query_factor == pytest.approx((0.1 * 0.707 * math.log(40) + 1) ** 2, rel=1e-9)
+    fields = family_of(found, "language").to_hf(found)
+    assert fields["rope_parameters"]["mscale_all_dim"] == pytest.approx(0.707, rel=1e-8)
+    assert (found.scoring_func, found.router_bias, found.n_group) == ("softmax", False, 1)
+    for field, value in (("scoring_func", "softmax"), ("topk_method", "greedy"), ("moe_layer_freq", 2)):
+        with pytest.raises(ValueError, match=rf"config\.json: {field} is '?{value}'?; .* was expected"):
+            config_from_hf({**MOONLIGHT, field: value}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"v_head_dim": 0}, "model.v_head_dim is 0, and model.kv_lora_rank 8; 1 to 8 was expected"),
+        ({"v_head_dim": 9}, "model.v_head_dim is 9, and model.kv_lora_rank 8; 1 to 8 was expected"),
+        ({"head_dim": 6}, "model.head_dim is 6; 8 was expected with kv_lora_rank"),
+        ({"num_key_value_heads": 2}, "model.num_key_value_heads is 2; 4 was expected with kv_lora_rank"),
+        ({"qk_norm": True}, "model.qk_norm is True; False was expected with kv_lora_rank"),
+        ({"kv_lora_rank": 0}, "model.qk_nope_head_dim is 4, and model.kv_lora_rank 0; 0 to 0 was expected"),
+        ({"qk_rope_head_dim": 3, "qk_nope_head_dim": 5}, "positions turn 3 of 8 dimensions; an even number"),
+    ],
+)
+def test_latent_attention_without_a_meaning_is_refused(
+    tiny_config: ModelConfig, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.model_validate({**tiny_config.model_dump(), **LATENT, **changes})
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    CASES["deepseek v3"].random_model().save_pretrained(tmp_path)
+    expected, tensors = load_language_model(tmp_path)(TOKENS), load_file(tmp_path / "model.safetensors")
+    further = {f"model.layers.3.{name}.weight": torch.ones(2) for name in ("eh_proj", "mlp.gate", "enorm")}
+    save_file(tensors | further, tmp_path / "model.safetensors")
+    assert torch.equal(load_language_model(tmp_path)(TOKENS), expected)
+    save_file(tensors | {"model.layers.3.enorm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.layers\.3\.enorm\.weight: found, not expected"):
+        load_language_model(tmp_path)
 
 
 def test_gemma_and_phi_are_read_as_they_are_published() -> None:
