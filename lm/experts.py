@@ -131,7 +131,9 @@ class Mixture(nn.Module):
             return ranked_NE
         grouped_NGe = ranked_NE.unflatten(1, (self.num_groups, -1))
         best_NG = grouped_NGe.topk(1 if self.choice_bias is None else 2).values.sum(dim=-1)
-        is_best_NG = torch.zeros_like(best_NG, dtype=torch.bool).scatter_(1, best_NG.topk(self.topk_group).indices, True)
+        is_best_NG = torch.zeros_like(best_NG, dtype=torch.bool).scatter_(
+            1, best_NG.topk(self.topk_group).indices, True
+        )
         return grouped_NGe.masked_fill(~is_best_NG.unsqueeze(-1), -torch.inf).flatten(1)
 
     def weigh(self, scores_NE: Tensor, experts_NK: Tensor) -> Tensor:

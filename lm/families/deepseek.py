@@ -15,7 +15,7 @@ _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 class DeepseekV3Family(SharedMixtureFamily):
     """Latent attention (`lm.latent`) and a mixture with a bias per expert."""
 
-    ROUTING: ClassVar = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # fields of DeepSeek's own code
+    ROUTING: ClassVar[Fields] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # fields of DeepSeek's own code
 
     def to_hf(self, config: ModelConfig) -> Fields:
         if not config.kv_lora_rank:
@@ -78,7 +78,7 @@ class DeepseekV3Family(SharedMixtureFamily):
 class DeepseekV2Family(DeepseekV3Family):
     """Latent attention and a mixture with a softmax, whose weights are not divided by their sum."""
 
-    ROUTING: ClassVar = {"scoring_func": "softmax", "norm_topk_prob": False}
+    ROUTING: ClassVar[Fields] = {"scoring_func": "softmax", "norm_topk_prob": False}
 
     def to_hf(self, config: ModelConfig) -> Fields:
         method = "group_limited_greedy" if config.n_group > 1 else "greedy"

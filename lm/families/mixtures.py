@@ -1,4 +1,4 @@
-"""Llama's descendants with mixtures of experts: Qwen2-MoE, Qwen3-MoE, OLMoE, Mixtral and GLM-4.5."""
+"""Llama's descendants with mixtures of experts: Qwen2-MoE, Qwen3-MoE, OLMoE, Mixtral, GLM-4.5; DeepSeek's mixture."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -89,7 +89,7 @@ class Qwen2MoeFamily(Qwen3MoeFamily):
 
 
 class SharedMixtureFamily(MixtureFamily):
-    """DeepSeek's mixture: after a few plain layers, experts in groups, next to an MLP that every token uses. Layers that
+    """DeepSeek's mixture: after a few plain layers, experts in groups and an MLP that every token uses. Layers that
     predict more than the next token are not read.
     """
 

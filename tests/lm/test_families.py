@@ -166,10 +166,12 @@ def latent_shape(draw: random.Random) -> dict[str, Any]:
         "head_dim": turned,
         "v_head_dim": draw.randint(2, plain + 4),
         "attention_bias": draw.random() < 0.3,
-        "rope_parameters": draw.choice([
-            {"rope_type": "default", "rope_theta": 500.0},
-            {**YARN, **draw.choice([{}, {"mscale": draw.uniform(0.3, 2), "mscale_all_dim": draw.uniform(0.3, 2)}])},
-        ]),
+        "rope_parameters": draw.choice(
+            [
+                {"rope_type": "default", "rope_theta": 500.0},
+                {**YARN, **draw.choice([{}, {"mscale": draw.uniform(0.3, 2), "mscale_all_dim": draw.uniform(0.3, 2)}])},
+            ]
+        ),
     }
 
 
