@@ -484,7 +484,7 @@ to be below 1e-4. For the families from OLMo 2 on, mixtures and T5 it also draws
 both directions, greedy tokens, and three gradients. `tests/lm/test_conversations.py` compares the tokens of
 conversations, in 17 kinds of vocabulary under 6 templates.
 
-Gemma 2's capped scores are written out, also on GPUs, which do not pack their rows.
+Gemma 2's capped scores are written out, and GPUs do not pack its rows.
 """
 
 
