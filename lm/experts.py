@@ -80,9 +80,9 @@ class Mixture(nn.Module):
     Scores s are softmax(W x) or sigmoid(W x), in fp32. The experts of largest s + `choice_bias` are chosen; the bias
     (DeepSeek-V3, arXiv 2412.19437, section 2.1.2) has no gradient. With groups (DeepSeek-V2, arXiv 2405.04434, section
     2.2.2), experts of the `topk_group` best of G are chosen, by their largest score, or by the sum of their two largest
-    with a bias. Their weights are s, divided by their sum if
-    `norm_topk_prob`; with softmax this is the softmax of the chosen logits alone. c is `routed_scaling_factor`. The
-    shared expert is a plain MLP, times sigmoid(v x) with `shared_expert_gate` (Qwen2-MoE).
+    with a bias. Their weights are s, divided by their sum if `norm_topk_prob`; with softmax this is the softmax of the
+    chosen logits alone. c is `routed_scaling_factor`. The shared expert is a plain MLP, times sigmoid(v x) with
+    `shared_expert_gate` (Qwen2-MoE).
 
     An expert takes every token that chooses it: none is dropped, so what a token gets does not depend on the rest of
     the batch.
