@@ -76,6 +76,10 @@ ROTARY_SHAPE: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"hidden_size": 24, "num_experts_per_tok": 2}
+LATENT: dict[str, Any] = {
+    **EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 6, "moe_intermediate_size": 16, "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 1,
+}  # fmt: skip
 AUTO_MODELS = {
     "language": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",
@@ -165,6 +169,23 @@ CASES = {
          "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True},
         {"num_experts": 6, "shared_expert_intermediate_size": 32, "routed_scaling_factor": 1.5, "router_bias": True,
          "scoring_func": "sigmoid", "mlp_only_layers": (0,), "partial_rotary_factor": 0.5, "qk_norm": True},
+    ),
+    "deepseek v3": Case(
+        "DeepseekV3",
+        {**LATENT, "q_lora_rank": 10, "n_group": 3, "topk_group": 2, "rope_parameters": {**YARN, "mscale": 0.7,
+         "mscale_all_dim": 1.2}},
+        {"kv_lora_rank": 12, "q_lora_rank": 10, "head_dim": 10, "v_head_dim": 8, "rope_interleave": True,
+         "n_group": 3, "topk_group": 2, "router_bias": True, "scoring_func": "sigmoid"},
+    ),
+    "moonlight": Case(
+        "DeepseekV3", {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "attention_bias": True},
+        {"kv_lora_rank": 12, "q_lora_rank": 0, "n_group": 1, "attention_bias": "all", "mlp_only_layers": (0,)},
+    ),
+    "deepseek v2": Case(
+        "DeepseekV2",
+        {**LATENT, "q_lora_rank": 10, "n_group": 3, "topk_group": 2, "topk_method": "group_limited_greedy",
+         "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+        {"n_group": 3, "router_bias": False, "scoring_func": "softmax", "shared_expert_intermediate_size": 32},
     ),
     "olmoe": Case(
         "Olmoe", {**EXPERTS, "num_experts": 7, "intermediate_size": 24},
@@ -256,6 +277,17 @@ CASES = {
         {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.15, "logits_scaling": 2.5},
         {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.5,
          "query_pre_attn_scalar": 44.4444444444},
+    ),
+    "granite moe": Case(
+        "GraniteMoe",
+        {**EXPERTS, "num_local_experts": 5, "intermediate_size": 16, "attention_multiplier": 0.15,
+         "logits_scaling": 2.5},
+        {"num_experts": 5, "moe_intermediate_size": 16, "norm_topk_prob": True, "logits_scaling": 2.5},
+    ),
+    "granite moe, shared": Case(
+        "GraniteMoeShared",
+        {**EXPERTS, "num_local_experts": 5, "intermediate_size": 16, "shared_intermediate_size": 12},
+        {"num_experts": 5, "shared_expert_intermediate_size": 12},
     ),
     "ministral3": Case(
         "Ministral3",
@@ -452,7 +484,7 @@ to be below 1e-4. For the families from OLMo 2 on, mixtures and T5 it also draws
 both directions, greedy tokens, and three gradients. `tests/lm/test_conversations.py` compares the tokens of
 conversations, in 17 kinds of vocabulary under 6 templates.
 
-Gemma 2's capped scores are written out, also on GPUs, which do not pack their rows.
+Gemma 2's capped scores are written out, and GPUs do not pack its rows.
 """
 
 

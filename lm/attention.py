@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from lm.cache import CrossAttentionCache, PassCache
 from lm.config import ModelConfig
+from lm.latent import LatentHeads
 from lm.layers import Linear, Replaceable, RMSNorm, compute_dtype
 from lm.positions import Rotary, neighbours_apart, rotate
 from lm.sequence_parallel import SplitRows
@@ -383,16 +384,17 @@ def split_heads(
 
 
 class Attention(nn.Module):
-    """Self-attention with grouped key-value heads, and one product for Q, K and V."""
+    """Self-attention with grouped key-value heads, and one product for Q, K and V, or `LatentHeads`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         N, G, H, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.hidden_size
-        self.num_heads, self.num_kv_heads, self.head_dim = N, G, H
+        self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim = N, G, H, config.value_dim
         self.query_factor, self.cap = config.query_factor, config.attn_logit_softcapping
-        self.interleaved_dim = config.rotary_dim if config.rope_interleave else 0
-        self.qkv = Linear(D, (N + 2 * G) * H, bias=config.attention_bias != "none")
-        self.out = Linear(N * H, D, bias=config.attention_bias == "all")
+        is_latent, has_bias = config.kv_lora_rank > 0, config.attention_bias != "none"
+        self.interleaved_dim = config.rotary_dim if config.rope_interleave and not is_latent else 0
+        self.qkv = LatentHeads(config) if is_latent else Linear(D, (N + 2 * G) * H, bias=has_bias)
+        self.out = Linear(N * self.value_dim, D, bias=config.attention_bias == "all")
         self.norms_projection = config.qk_norm_over == "projection"
         normed = (N * H, G * H) if self.norms_projection else (H, H)
         self.sinks = nn.Parameter(torch.zeros(N)) if config.attention_sinks else None
@@ -418,8 +420,13 @@ class Attention(nn.Module):
         if split is not None:  # x is this rank's slice of the rows, and the mask is of all their tokens
             sinks_E = None if self.sinks is None else split.own_heads(self.sinks)
             y_BETH = attend(*split.to_heads(q_BNTH, k_BGTH, v_BGTH), mask, sinks_E, self.cap)
-            return self.out(split.to_tokens(y_BETH).transpose(1, 2).flatten(2))
-        return self.out(attend(q_BNTH, k_BGTH, v_BGTH, mask, self.sinks, self.cap).transpose(1, 2).flatten(2))
+            return self.join(split.to_tokens(y_BETH))
+        return self.join(attend(q_BNTH, k_BGTH, v_BGTH, mask, self.sinks, self.cap))
+
+    def join(self, y_BNTH: Tensor) -> Tensor:
+        """Returns the output [B, T, D], given that of all heads; zeros beyond `value_dim` are left out."""
+        y_BNTV = y_BNTH if self.value_dim == self.head_dim else y_BNTH[..., : self.value_dim]
+        return self.out(y_BNTV.transpose(1, 2).flatten(2))
 
     def project(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries [B, N, T, H], keys and values [B, G, T, H]; queries and keys are rotated by position."""
@@ -427,8 +434,13 @@ class Attention(nn.Module):
 
     def _heads(self, x_BTD: Tensor) -> Tensor:
         """Returns the product for Q, K and V, with what is turned together half a head apart."""
-        qkv_BTE, R = self.qkv(x_BTD), self.interleaved_dim
-        return neighbours_apart(qkv_BTE, R, self.head_dim, self.num_kv_heads) if R else qkv_BTE
+        qkv_BTE: Tensor = self.qkv(x_BTD)
+        if not self.interleaved_dim:
+            return qkv_BTE
+        heads, N = qkv_BTE.unflatten(-1, (-1, self.head_dim)), self.num_heads + self.num_kv_heads
+        turned, kept = heads.split([self.interleaved_dim, self.head_dim - self.interleaved_dim], dim=-1)
+        apart = torch.cat([neighbours_apart(turned), kept], dim=-1)
+        return torch.cat([apart[..., :N, :], heads[..., N:, :]], dim=-2).flatten(-2)
 
     def split(self, qkv_BTE: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """Computes `project` from the product for Q, K and V."""

@@ -11,8 +11,10 @@ Precision = Literal["fp32", "bf16"]  # of matrix products; sums and master weigh
 
 _OF_EXPERTS = (  # fields that mean nothing without experts
     "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "scoring_func", "router_bias",
-    "routed_scaling_factor", "shared_expert_intermediate_size", "shared_expert_gate", "mlp_only_layers",
+    "routed_scaling_factor", "shared_expert_intermediate_size", "shared_expert_gate", "mlp_only_layers", "n_group",
+    "topk_group",
 )  # fmt: skip
+_OF_LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # and without latent attention
 
 
 def exact_div(numerator: int, denominator: int, what: str) -> int:
@@ -110,7 +112,26 @@ class ModelConfig(BaseModel):
         ge=1,
         description="Key-value heads per block (grouped-query attention); num_attention_heads if absent.",
     )
-    head_dim: int = Field(default=0, ge=1, description="Size of a head; hidden_size / num_attention_heads if absent.")
+    head_dim: int = Field(
+        default=0,
+        ge=1,
+        description="Size of a head; if absent, hidden_size / num_attention_heads, or with `kv_lora_rank`"
+        " qk_nope_head_dim + qk_rope_head_dim.",
+    )
+    kv_lora_rank: int = Field(
+        default=0,
+        ge=0,
+        description="Width of the vector from which a token's keys and values are made (latent attention, DeepSeek-V2,"
+        " arXiv 2405.04434); 0 = they are made from the residual stream.",
+    )
+    q_lora_rank: int = Field(default=0, ge=0, description="The same for queries; 0 = from the residual stream.")
+    qk_nope_head_dim: int = Field(
+        default=0, ge=0, description="With `kv_lora_rank`: dimensions of queries and keys without positions."
+    )
+    qk_rope_head_dim: int = Field(
+        default=0, ge=0, description="With `kv_lora_rank`: those with positions; all heads share their keys."
+    )
+    v_head_dim: int = Field(default=0, ge=0, description="With `kv_lora_rank`: size of a head's values.")
     intermediate_size: int = Field(ge=1, description="Width of the MLP.")
     mlp: Literal["swiglu", "clamped_swiglu", "geglu", "relu2", "gelu", "gelu_tanh", "relu"] = Field(
         default="swiglu",
@@ -140,6 +161,13 @@ class ModelConfig(BaseModel):
         default=False,
         description="Whether each expert has a bias that counts only in choosing experts (DeepSeek-V3, arXiv"
         " 2412.19437); `engine.router_bias_speed` moves it towards an even load.",
+    )
+    n_group: int = Field(default=1, ge=1, description="Groups of consecutive experts, of which a token uses a few.")
+    topk_group: int = Field(
+        default=1,
+        ge=1,
+        description="The groups that a token uses: those with the best expert or, with `router_bias`, the largest sum"
+        " of two (DeepSeek-V2 and V3).",
     )
     routed_scaling_factor: float = Field(
         default=1.0, gt=0, description="What the sum over a token's experts is multiplied by."
@@ -278,7 +306,11 @@ class ModelConfig(BaseModel):
         unknown = [name for name in ("head_dim", "num_key_value_heads") if values.get(name) is None]
         given = {name: value for name, value in values.items() if name not in unknown}
         if "head_dim" not in given:
-            given["head_dim"] = exact_div(hidden_size, heads, "model.hidden_size over model.num_attention_heads")
+            latent = values.get("kv_lora_rank") and [values.get(name) for name in _OF_LATENT[1:3]]
+            if latent and all(isinstance(size, int) for size in latent):
+                given["head_dim"] = sum(latent)
+            else:
+                given["head_dim"] = exact_div(hidden_size, heads, "model.hidden_size over model.num_attention_heads")
         return {"num_key_value_heads": heads, **given}
 
     @model_validator(mode="after")
@@ -308,6 +340,25 @@ class ModelConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_latent(self) -> Self:
+        expected = {
+            "head_dim": self.qk_nope_head_dim + self.qk_rope_head_dim, "num_key_value_heads": self.num_attention_heads,
+            "kind": "decoder", "positions": "rotary", "qk_norm": False, "partial_rotary_factor": 1.0,
+        }  # fmt: skip
+        for name, value in expected.items() if self.kv_lora_rank else ():
+            if getattr(self, name) != value:
+                raise ValueError(f"model.{name} is {getattr(self, name)!r}; {value!r} was expected with kv_lora_rank")
+        for name in _OF_LATENT:
+            least = int(self.kv_lora_rank > 0 and name != "q_lora_rank")
+            most = self.head_dim if self.kv_lora_rank and name != "q_lora_rank" else self.kv_lora_rank and math.inf
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(
+                    f"model.{name} is {getattr(self, name)}, and model.kv_lora_rank {self.kv_lora_rank};"
+                    f" {least} to {most} was expected"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_experts(self) -> Self:
         if not self.num_experts:
             for name in _OF_EXPERTS:
@@ -323,6 +374,13 @@ class ModelConfig(BaseModel):
             raise ValueError(
                 f"model.num_experts_per_tok is {self.num_experts_per_tok}; 1 to {self.num_experts}, the number of"
                 " experts, was expected"
+            )
+        group = exact_div(self.num_experts, self.n_group, "model.num_experts over model.n_group")
+        fewest = max(1, -(-self.num_experts_per_tok // group))
+        if not fewest <= self.topk_group <= self.n_group or (self.router_bias and self.n_group > 1 == group):
+            raise ValueError(
+                f"model.topk_group is {self.topk_group}, of {self.n_group} groups of {group} experts; {fewest} to"
+                f" {self.n_group} groups, with router_bias of at least two experts, were expected"
             )
         if self.shared_expert_gate and not self.shared_expert_intermediate_size:
             raise ValueError(
@@ -361,8 +419,8 @@ class ModelConfig(BaseModel):
             )
         if self.positions == "rotary" and (self.rotary_dim % 2 or not self.rotary_dim):
             raise ValueError(
-                f"model.partial_rotary_factor is {self.partial_rotary_factor}, {self.rotary_dim} of {self.head_dim}"
-                " dimensions; an even number, at least 2, was expected"
+                f"model.partial_rotary_factor is {self.partial_rotary_factor}: positions turn {self.rotary_dim} of"
+                f" {self.head_dim} dimensions; an even number, at least 2, was expected"
             )
         if self.rope_local_base_freq and (self.positions != "rotary" or not any(self.sliding_window)):
             raise ValueError(
@@ -429,7 +487,12 @@ class ModelConfig(BaseModel):
     @property
     def rotary_dim(self) -> int:
         """How many dimensions of each head rotary positions turn."""
-        return int(self.head_dim * self.partial_rotary_factor)
+        return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def value_dim(self) -> int:
+        """Size of a head's values."""
+        return self.v_head_dim or self.head_dim
 
     @property
     def norms_outputs(self) -> bool:

@@ -322,7 +322,7 @@ def rows_in(free: int, config: ModelConfig, itemsize: int, max_rows: int, num_co
     experts = 3 * config.num_experts_per_tok * (config.hidden_size + config.moe_intermediate_size)
     experts += 3 * config.shared_expert_intermediate_size
     mlp = max(3 * config.intermediate_size, experts if config.num_experts else 0)
-    width = mlp + 6 * config.hidden_size + 2 * heads * config.head_dim
+    width = mlp + 6 * config.hidden_size + (3 if config.kv_lora_rank else 2) * heads * config.head_dim
     cache = 2 * config.num_hidden_layers * config.num_key_value_heads * num_columns * config.head_dim
     routes = route_dtype(config.num_experts).itemsize * config.num_hidden_layers * config.num_experts_per_tok
     row = itemsize * (cache + 2 * config.vocab_size) + 16 * config.vocab_size + routes * num_columns

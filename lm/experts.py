@@ -4,7 +4,7 @@ Which experts a token uses is its route. Routes can be recorded by one pass and 
 whose router then only weighs the recorded experts.
 
 Shape letters: B batch, T tokens of a row, N tokens of a pass, L layers, D model width, M width of an expert, E experts,
-K experts per token, S pairs of a token and one of its experts: N · K, F outputs.
+K experts per token, S pairs of a token and one of its experts: N · K, F outputs, G groups of e experts.
 """
 
 from dataclasses import dataclass
@@ -78,9 +78,11 @@ class Mixture(nn.Module):
     both maps of an expert have biases.
 
     Scores s are softmax(W x) or sigmoid(W x), in fp32. The experts of largest s + `choice_bias` are chosen; the bias
-    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2) has no gradient. Their weights are s, divided by their sum if
-    `norm_topk_prob`; with softmax this is the softmax of the chosen logits alone. c is `routed_scaling_factor`. The
-    shared expert is a plain MLP, times sigmoid(v x) with `shared_expert_gate` (Qwen2-MoE).
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2) has no gradient. With groups (DeepSeek-V2, arXiv 2405.04434, section
+    2.2.2), experts of the `topk_group` best of G are chosen, by their largest score, or by the sum of their two largest
+    with a bias. Their weights are s, divided by their sum if `norm_topk_prob`; with softmax this is the softmax of the
+    chosen logits alone. c is `routed_scaling_factor`. The shared expert is a plain MLP, times sigmoid(v x) with
+    `shared_expert_gate` (Qwen2-MoE).
 
     An expert takes every token that chooses it: none is dropped, so what a token gets does not depend on the rest of
     the batch.
@@ -91,6 +93,7 @@ class Mixture(nn.Module):
         E, D, width = config.num_experts, config.hidden_size, config.shared_expert_intermediate_size
         self.num_chosen, self.divides_by_sum = config.num_experts_per_tok, config.norm_topk_prob
         self.has_sigmoid, self.factor = config.scoring_func == "sigmoid", config.routed_scaling_factor
+        self.num_groups, self.topk_group = config.n_group, config.topk_group
         self.router = Fp32Linear(D, E, bias=config.mlp_bias)
         self.choice_bias: Tensor | None
         self.register_buffer("choice_bias", torch.zeros(E) if config.router_bias else None)
@@ -120,7 +123,18 @@ class Mixture(nn.Module):
     def choose(self, scores_NE: Tensor) -> Tensor:
         """Returns the numbers [N, K] of each token's experts, largest score first."""
         ranked_NE = scores_NE.detach() if self.choice_bias is None else scores_NE.detach() + self.choice_bias
-        return ranked_NE.topk(self.num_chosen).indices
+        return self._in_best_groups(ranked_NE).topk(self.num_chosen).indices
+
+    def _in_best_groups(self, ranked_NE: Tensor) -> Tensor:
+        """Returns the scores, -∞ outside of each token's `topk_group` best groups."""
+        if self.num_groups == 1:
+            return ranked_NE
+        grouped_NGe = ranked_NE.unflatten(1, (self.num_groups, -1))
+        best_NG = grouped_NGe.topk(1 if self.choice_bias is None else 2).values.sum(dim=-1)
+        is_best_NG = torch.zeros_like(best_NG, dtype=torch.bool).scatter_(
+            1, best_NG.topk(self.topk_group).indices, True
+        )
+        return grouped_NGe.masked_fill(~is_best_NG.unsqueeze(-1), -torch.inf).flatten(1)
 
     def weigh(self, scores_NE: Tensor, experts_NK: Tensor) -> Tensor:
         """Returns the weights [N, K] of given experts, in fp32. The router gets its gradient through them."""

@@ -169,7 +169,7 @@ def forward_bytes(config: ModelConfig, batch: Pass) -> int:
     around += batch.stream_bytes * config.hidden_size if config.positions_every_layer else 0
     in_one_pass = batch.is_fused or _is_tiled(config, batch)
     attention = (
-        2 * c * (N + 2 * G) * H
+        (3 if config.kv_lora_rank else 2) * c * (N + 2 * G) * H
         + c * N * H
         + (2 * _score_bytes(config, batch) if config.attn_logit_softcapping or not in_one_pass else 0)
     )
@@ -216,6 +216,7 @@ def _attention_bytes(config: ModelConfig, batch: Pass) -> int:
     kept = 4 * (N + G if config.qk_norm_over == "head" else 2) if config.qk_norm else 0
     if config.qk_norm and not batch.is_fused:
         kept += c * (N + 2 * G) * H
+    kept += _latent_bytes(config, batch)
     turned = config.positions == "rotary" or config.qk_norm
     if batch.split_among > 1:  # what was exchanged is kept, not what it was copied from; the output on both sides
         return kept + c * (exchanged_numbers(config, batch) + 2 * N * H) + _score_bytes(config, batch)
@@ -223,6 +224,17 @@ def _attention_bytes(config: ModelConfig, batch: Pass) -> int:
         views = (N + 2 * G) * H + ((N + G) * H if turned else 0)
         return kept + c * (views + N * H) + _score_bytes(config, batch)
     return kept + c * (2 * N + 2 * G) * H + _score_bytes(config, batch)
+
+
+def _latent_bytes(config: ModelConfig, batch: Pass) -> int:
+    """Each latent vector before and after its norm, with one fp32 number, the keys that heads share, and the output
+    without the values' padding.
+    """
+    if not config.kv_lora_rank:
+        return 0
+    numbers = 2 * (config.kv_lora_rank + config.q_lora_rank) + config.qk_rope_head_dim
+    cut = config.num_attention_heads * config.value_dim if config.value_dim < config.head_dim else 0
+    return batch.compute_bytes * (numbers + cut) + 4 * (2 if config.q_lora_rank else 1)
 
 
 def exchanged_numbers(config: ModelConfig, batch: Pass) -> int:

@@ -27,7 +27,10 @@ from lm.source import ModelSource, on_meta
 from lm.weights import PURPOSES
 
 TARGETS = {
-    "attention": ("attention.qkv", "attention.out", "cross.query", "cross.key_value", "cross.out"),
+    "attention": (
+        *("attention.qkv", "attention.out", "cross.query", "cross.key_value", "cross.out"),
+        *("qkv.query_latent", "qkv.query", "qkv.latent", "qkv.key_value"),
+    ),
     "mlp": ("mlp.up", "mlp.down", "shared.up", "shared.down"),
 }
 DOWN, UP = "lora_a", "lora_b"  # A and B, as parameters of a map

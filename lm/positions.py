@@ -93,15 +93,11 @@ def rotate(x_BTNH: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     return torch.addcmul(x_BTNH * cos, x_BTNH.roll(x_BTNH.shape[-1] // 2, dims=-1), sin)
 
 
-def neighbours_apart(qkv_BTE: Tensor, rotary_dim: int, head_dim: int, num_value_heads: int) -> Tensor:
-    """Reorder each query's and key's first R dimensions, (0, 1, 2, ...) to (0, 2, ..., 1, 3, ...): what `rotate` then
-    turns together are neighbours in the checkpoint (`rope_interleave`). Products of queries and keys stay the same.
+def neighbours_apart(x: Tensor) -> Tensor:
+    """Reorder the last dimension, (0, 1, 2, ...) to (0, 2, ..., 1, 3, ...): what `rotate` then turns together are
+    neighbours in the checkpoint (`rope_interleave`). Products of queries and keys stay the same.
     """
-    heads = qkv_BTE.unflatten(-1, (-1, head_dim))
-    turned, kept = heads.split([rotary_dim, head_dim - rotary_dim], dim=-1)
-    apart = torch.cat([turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), kept], dim=-1)
-    num_turned = heads.shape[-2] - num_value_heads
-    return torch.cat([apart[..., :num_turned, :], heads[..., num_turned:, :]], dim=-2).flatten(-2)
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def turns_whole_heads(qkv_BTE: Tensor, rotary: Rotary, num_heads: int, num_kv_heads: int) -> bool:

@@ -205,7 +205,7 @@ def cut(whole: ModelConfig, team: Team, name: str, tensor: Tensor) -> Tensor:
         q, k, v = tensor.split([N * H, G * H, G * H])
         first, heads = rank * G // size, max(1, G // size)
         return torch.cat([q.chunk(size)[rank], *(part[first * H : (first + heads) * H] for part in (k, v))])
-    if ".mlp.experts." in name or name.endswith(".attention.sinks"):
+    if ".mlp.experts." in name or name.endswith(".attention.sinks") or layer in ("qkv.query", "qkv.key_value"):
         return tensor.chunk(size)[rank].clone()
     if layer in ("mlp.up", "shared.up"):  # SwiGLU's gate is split separately
         return torch.cat([part.chunk(size)[rank] for part in tensor.chunk(2 if whole.is_gated else 1)])

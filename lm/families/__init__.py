@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from lm.config import ModelConfig
 from lm.families.bart import BartFamily
 from lm.families.bert import BertFamily
+from lm.families.deepseek import DeepseekV2Family, DeepseekV3Family
 from lm.families.exaone4 import Exaone4Family
 from lm.families.family import Family, Stored, expect
 from lm.families.gemma2 import Gemma2Family
@@ -19,11 +20,10 @@ from lm.families.gemma3 import Gemma3Family
 from lm.families.glm4 import Glm4Family
 from lm.families.gpt2 import GPT2Family
 from lm.families.gpt_oss import GptOssFamily
-from lm.families.granite import GraniteFamily
+from lm.families.granite import GraniteFamily, GraniteMoeFamily
 from lm.families.heed import HeedFamily
 from lm.families.ministral3 import Ministral3Family
 from lm.families.mixtures import Glm4MoeFamily, MixtralFamily, OlmoeFamily, Qwen2MoeFamily, Qwen3MoeFamily
-from lm.families.olmo3 import Olmo3Family
 from lm.families.rotary import Olmo2Family, Phi3Family, RotaryFamily
 from lm.families.smollm3 import SmolLM3Family
 from lm.families.t5 import T5Family
@@ -32,6 +32,38 @@ __all__ = ["FAMILIES", "NOT_COVERED", "Family", "Stored", "expect", "family_of"]
 
 _MISTRAL = {"num_key_value_heads": 8, "sliding_window": 4096}
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+_EXAONE = {"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4}
+_OLMO3 = {
+    "sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 500_000.0, "rope_local_base_freq": 500_000.0,
+}  # fmt: skip
+_GPT_OSS = {
+    "attention_bias": True, "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128,
+    "sliding_window_pattern": 2,
+}  # fmt: skip
+_GEMMA2 = {
+    "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+    "sliding_window_pattern": 2, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh",
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+_GEMMA3 = {
+    **_GEMMA2, "sliding_window_pattern": 6, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0,
+    "attn_logit_softcapping": None, "final_logit_softcapping": None,
+}  # fmt: skip
+_GLM_MOE = {
+    "num_key_value_heads": 8, "partial_rotary_factor": 0.5, "n_routed_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}  # fmt: skip
+_DEEPSEEK_V2 = {
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2, "first_k_dense_replace": 0,
+    "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+}  # fmt: skip
+_DEEPSEEK_V3 = {
+    **_DEEPSEEK_V2, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+    "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}  # fmt: skip
 
 # What no shape of Heed describes, in families that are close to those above.
 NOT_COVERED = {
@@ -57,20 +89,38 @@ FAMILIES: tuple[Family, ...] = (
         defaults={"num_key_value_heads": 4},
     ),
     Qwen2MoeFamily("qwen2_moe", "Qwen2Moe", attention_bias="qkv", defaults={"num_key_value_heads": 16}),
-    Glm4MoeFamily("glm4_moe", "Glm4Moe", defaults={"num_key_value_heads": 8}),
+    Glm4MoeFamily("glm4_moe", "Glm4Moe", attention_bias="qkv flag", partial_rotary=True, defaults=_GLM_MOE),
+    DeepseekV3Family("deepseek_v3", "DeepseekV3", attention_bias="flag", defaults=_DEEPSEEK_V3),
+    DeepseekV2Family("deepseek_v2", "DeepseekV2", attention_bias="flag", even_heads=True, defaults=_DEEPSEEK_V2),
     OlmoeFamily("olmoe", "Olmoe", attention_bias="flag"),
     MixtralFamily("mixtral", "Mixtral", windows="all", defaults={"num_key_value_heads": 8}),
-    GptOssFamily("gpt_oss", "GptOss", mlp="clamped_swiglu", attention_bias="flag"),
+    GptOssFamily(
+        "gpt_oss", "GptOss", mlp="clamped_swiglu", attention_bias="flag", windows="in turn", defaults=_GPT_OSS
+    ),
     Olmo2Family("olmo2", "Olmo2", attention_bias="flag"),
-    Olmo3Family("olmo3", "Olmo3", attention_bias="flag"),
+    Olmo2Family("olmo3", "Olmo3", attention_bias="flag", windows="in turn", local_rope=True, defaults=_OLMO3),
     Phi3Family("phi3", "Phi3", windows="all", partial_rotary=True),
     SmolLM3Family("smollm3", "SmolLM3", attention_bias="flag", mlp_bias_flag=True, windows="by layer"),
     GraniteFamily("granite", "Granite", attention_bias="flag", mlp_bias_flag=True),
+    GraniteMoeFamily("granitemoe", "GraniteMoe", attention_bias="flag"),
+    GraniteMoeFamily("granitemoeshared", "GraniteMoeShared", attention_bias="flag"),
     Ministral3Family("ministral3", "Ministral3", windows="all", defaults={"num_key_value_heads": 8, "head_dim": 128}),
-    Exaone4Family("exaone4", "Exaone4", qk_norm=True),
+    Exaone4Family("exaone4", "Exaone4", qk_norm=True, windows="in turn", defaults=_EXAONE),
     Glm4Family("glm4", "Glm4", attention_bias="qkv flag", partial_rotary=True),
-    Gemma2Family("gemma2", "Gemma2", mlp="geglu", attention_bias="flag", even_heads=True),
-    Gemma3Family("gemma3_text", "Gemma3", mlp="geglu", attention_bias="flag", qk_norm=True, even_heads=True),
+    Gemma2Family(
+        "gemma2", "Gemma2", mlp="geglu", attention_bias="flag", even_heads=True, windows="in turn", defaults=_GEMMA2
+    ),
+    Gemma3Family(
+        "gemma3_text",
+        "Gemma3",
+        mlp="geglu",
+        attention_bias="flag",
+        qk_norm=True,
+        even_heads=True,
+        windows="in turn",
+        local_rope=True,
+        defaults=_GEMMA3,
+    ),
     GPT2Family(),
     BertFamily(),
     BartFamily(),

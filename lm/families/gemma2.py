@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from lm.config import ModelConfig
 from lm.families.family import Fields, Stored, expect
-from lm.families.rotary import OUTPUT_NORMS, RotaryFamily, layer_types_to_hf, windows_from_hf
+from lm.families.rotary import OUTPUT_NORMS, RotaryFamily
 
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
@@ -23,17 +23,14 @@ class Gemma2Family(RotaryFamily):
         fields["hidden_activation"] = fields.pop("hidden_act")
         if divisor % 1:
             raise ValueError(f"query_pre_attn_scalar is {divisor}; transformers expects a whole number")
-        window = max(config.sliding_window) or self._DEFAULTS["sliding_window"]  # its mask is made in any case
         return {
             **fields,
             "query_pre_attn_scalar": int(divisor),
-            "sliding_window": window,
-            "layer_types": layer_types_to_hf(config),
             **{name: getattr(config, name) or None for name in _CAPS},
         }
 
     def from_hf(self, raw: Mapping[str, Any]) -> Fields:
-        raw = {**self._DEFAULTS, **raw}
+        raw = {**self.defaults, **raw}
         expect(raw, "use_bidirectional_attention", False, None)
         expect(raw, "hidden_activation", self.hidden_act)
         return {
@@ -44,16 +41,8 @@ class Gemma2Family(RotaryFamily):
             **{name: raw[name] or 0.0 for name in _CAPS},
         }
 
-    def _windows_from(self, raw: Mapping[str, Any]) -> list[int]:
-        return windows_from_hf(raw, raw["sliding_window_pattern"])
-
     def stored(self, config: ModelConfig, ours: str) -> Stored:
         place = super().stored(config, ours)
         return replace(place, added=1.0) if ours.endswith("norm.weight") else place
 
-    _DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
-        "sliding_window_pattern": 2, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh",
-        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-    }  # fmt: skip
     _INNER: ClassVar = {**RotaryFamily._INNER, **OUTPUT_NORMS, "mlp_norm": "pre_feedforward_layernorm"}

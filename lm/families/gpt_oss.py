@@ -7,7 +7,6 @@ from lm.config import ModelConfig
 from lm.families.family import Fields, Stored, expect
 from lm.families.rotary import RotaryFamily
 
-_DEFAULTS = {"attention_bias": True, "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128}
 # `rope_parameters` of a config without them.
 _ROPE = {"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "original_max_position_embeddings": 4096}
 
@@ -19,23 +18,19 @@ class GptOssFamily(RotaryFamily):
     """
 
     def to_hf(self, config: ModelConfig) -> Fields:
-        windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
         return {
             **super().to_hf(config),
             "intermediate_size": config.moe_intermediate_size,
             "num_local_experts": config.num_experts,
             "num_experts_per_tok": config.num_experts_per_tok,
-            "sliding_window": max(windows) or _DEFAULTS["sliding_window"],  # transformers makes its mask in any case
-            "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
         }
 
     def from_hf(self, raw: Mapping[str, Any]) -> Fields:
         expect(raw, "swiglu_alpha", 1.702)
         expect(raw, "swiglu_limit", 7.0)
         rope = {} if raw.get("rope_parameters") or raw.get("rope_scaling") else {"rope_parameters": _ROPE}
-        raw = {**_DEFAULTS, **raw, **rope}
         return {
-            **super().from_hf(raw),
+            **super().from_hf({**raw, **rope}),
             "mlp_bias": True,
             "attention_sinks": True,
             "num_experts": raw.get("num_local_experts", 128),
@@ -43,11 +38,6 @@ class GptOssFamily(RotaryFamily):
             "moe_intermediate_size": raw["intermediate_size"],
             "norm_topk_prob": True,
         }
-
-    def _windows_from(self, raw: Mapping[str, Any]) -> list[int]:
-        num_layers = raw["num_hidden_layers"]
-        kinds = raw.get("layer_types") or (["sliding_attention", "full_attention"] * num_layers)[:num_layers]
-        return [raw["sliding_window"] or 0 if kind == "sliding_attention" else 0 for kind in kinds]
 
     def stored(self, config: ModelConfig, ours: str) -> Stored:
         _, _, layer, inner = (ours.split(".", 3) + [""] * 4)[:4]

@@ -1,10 +1,10 @@
-"""Granite 3 (IBM, 2024)."""
+"""Granite 3 and Granite-MoE (IBM, 2024)."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from lm.config import ModelConfig
-from lm.families.family import Fields
+from lm.families.family import Fields, Stored
 from lm.families.rotary import RotaryFamily
 
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
@@ -15,7 +15,7 @@ class GraniteFamily(RotaryFamily):
 
     @property
     def classes(self) -> Mapping[str, str]:
-        return {"language": "GraniteForCausalLM"}  # transformers has no classifier of this family
+        return {"language": f"{self.class_prefix}ForCausalLM"}  # transformers has no classifier of these families
 
     def to_hf(self, config: ModelConfig) -> Fields:
         return {
@@ -29,3 +29,46 @@ class GraniteFamily(RotaryFamily):
         divisor = float(f"{raw.get('attention_multiplier', 1.0) ** -2:.12g}")
         factors = {name: raw.get(name, 1.0) for name in _MULTIPLIERS}
         return {**super().from_hf(raw), "query_pre_attn_scalar": divisor, **factors}
+
+
+class GraniteMoeFamily(GraniteFamily):
+    """Granite with experts in every layer, whose weights are divided by their sum; in Granite-MoE-Shared, each token
+    also uses an MLP of `shared_intermediate_size`.
+    """
+
+    def to_hf(self, config: ModelConfig) -> Fields:
+        shared = config.shared_expert_intermediate_size
+        return {
+            **super().to_hf(config),
+            "intermediate_size": config.moe_intermediate_size,
+            "num_local_experts": config.num_experts,
+            "num_experts_per_tok": config.num_experts_per_tok,
+            **({"shared_intermediate_size": shared} if self.model_type == "granitemoeshared" else {}),
+        }
+
+    def from_hf(self, raw: Mapping[str, Any]) -> Fields:
+        return {
+            **super().from_hf(raw),
+            "num_experts": raw.get("num_local_experts", 8),
+            "num_experts_per_tok": raw.get("num_experts_per_tok", 2),
+            "moe_intermediate_size": raw["intermediate_size"],
+            "norm_topk_prob": True,
+            "shared_expert_intermediate_size": raw.get("shared_intermediate_size", 0),
+        }
+
+    def stored(self, config: ModelConfig, ours: str) -> Stored:
+        before, _, inner = ours.partition(".mlp.")
+        module, _, kind = inner.rpartition(".")
+        if not module:
+            return super().stored(config, ours)
+        layer, experts = before.rpartition(".")[2], config.num_experts if module.startswith("experts.") else 0
+        return Stored({f"model.layers.{layer}.{_OF_MIXTURE[module]}.{kind}": None}, experts=experts)
+
+
+_OF_MIXTURE = {
+    "router": "block_sparse_moe.router.layer",
+    "experts.up": "block_sparse_moe.input_linear",
+    "experts.down": "block_sparse_moe.output_linear",
+    "shared.up": "shared_mlp.input_linear",
+    "shared.down": "shared_mlp.output_linear",
+}

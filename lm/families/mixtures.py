@@ -1,11 +1,11 @@
-"""Llama's descendants with mixtures of experts: Qwen2-MoE, Qwen3-MoE, OLMoE, Mixtral and GLM-4.5."""
+"""Llama's descendants with mixtures of experts: Qwen2-MoE, Qwen3-MoE, OLMoE, Mixtral, GLM-4.5; DeepSeek's mixture."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from lm.config import ModelConfig
 from lm.families.family import Fields, Stored, expect
-from lm.families.rotary import RotaryFamily, rope_to_hf
+from lm.families.rotary import RotaryFamily
 
 
 class MixtureFamily(RotaryFamily):
@@ -88,9 +88,9 @@ class Qwen2MoeFamily(Qwen3MoeFamily):
         }
 
 
-class Glm4MoeFamily(MixtureFamily):
-    """GLM-4.5 and 4.6 (arXiv 2508.06471): DeepSeek-V3's mixture after a few plain layers, without groups of experts.
-    Layers that predict more than the next token are not read.
+class SharedMixtureFamily(MixtureFamily):
+    """DeepSeek's mixture: after a few plain layers, experts in groups and an MLP that every token uses. Layers that
+    predict more than the next token are not read.
     """
 
     OTHERS: ClassVar = {
@@ -99,21 +99,16 @@ class Glm4MoeFamily(MixtureFamily):
         "mlp.shared.down.weight": "mlp.shared_experts.down_proj.weight",
     }
 
-    @property
-    def classes(self) -> Mapping[str, str]:
-        return {"language": "Glm4MoeForCausalLM"}  # transformers has no classifier of this family
-
     def to_hf(self, config: ModelConfig) -> Fields:
         width = config.moe_intermediate_size
-        if not width:
-            raise ValueError("a shape without experts")
+        if not width or not config.shared_expert_intermediate_size:
+            raise ValueError("a shape without experts, or without one that every token uses")
         return {
             **super().to_hf(config),
-            "attention_bias": config.attention_bias == "qkv",
-            "use_qk_norm": config.qk_norm,
-            "rope_parameters": {**rope_to_hf(config), "partial_rotary_factor": config.partial_rotary_factor},
             "n_routed_experts": config.num_experts,
             "num_experts_per_tok": config.num_experts_per_tok,
+            "n_group": config.n_group,
+            "topk_group": config.topk_group,
             "moe_intermediate_size": width,
             "norm_topk_prob": config.norm_topk_prob,
             "routed_scaling_factor": config.routed_scaling_factor,
@@ -123,26 +118,35 @@ class Glm4MoeFamily(MixtureFamily):
         }
 
     def from_hf(self, raw: Mapping[str, Any]) -> Fields:
-        for name in ("n_group", "topk_group"):
-            expect(raw, name, 1)
-        rope = dict(raw.get("rope_parameters") or {})
-        part = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 0.5))
-        has_bias, width = raw.get("attention_bias", False), raw.get("moe_intermediate_size", 1408)
+        raw = {**self.defaults, **raw}
         return {
-            **super().from_hf({**raw, "attention_bias": False, "rope_parameters": rope}),
-            "attention_bias": "qkv" if has_bias else "none",
-            "qk_norm": raw.get("use_qk_norm", False),
-            "partial_rotary_factor": part,
-            "num_experts": raw.get("n_routed_experts", 128),
-            "num_experts_per_tok": raw.get("num_experts_per_tok", 8),
-            "moe_intermediate_size": width,
-            "norm_topk_prob": raw.get("norm_topk_prob", True),
+            **super().from_hf(raw),
+            "num_experts": raw["n_routed_experts"],
+            "num_experts_per_tok": raw["num_experts_per_tok"],
+            "n_group": raw.get("n_group") or 1,
+            "topk_group": raw.get("topk_group") or 1,
+            "moe_intermediate_size": raw["moe_intermediate_size"],
+            "norm_topk_prob": raw["norm_topk_prob"],
             "scoring_func": "sigmoid",
             "router_bias": True,
-            "routed_scaling_factor": raw.get("routed_scaling_factor", 1.0),
-            "shared_expert_intermediate_size": raw.get("n_shared_experts", 1) * width,
-            "mlp_only_layers": list(range(raw.get("first_k_dense_replace", 1))),
+            "routed_scaling_factor": raw["routed_scaling_factor"],
+            "shared_expert_intermediate_size": raw["n_shared_experts"] * raw["moe_intermediate_size"],
+            "mlp_only_layers": list(range(raw["first_k_dense_replace"])),
         }
+
+
+class Glm4MoeFamily(SharedMixtureFamily):
+    """GLM-4.5 and 4.6 (arXiv 2508.06471)."""
+
+    @property
+    def classes(self) -> Mapping[str, str]:
+        return {"language": "Glm4MoeForCausalLM"}  # transformers has no classifier of this family
+
+    def to_hf(self, config: ModelConfig) -> Fields:
+        return {**super().to_hf(config), "use_qk_norm": config.qk_norm}
+
+    def from_hf(self, raw: Mapping[str, Any]) -> Fields:
+        return {**super().from_hf(raw), "qk_norm": raw.get("use_qk_norm", False)}
 
 
 class OlmoeFamily(MixtureFamily):

@@ -56,14 +56,14 @@ def _attention_factor(rope: Mapping[str, Any]) -> float:
     return given or 0.0
 
 
-def ropes_to_hf(config: ModelConfig) -> Fields:
+def _ropes_to_hf(config: ModelConfig) -> Fields:
     """Returns `rope_parameters` where layers with a sliding window have some of their own."""
     every, theta = rope_to_hf(config), config.rope_local_base_freq
     local = {"rope_type": "default", "rope_theta": theta} if theta else every
     return {"full_attention": every, "sliding_attention": local}
 
 
-def ropes_from_hf(raw: Mapping[str, Any], theta: float, local_theta: float) -> Fields:
+def _ropes_from_hf(raw: Mapping[str, Any], theta: float, local_theta: float) -> Fields:
     """Returns what `rope_from_hf` does, and `rope_local_base_freq`; the bases are for fields that are missing.
 
     Raises: ValueError for layers with a sliding window whose frequencies are stretched in a way of their own.
@@ -77,14 +77,18 @@ def ropes_from_hf(raw: Mapping[str, Any], theta: float, local_theta: float) -> F
     return {**every, "rope_local_base_freq": rope_from_hf({"rope_parameters": of_windows}, kinds=())["rope_theta"]}
 
 
-def layer_types_to_hf(config: ModelConfig) -> list[str]:
+def _layer_types(config: ModelConfig) -> list[str]:
     """Returns `layer_types` of `config.json`."""
     layers = range(config.num_hidden_layers)
     return ["sliding_attention" if config.window(layer) else "full_attention" for layer in layers]
 
 
-def windows_from_hf(raw: Mapping[str, Any], every: int) -> list[int]:
-    """Returns each layer's window; without `layer_types`, all layers have one but each `every`-th."""
+def _windows_in_turn(raw: Mapping[str, Any]) -> list[int]:
+    """Returns each layer's window; without `layer_types`, all layers have one but each n-th, as
+    `sliding_window_pattern` says: n, or a word of n letters.
+    """
+    pattern = raw["sliding_window_pattern"]
+    every = len(pattern) if isinstance(pattern, str) else pattern or 1
     default = [
         "full_attention" if (n + 1) % every == 0 else "sliding_attention" for n in range(raw["num_hidden_layers"])
     ]
@@ -101,7 +105,8 @@ class RotaryFamily:
 
     `attention_bias`: which products have biases: "none", "qkv", or if the config's flag is set, with "flag" all four
     and with "qkv flag" those.
-    `windows`: which layers have a sliding window: none, all, or those that `layer_types` names.
+    `windows`: which layers have a sliding window: none, all, those that `layer_types` names, or all but each n-th.
+    `local_rope`: whether layers with a window have rotary positions of their own.
     `partial_rotary`: whether rotary positions may turn a part of each head.
     `even_heads`: transformers refuses a width that is not a multiple of the heads, even if `head_dim` is given.
     `defaults`: the values of transformers for fields missing from config.json; a field that is null is not missing.
@@ -112,7 +117,8 @@ class RotaryFamily:
     mlp: Literal["swiglu", "clamped_swiglu", "geglu", "relu2"] = "swiglu"
     attention_bias: Literal["none", "qkv", "flag", "qkv flag"] = "none"
     mlp_bias_flag: bool = False
-    windows: Literal["none", "all", "by layer"] = "none"
+    windows: Literal["none", "all", "by layer", "in turn"] = "none"
+    local_rope: bool = False
     qk_norm: bool = False
     partial_rotary: bool = False
     even_heads: bool = False
@@ -154,8 +160,11 @@ class RotaryFamily:
         window = max(config.sliding_window)
         if self.windows == "all":
             fields["sliding_window"] = window or None
+        elif self.windows == "in turn":  # transformers makes a mask for windows in any case
+            fields["sliding_window"] = window or self.defaults["sliding_window"]
+            fields["layer_types"] = _layer_types(config)
         elif self.windows == "by layer":
-            kinds = layer_types_to_hf(config)
+            kinds = _layer_types(config)
             fields |= {
                 "use_sliding_window": window > 0,
                 "sliding_window": window or None,
@@ -173,7 +182,9 @@ class RotaryFamily:
             expect(raw, "attention_bias", False, *([True] if self.attention_bias == "qkv" else []))
         flagged = _FLAGGED.get(self.attention_bias)
         bias = self.attention_bias if flagged is None else flagged if raw.get("attention_bias") else "none"
-        heads = raw["num_attention_heads"]
+        heads, windows, rope = raw["num_attention_heads"], self._windows_from(raw), self._rope_from(raw)
+        if self.local_rope and not any(windows):
+            rope["rope_local_base_freq"] = 0.0
         return {
             "vocab_size": raw["vocab_size"],
             "max_position_embeddings": raw["max_position_embeddings"],
@@ -187,18 +198,22 @@ class RotaryFamily:
             "mlp_bias": bool(raw.get("mlp_bias")),
             "attention_bias": bias,
             "qk_norm": self.qk_norm,
-            "sliding_window": self._windows_from(raw),
+            "sliding_window": windows,
             "norm_eps": raw["rms_norm_eps"],
             "tie_word_embeddings": raw.get("tie_word_embeddings", False),
-            **self._rope_from(raw),
+            **rope,
         }
 
     def _rope_to(self, config: ModelConfig) -> Fields:
+        if self.local_rope:
+            return _ropes_to_hf(config)
         rope = rope_to_hf(config)
         expect(rope, "rope_type", "default", *self._SCALINGS)
         return {**rope, "partial_rotary_factor": config.partial_rotary_factor} if self.partial_rotary else rope
 
     def _rope_from(self, raw: Mapping[str, Any]) -> Fields:
+        if self.local_rope:
+            return _ropes_from_hf(raw, raw["rope_theta"], raw["rope_local_base_freq"])
         if not self.partial_rotary:
             return rope_from_hf(raw, self._SCALINGS)
         rope = dict(raw.get("rope_parameters") or {})
@@ -207,6 +222,8 @@ class RotaryFamily:
 
     def _windows_from(self, raw: Mapping[str, Any]) -> list[int]:
         window, num_layers = raw.get("sliding_window") or 0, raw["num_hidden_layers"]
+        if self.windows == "in turn":
+            return _windows_in_turn(raw)
         if self.windows == "all":
             return [window]
         if self.windows == "none" or not raw.get("use_sliding_window"):

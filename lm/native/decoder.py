@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lm.block import Block
 from lm.cache import KVCache
 from lm.config import ModelConfig
-from lm.layers import MLP
+from lm.layers import MLP, Linear
 from lm.model import LanguageModel
 from lm.native.kernels import library
 from lm.native.operators import TYPES
@@ -48,6 +48,7 @@ def what_a_decoder_misses(config: ModelConfig, dtype: torch.dtype) -> str:
     if config.norm_place != "pre" or config.mlp not in ACTIVATIONS:
         return f'norm_place "pre" and mlp of {list(ACTIVATIONS)}'
     for field in (
+        "kv_lora_rank",
         "num_experts",
         "attention_sinks",
         "positions_every_layer",
@@ -193,10 +194,11 @@ class NativeSteps:
         return self._scratch.data_ptr()
 
     def _layer(self, block: Block, window: int) -> _Layer:
-        attention, mlp = block.attention, block.mlp
+        attention, qkv, mlp = block.attention, block.attention.qkv, block.mlp
         assert isinstance(mlp, MLP), "native steps have no experts"
+        assert isinstance(qkv, Linear), "native steps have no latent attention"
         return _Layer(
-            *self._norm(block.attention_norm), self._weight(attention.qkv), self._vector(attention.qkv.bias),
+            *self._norm(block.attention_norm), self._weight(qkv), self._vector(qkv.bias),
             *(self._norm(norm)[0] for norm in (attention.query_norm, attention.key_norm)),
             self._weight(attention.out), self._vector(attention.out.bias),
             *self._norm(block.mlp_norm), self._weight(mlp.up), self._vector(mlp.up.bias),

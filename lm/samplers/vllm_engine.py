@@ -18,7 +18,7 @@ from torch import Tensor
 
 from files.atomic import write_json
 from files.hashes import derive_seed
-from lm.config import Precision
+from lm.config import ModelConfig, Precision
 from lm.generation import SAMPLED_AT_ONCE, Generated, Limits
 from lm.model import LanguageModel
 from lm.samplers.engine import SamplingEngine, SentWeights, chunks, held_tensors, noted, require_same
@@ -59,6 +59,17 @@ else:
 """
 
 
+def require_shape_for_cpus(folder: Path, config: ModelConfig) -> None:
+    """Raises: ValueError for a shape that vLLM cannot run on a CPU; vLLM would fail only later, or without a name."""
+    if config.kv_lora_rank:
+        raise ValueError(f"{folder}: kv_lora_rank is {config.kv_lora_rank}; vLLM on CPUs has no latent attention")
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes, head_dim = CPUAttentionBackend.get_supported_head_sizes(), config.head_dim
+    if head_dim not in sizes:
+        raise ValueError(f"{folder}: head_dim is {head_dim}; vLLM on CPUs has {', '.join(map(str, sizes))}")
+
+
 class VLLMSampler(SamplingEngine):
     """Passes prompts to vLLM as tokens, and weights under the names of the Hugging Face layout."""
 
@@ -90,7 +101,7 @@ class VLLMSampler(SamplingEngine):
         self._vllm, self._sleeps, self._may_sleep = vllm, False, not on_own_device
         self._digests = dict[str, int]()
         if not self._on_gpu:
-            self._require_shape(folder)
+            require_shape_for_cpus(folder, self._model.config)
         if tensor_parallel_size > 1:
             require_divisible(self._model.config, tensor_parallel_size)
             if not dist.is_initialized():  # it is in a second round
@@ -115,14 +126,6 @@ class VLLMSampler(SamplingEngine):
             )
         weights = ((name, tensor.to(DTYPES[precision])) for name, tensor in source.tensors())
         self.receive(map(SentWeights.of, chunks(weights)))
-
-    def _require_shape(self, folder: Path) -> None:
-        """Raises: ValueError for a shape that vLLM cannot run on a CPU; vLLM would fail only at the first sample."""
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-        sizes, head_dim = CPUAttentionBackend.get_supported_head_sizes(), self._model.config.head_dim
-        if head_dim not in sizes:
-            raise ValueError(f"{folder}: head_dim is {head_dim}; vLLM on CPUs has {', '.join(map(str, sizes))}")
 
     def sample(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: Limits, temperature: float

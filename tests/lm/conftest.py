@@ -60,6 +60,17 @@ DECODERS = {
                 llama_4_scaling_beta=0.7,
             ),
         },
+        "deepseek v3": {
+            "q_lora_rank": 6,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 4,
+            "qk_rope_head_dim": 2,
+            "v_head_dim": 5,
+            "head_dim": 6,
+            "num_key_value_heads": 4,
+            "rope_interleave": True,
+            "query_pre_attn_scalar": 3.5,
+        },
         "vaswani": {**_GPT, "mlp": "relu", "positions": "sinusoidal", "norm_place": "post"},
         "learned in every layer": {"positions": "learned", "positions_every_layer": True},
     }.items()

@@ -23,6 +23,7 @@ from lm.weights import ModelFolder, WithNewHead, any_folder, save_model
 SIZES = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
          "intermediate_size": 48, "max_position_embeddings": 64, "tie_word_embeddings": False}  # fmt: skip
 ROTARY = {**SIZES, "num_key_value_heads": 2}
+LATENT = "deepseek_v3"  # its experts have no adapters
 BASES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama": lambda: transformers.LlamaConfig(**ROTARY),
     "qwen2": lambda: transformers.Qwen2Config(**ROTARY),
@@ -35,6 +36,21 @@ BASES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
     ),
     "gemma3": lambda: transformers.Gemma3TextConfig(**ROTARY, head_dim=8, query_pre_attn_scalar=5),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **SIZES,
+        num_key_value_heads=4,
+        q_lora_rank=12,
+        kv_lora_rank=10,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+    ),
     "gpt2": lambda: transformers.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64),
 }
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -75,14 +91,15 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "layers_to_transform": 0,
         "layers_pattern": "layers",
     },
+    "latent attention": {"r": 2, "lora_alpha": 4, "target_modules": r".*\.self_attn\.[a-z_]*proj(_with_mqa)?"},
     "eva": {"r": 2, "lora_alpha": 2, "target_modules": ["v_proj"], "init_lora_weights": "eva"},
     "mica": {"r": 2, "lora_alpha": 2, "target_modules": ["v_proj"], "init_lora_weights": "mica"},
 }
 OF_GPT2 = {"r": 2, "lora_alpha": 2, "target_modules": ["c_attn"], "modules_to_save": ["c_fc", "ln_1"]}  # transposed
-CASES = [("llama", name) for name in ADAPTERS if name != "whole norms"] + [
-    (base, "all linear maps") for base in BASES if base != "llama"
+CASES = [("llama", name) for name in ADAPTERS if name not in ("whole norms", "latent attention")] + [
+    (base, "all linear maps") for base in BASES if base not in ("llama", LATENT)
 ]
-CASES += [("gpt2", "whole transposed maps"), ("gemma3", "whole norms")]
+CASES += [("gpt2", "whole transposed maps"), ("gemma3", "whole norms"), (LATENT, "latent attention")]
 TOKENS = torch.arange(10, 34).view(2, 12)
 LORA = LoRAConfig(rank=3, alpha=6.0)
 
@@ -156,8 +173,11 @@ def test_zeros_after_a_lower_rank_stay_zeros_in_training(base: Callable[[str], P
     assert (qkv.lora_b[32:48] != 0).all()
 
 
-@pytest.mark.parametrize("family", BASES)
-@pytest.mark.parametrize("targets", ["all", "attention", "mlp"])
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [(base, targets) for base in BASES for targets in ("all", "attention", "mlp") if base != LATENT]
+    + [(LATENT, "attention")],
+)
 def test_peft_loads_an_adapter_of_ours_with_the_same_logits(
     base: Callable[[str], Path], tmp_path: Path, tokenizer: Tokenizer, family: str, targets: str
 ) -> None:

@@ -178,6 +178,10 @@ def test_auto_takes_native_steps_where_they_compute_the_same() -> None:
         ({"rope_local_base_freq": 9, "sliding_window": (4, 0)}, "rope_local_base_freq 0.0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 1.0"),
         ({"rope_interleave": True}, "rope_interleave false"),
+        (
+            {"kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16},
+            "kv_lora_rank 0",
+        ),
         ({"layers_without_positions": (1,)}, r"layers_without_positions \(\)|layers_without_positions \[\]"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 0.0"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 0.0"),

@@ -176,6 +176,10 @@ def test_what_experts_do_not_go_with_is_refused() -> None:
             "experts are gated MLPs in a decoder; found model.kind 'decoder', model.mlp 'relu'",
         ),
         ({"shared_expert_gate": True}, "model.shared_expert_intermediate_size is 0; the width"),
+        ({"n_group": 4}, "model.num_experts over model.n_group: 6 is not a multiple of 4"),
+        ({"n_group": 2, "topk_group": 3}, "model.topk_group is 3, of 2 groups of 3 experts; 1 to 2 groups"),
+        ({"n_group": 6}, "model.topk_group is 1, of 6 groups of 1 experts; 2 to 6 groups"),
+        ({"n_group": 6, "topk_group": 6, "router_bias": True}, "with router_bias of at least two experts"),
         ({"mlp_only_layers": [3]}, r"model.mlp_only_layers is \[3\]; different numbers from 0 to 2"),
         ({"mlp_only_layers": [0, 1, 2]}, "and not all of them were expected"),
     ],
@@ -354,6 +358,16 @@ def test_a_shared_expert_sigmoid_scores_and_a_bias_that_only_chooses() -> None:
             weight = 1.5 * scores[expert] / (scores[2] + scores[second])
             expected_D = expected_D + weight * (downs[expert] @ (F.silu(gate_M) * up_M))
         torch.testing.assert_close(y_D, expected_D, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("bias", "expected"), [(True, [3, 2]), (False, [1, 0])])
+def test_experts_are_chosen_in_the_best_group(bias: bool, expected: list[int]) -> None:
+    """The first of three groups has the best expert, the second the two best together; the last expert's 0.6 is left
+    out with its group.
+    """
+    shape = ModelConfig.model_validate({**SHAPE, "n_group": 3, "topk_group": 1, "router_bias": bias})
+    scores_NE = torch.tensor([[0.1, 0.9, 0.7, 0.8, 0.0, 0.6]])
+    assert Mixture(shape).choose(scores_NE).tolist() == [expected]
 
 
 @pytest.mark.parametrize("divided", [True, False])

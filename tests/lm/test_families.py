@@ -1,6 +1,7 @@
 """Parity with `transformers`: every family, in unusual shapes, in both directions, with every head that it has."""
 
 import json
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,6 +33,7 @@ from heed.jobs.models import built_in_shape
 from lm.config import ModelConfig, RopeScaling
 from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier
 from lm.families import FAMILIES, family_of
+from lm.inspection import cache_bytes_per_token, parameter_table
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.source import load
 from lm.tokenizer import Tokenizer
@@ -100,6 +102,8 @@ def test_transformers_computes_our_logits(tmp_path: Path, tokenizer: Tokenizer, 
         "gemma3",
         "qwen3 moe, a plain layer",
         "mixtral, window",
+        "deepseek v3",
+        "deepseek v2",
         "gpt-oss",
     ],
 )
@@ -138,6 +142,37 @@ def mixture_shape(draw: random.Random) -> dict[str, Any]:
         "num_experts_per_tok": draw.randint(1, experts), "intermediate_size": 8 * draw.randint(1, 5),
         "num_hidden_layers": draw.randint(2, 4),
     }  # fmt: skip
+
+
+def latent_shape(draw: random.Random) -> dict[str, Any]:
+    shape, groups = mixture_shape(draw), draw.randint(1, 3)
+    experts, plain = groups * draw.randint(2, 3), 2 * draw.randint(1, 4)
+    chosen, turned = draw.randint(1, groups), draw.choice([4, 6, 8])
+    return {
+        **shape,
+        "num_key_value_heads": shape["num_attention_heads"],
+        **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), experts),
+        "num_experts_per_tok": draw.randint(1, chosen * experts // groups),
+        "n_group": groups,
+        "topk_group": chosen,
+        "moe_intermediate_size": 8 * draw.randint(1, 4),
+        "n_shared_experts": draw.randint(1, 3),
+        "routed_scaling_factor": draw.uniform(0.5, 3),
+        "first_k_dense_replace": draw.randint(0, 1),
+        "q_lora_rank": draw.choice([None, draw.randint(4, 20)]),
+        "kv_lora_rank": 2 * draw.randint(2, 10),  # transformers needs an even number in DeepSeek-V2
+        "qk_nope_head_dim": plain,
+        "qk_rope_head_dim": turned,
+        "head_dim": turned,
+        "v_head_dim": draw.randint(2, plain + 4),
+        "attention_bias": draw.random() < 0.3,
+        "rope_parameters": draw.choice(
+            [
+                {"rope_type": "default", "rope_theta": 500.0},
+                {**YARN, **draw.choice([{}, {"mscale": draw.uniform(0.3, 2), "mscale_all_dim": draw.uniform(0.3, 2)}])},
+            ]
+        ),
+    }
 
 
 # What `transformers` lets a shape of the family vary. Its cache computes something else than its own pass over whole
@@ -207,6 +242,15 @@ DRAWN: dict[str, Callable[[random.Random], dict[str, Any]]] = {
         "logits_scaling": draw.uniform(0.5, 4),
         "rope_parameters": draw.choice([LINEAR, LLAMA3, {"rope_type": "default", "rope_theta": 500.0}]),
     },
+    "GraniteMoeShared": lambda draw: {
+        **mixture_shape(draw),
+        "attention_bias": draw.random() < 0.5,
+        "embedding_multiplier": draw.uniform(0.5, 6),
+        "residual_multiplier": draw.uniform(0.2, 1.5),
+        "attention_multiplier": draw.choice([1 / 8, draw.uniform(0.1, 0.5)]),
+        "logits_scaling": draw.uniform(0.5, 4),
+        "shared_intermediate_size": draw.randint(3, 40),
+    },
     "Ministral3": lambda draw: {
         **rotary_shape(draw),
         "head_dim": 2 * draw.randint(2, 9),
@@ -259,6 +303,15 @@ DRAWN: dict[str, Callable[[random.Random], dict[str, Any]]] = {
         "first_k_dense_replace": draw.randint(0, 1),
         "use_qk_norm": draw.random() < 0.5,
         "attention_bias": draw.random() < 0.5,
+    },
+    "DeepseekV3": lambda draw: {
+        **latent_shape(draw),
+        "norm_topk_prob": draw.random() < 0.5,
+        "rope_interleave": draw.random() < 0.5,
+    },
+    "DeepseekV2": lambda draw: {
+        **latent_shape(draw),
+        "topk_method": draw.choice(["greedy", "group_limited_greedy"]),
     },
     "Olmoe": lambda draw: {**mixture_shape(draw), "norm_topk_prob": draw.random() < 0.5, "num_hidden_layers": 2},
     "GptOss": lambda draw: {
@@ -344,6 +397,10 @@ def test_a_shape_of_no_family_is_written_in_our_own_words(
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    **EXPERTS, "shared_expert_intermediate_size": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "head_dim": 8, "num_key_value_heads": 4, "rope_interleave": True,
+}  # fmt: skip
 
 
 def test_the_first_family_that_holds_a_shape_writes_it(tiny_config: ModelConfig) -> None:
@@ -358,6 +415,10 @@ def test_the_first_family_that_holds_a_shape_writes_it(tiny_config: ModelConfig)
         "phi3": {"partial_rotary_factor": 0.5},
         "smollm3": {"layers_without_positions": (1,)},
         "granite": {"residual_multiplier": 0.5},
+        "granitemoe": {**EXPERTS, "intermediate_size": 16, "norm_topk_prob": True, "residual_multiplier": 0.5},
+        "granitemoeshared": {
+            **EXPERTS, "intermediate_size": 16, "norm_topk_prob": True, "shared_expert_intermediate_size": 24,
+        },
         "ministral3": {
             "rope_scaling": RopeScaling(
                 rope_type="yarn", factor=2, original_max_position_embeddings=8, llama_4_scaling_beta=0.1
@@ -375,6 +436,8 @@ def test_the_first_family_that_holds_a_shape_writes_it(tiny_config: ModelConfig)
             **EXPERTS, "scoring_func": "sigmoid", "router_bias": True, "norm_topk_prob": True,
             "shared_expert_intermediate_size": 16,
         },
+        "deepseek_v3": {**LATENT, "scoring_func": "sigmoid", "router_bias": True},
+        "deepseek_v2": LATENT,
         "olmoe": {**EXPERTS, "intermediate_size": 16, "qk_norm": True, "qk_norm_over": "projection"},
         "mixtral": {**EXPERTS, "intermediate_size": 16, "norm_topk_prob": True},
         "gpt_oss": {
@@ -428,6 +491,76 @@ def test_gpt_oss_is_read_as_it_is_published() -> None:
     for field, value in (("swiglu_limit", 6.0), ("swiglu_alpha", 1.0)):
         with pytest.raises(ValueError, match=rf"config\.json: {field} is {value}; [\d.]+ was expected"):
             config_from_hf({**GPT_OSS_20B, field: value}, "config.json")
+
+
+MOONLIGHT = {  # as moonshotai/Moonlight-16B-A3B-Instruct is published
+    "model_type": "deepseek_v3", "attention_bias": False, "aux_loss_alpha": 0.001, "first_k_dense_replace": 1,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 11264, "kv_lora_rank": 512,
+    "max_position_embeddings": 8192, "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1,
+    "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": True, "num_attention_heads": 16,
+    "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "num_nextn_predict_layers": 0,
+    "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.446, "scoring_func": "sigmoid", "seq_aux": True, "tie_word_embeddings": False,
+    "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 163840,
+}  # fmt: skip
+V2_LITE = {  # what deepseek-ai/DeepSeek-V2-Lite-Chat has in addition or instead
+    "model_type": "deepseek_v2", "intermediate_size": 10944, "max_position_embeddings": 163840, "norm_topk_prob": False,
+    "rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax",
+    "topk_method": "greedy", "vocab_size": 102400,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+}  # fmt: skip
+
+
+def test_moonlight_and_deepseek_are_read_as_they_are_published() -> None:
+    moonlight = config_from_hf(MOONLIGHT, "config.json")
+    assert (moonlight.head_dim, moonlight.rotary_dim, moonlight.value_dim, moonlight.q_lora_rank) == (192, 64, 128, 0)
+    assert (moonlight.rope_theta, moonlight.query_factor, moonlight.rope_interleave) == (50_000, 1, True)
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers.DeepseekV3Config(**MOONLIGHT))
+    num_parameters = sum(part.num_parameters for part in parameter_table(moonlight))
+    assert num_parameters == sum(parameter.numel() for parameter in theirs.parameters())
+    assert cache_bytes_per_token(moonlight) == 27 * (2 * 16 * 192 * 2 + 6)
+    found = config_from_hf({**MOONLIGHT, **V2_LITE}, "config.json")
+    assert found.rope_scaling is not None
+    assert found.rope_scaling.attention_factor == 1
+    assert found.query_factor == pytest.approx((0.1 * 0.707 * math.log(40) + 1) ** 2, rel=1e-9)
+    fields = family_of(found, "language").to_hf(found)
+    assert fields["rope_parameters"]["mscale_all_dim"] == pytest.approx(0.707, rel=1e-8)
+    assert (found.scoring_func, found.router_bias, found.n_group) == ("softmax", False, 1)
+    for field, value in (("scoring_func", "softmax"), ("topk_method", "greedy"), ("moe_layer_freq", 2)):
+        with pytest.raises(ValueError, match=rf"config\.json: {field} is '?{value}'?; .* was expected"):
+            config_from_hf({**MOONLIGHT, field: value}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"v_head_dim": 0}, "model.v_head_dim is 0, and model.kv_lora_rank 8; 1 to 8 was expected"),
+        ({"v_head_dim": 9}, "model.v_head_dim is 9, and model.kv_lora_rank 8; 1 to 8 was expected"),
+        ({"head_dim": 6}, "model.head_dim is 6; 8 was expected with kv_lora_rank"),
+        ({"num_key_value_heads": 2}, "model.num_key_value_heads is 2; 4 was expected with kv_lora_rank"),
+        ({"qk_norm": True}, "model.qk_norm is True; False was expected with kv_lora_rank"),
+        ({"kv_lora_rank": 0}, "model.qk_nope_head_dim is 4, and model.kv_lora_rank 0; 0 to 0 was expected"),
+        ({"qk_rope_head_dim": 3, "qk_nope_head_dim": 5}, "positions turn 3 of 8 dimensions; an even number"),
+    ],
+)
+def test_latent_attention_without_a_meaning_is_refused(
+    tiny_config: ModelConfig, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.model_validate({**tiny_config.model_dump(), **LATENT, **changes})
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    CASES["deepseek v3"].random_model().save_pretrained(tmp_path)
+    expected, tensors = load_language_model(tmp_path)(TOKENS), load_file(tmp_path / "model.safetensors")
+    further = {f"model.layers.3.{name}.weight": torch.ones(2) for name in ("eh_proj", "mlp.gate", "enorm")}
+    save_file(tensors | further, tmp_path / "model.safetensors")
+    assert torch.equal(load_language_model(tmp_path)(TOKENS), expected)
+    save_file(tensors | {"model.layers.3.enorm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.layers\.3\.enorm\.weight: found, not expected"):
+        load_language_model(tmp_path)
 
 
 def test_gemma_and_phi_are_read_as_they_are_published() -> None:

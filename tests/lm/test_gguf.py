@@ -456,6 +456,20 @@ def test_frequencies_that_llama_3_does_not_make_are_named(make: Make, tmp_path: 
         ({**SHAPES["olmoe"], "tie_word_embeddings": True}, "model.tie_word_embeddings is True"),
         ({**SHAPES["olmoe"], "num_key_value_heads": 2}, "model.num_key_value_heads is 2; llama.cpp computes 4"),
         ({**SHAPES["qwen3-moe"], "scoring_func": "sigmoid"}, "model_type is 'heed'"),
+        (
+            {
+                **EXPERTS,
+                "shared_expert_intermediate_size": 32,
+                "kv_lora_rank": 8,
+                "qk_nope_head_dim": 4,
+                "qk_rope_head_dim": 4,
+                "v_head_dim": 6,
+                "num_key_value_heads": 4,
+                "tie_word_embeddings": False,
+                "rope_interleave": True,
+            },
+            "model_type is 'deepseek_v2'",
+        ),
         ({"vocab_size": 200}, "the vocabulary has .* tokens, the model 200"),
     ],
 )

@@ -56,20 +56,20 @@ def test_attention_weights_are_those_of_the_forward_pass(decoder: LanguageModel)
     """A layer's attention, recomputed from its weights and values, equals the module's output."""
     tokens = torch.tensor([[5, 1, 8, 0, 2, 7, 9]])
     weights, _ = attention_weights(decoder.decoder, tokens)
-    seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    seen: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
     hooks = [
         block.attention.register_forward_hook(
-            lambda module, inputs, output: seen.append((module.project(inputs[0], inputs[1])[2], output, module.out))
+            lambda module, inputs, output: seen.append((module.project(inputs[0], inputs[1])[2], output, module.join))
         )
         for block in decoder.decoder.blocks
     ]
     decoder(tokens)
     for hook in hooks:
         hook.remove()
-    for layer, (v_BGSH, output, out) in enumerate(seen):
+    for layer, (v_BGSH, output, join) in enumerate(seen):
         groups = decoder.config.num_attention_heads // decoder.config.num_key_value_heads
         mixed = weights[layer] @ v_BGSH.repeat_interleave(groups, dim=1)
-        torch.testing.assert_close(out(mixed.transpose(1, 2).flatten(2)), output, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(join(mixed), output, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -226,6 +226,10 @@ GPT_OSS = {
     **EXPERTS, "norm_topk_prob": True, "mlp": "clamped_swiglu", "mlp_bias": True, "attention_bias": "all",
     "attention_sinks": True, "sliding_window": (8, 0),
 }  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 6, "kv_lora_rank": 40, "q_lora_rank": 48, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "rope_interleave": True,
+}  # fmt: skip
 OLMO2 = {"norm_place": "output", "qk_norm": True, "qk_norm_over": "projection"}
 GPT2_SHAPE = {
     **BASE_SHAPE, "num_key_value_heads": 6, "norm": "layer", "positions": "learned", "mlp": "gelu_tanh",
@@ -279,7 +283,8 @@ def fused(
         {**BASE_SHAPE, "mlp": "relu2"}, {**GPT2_SHAPE, "mlp": "relu", "embedding_norm": True},
         {**LLAMA_SHAPE, "num_key_value_heads": 6, "head_dim": 24}, {**LLAMA_SHAPE, **OLMO2},
         {**GPT2_SHAPE, "norm_place": "sandwich"}, {**LLAMA_SHAPE, **GEMMA3, "num_key_value_heads": 6},
-        {**LLAMA_SHAPE, "partial_rotary_factor": 0.5}, {**LLAMA_SHAPE, **EXPERTS},
+        {**LLAMA_SHAPE, "partial_rotary_factor": 0.5}, {**LLAMA_SHAPE, **EXPERTS}, {**LLAMA_SHAPE, **LATENT},
+        {**LLAMA_SHAPE, **LATENT, "q_lora_rank": 0, "v_head_dim": 20},
         {**LLAMA_SHAPE, **EXPERTS, "norm_topk_prob": True, "num_experts_per_tok": 5}, {**LLAMA_SHAPE, **GPT_OSS},
         {**LLAMA_SHAPE, "attn_logit_softcapping": 2.0, "sliding_window": (8, 0), "residual_multiplier": 0.5},
     ],
@@ -299,7 +304,7 @@ def test_the_count_is_what_autograd_saves(changes: dict[str, Any], kind: str) ->
     assert planned_bytes(config, of) == pytest.approx(found, rel=0.02)
 
 
-@pytest.mark.parametrize("changes", [{**LLAMA_SHAPE, "num_key_value_heads": 6}, GPT2_SHAPE])
+@pytest.mark.parametrize("changes", [{**LLAMA_SHAPE, "num_key_value_heads": 6}, GPT2_SHAPE, {**LLAMA_SHAPE, **LATENT}])
 def test_fused_attention_keeps_no_table_of_weights(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     # PyTorch's fused CPU kernel saves what its GPU kernel does if heads are views, as they are on a GPU.
     monkeypatch.setattr(attention, "attend", fused)

@@ -57,6 +57,11 @@ SHAPES: dict[str, dict[str, object]] = {
         "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,
         "num_hidden_layers": 3, "mlp_only_layers": (1,),
     },
+    "DeepSeek-V3": {
+        "kv_lora_rank": 12, "q_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8,
+        "attention_bias": "all", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 4,
+        "topk_group": 2, "scoring_func": "sigmoid", "router_bias": True, "shared_expert_intermediate_size": 16,
+    },
     "gpt-oss": {
         "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,
         "mlp": "clamped_swiglu", "mlp_bias": True, "attention_bias": "all", "attention_sinks": True,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.draw_power import Faulty
-from lm.config import Precision
+from lm.config import ModelConfig, Precision
 from lm.generation import Generated, Limits, generate
 from lm.samplers.engine import SamplingEngine, SentWeights
 from lm.samplers.heed_engine import HeedSampler
@@ -26,6 +26,7 @@ from lm.samplers.verify import (
     with_exchanged,
     with_weights,
 )
+from lm.samplers.vllm_engine import require_shape_for_cpus
 from lm.sampling import Choice
 from tests.lm.samplers.faults import FAULTS, faults_found
 
@@ -255,6 +256,14 @@ def test_without_vllm_the_commands_own_option_is_named(
 ) -> None:
     monkeypatch.setattr("lm.samplers.vllm_engine.DEFAULT_PYTHON", Path("/nowhere/python"))
     assert "run `make vllm`, or name another with --python" in refused("verify-sampler", "vllm", str(untied))
+
+
+def test_latent_attention_is_not_given_to_vllm_on_cpus() -> None:
+    shape = {"vocab_size": 12, "max_position_embeddings": 8, "hidden_size": 16, "num_hidden_layers": 1}
+    latent = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    config = ModelConfig.model_validate({**shape, **latent, "num_attention_heads": 2, "intermediate_size": 8})
+    with pytest.raises(ValueError, match="model: kv_lora_rank is 8; vLLM on CPUs has no latent attention"):
+        require_shape_for_cpus(Path("model"), config)
 
 
 def test_threads_do_not_spin_while_they_wait(
