@@ -41,12 +41,19 @@ num_iterations = 4
 save_every_iterations = 1
 {ppo}
 """
+GROUPS = 'advantage = { kind = "group_mean", samples_per_prompt = 4 }'
+ADAPTERS = """
+lora = { rank = 2 }
+[sft]
+lora = { rank = 2 }
+[reward]
+lora = { rank = 2 }
+"""
 ALGORITHMS = {
     "PPO": ("", ""),
-    "GRPO with adapters": (
-        '"ppo.advantage"',
-        'lora = { rank = 2 }\nadvantage = { kind = "group_mean", samples_per_prompt = 4 }',
-    ),
+    "PPO with adapters": ("", ADAPTERS),
+    "GRPO": ('"ppo.advantage"', GROUPS),
+    "GRPO with adapters": ('"ppo.advantage"', GROUPS + ADAPTERS),
 }
 
 
