@@ -54,7 +54,7 @@ class LoRAConfig(BaseModel):
     alpha: float = Field(default=32.0, gt=0, description="Additions are scaled by alpha / rank.")
     targets: Literal["all", "attention", "mlp", "experts"] = Field(
         default="all",
-        description='The blocks\' maps that are adapted. "all": those of attention and of MLPs, shared experts included;'
+        description='The blocks\' maps that are adapted. "all": those of attention, MLPs and shared experts;'
         ' "experts": these and the maps of each expert. Routers never are.',
     )
 

@@ -437,6 +437,12 @@ CASES["mixture"] = Case(
     PackedObjective(PACKED),
     lambda model: conversations_sum(model) / NUM_COUNTED,
 )
+CASES["lora-experts"] = Case(
+    Adapted(CASES["mixture"].source, LoRAConfig(rank=2, alpha=6.0, targets="experts"), 6),
+    PackedObjective(PACKED),
+    lambda model: conversations_sum(model) / NUM_COUNTED,
+    max_grad_norm=0.2,
+)
 DPO_DROPPING = PolicySource(RandomInit(lambda: LanguageModel(DECODER, 0.1), 1), LOG_NU[0])
 CASES |= {"dpo": DPO, "dpo" + DROPOUT: replace(DPO, source=DPO_DROPPING)}
 
@@ -649,11 +655,11 @@ def batch_of(split: Split, num_rows: int) -> BatchConfig:
 
 # New ones come last, so that the others keep their splits.
 CLASSIFIERS = ("classify-sequence", "classify-token", "classify-span", "next-sentence")
-LATER = ("ppo", "dpo", "dpo" + DROPOUT, "lora", "grouped", *CLASSIFIERS, "kto", "mixture")
+LATER = ("ppo", "dpo", "dpo" + DROPOUT, "lora", "grouped", *CLASSIFIERS, "kto", "mixture", "lora-experts")
 NAMES = [*(name for name in CASES if name not in LATER), *LATER]
 # How many ranks split a sequence: of the first two ranks, and of four. An encoder's sequences stay whole.
 NEVER_SPLIT = ("masked", "denoising", "pairs", "encoder-ranking", *CLASSIFIERS)
-SPLIT_OF_FOUR = {"packed": 2, "ppo": 2, "grouped": 4, "mixture": 2}
+SPLIT_OF_FOUR = {"packed": 2, "ppo": 2, "grouped": 4, "mixture": 2, "lora-experts": 2}
 
 
 def draw_splits() -> list[Split]:

@@ -43,11 +43,11 @@ save_every_iterations = 1
 """
 GROUPS = 'advantage = { kind = "group_mean", samples_per_prompt = 4 }'
 ADAPTERS = """
-lora = { rank = 2 }
+lora = { rank = 2, targets = "experts" }
 [sft]
-lora = { rank = 2 }
+lora = { rank = 2, targets = "experts" }
 [reward]
-lora = { rank = 2 }
+lora = { rank = 2, targets = "experts" }
 """
 ALGORITHMS = {
     "PPO": ("", ""),
