@@ -82,10 +82,12 @@ DECODER = ModelConfig(num_hidden_layers=2, **SHAPE)
 ENCODER = ModelConfig(kind="encoder", num_hidden_layers=2, mlp="gelu", positions="learned", **SHAPE)
 # More ranks than key-value heads may split a sequence: each has a query head of its own.
 GROUPED = ModelConfig(num_hidden_layers=2, attention_sinks=True, **{**SHAPE, "num_attention_heads": 4})
-# A rank has tokens for some of the experts only.
+# A rank has tokens for some of the experts only. What else a family of mixtures may have is in it, too.
 MIXTURE = ModelConfig(
-    num_hidden_layers=2, num_experts=9, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True, **SHAPE
-)
+    num_hidden_layers=2, num_experts=9, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True,
+    shared_expert_intermediate_size=8, shared_expert_gate=True, sliding_window=(4, 0), attn_logit_softcapping=2.0,
+    final_logit_softcapping=9.0, embedding_multiplier=3.0, residual_multiplier=0.7, logits_scaling=0.5, **SHAPE,
+)  # fmt: skip
 TYPED = ENCODER.model_copy(update={"type_vocab_size": 2})
 BOTH = ModelConfig(kind="encoder-decoder", num_hidden_layers=1, num_encoder_layers=1, mlp="gelu", **SHAPE)
 PAD, END, MASK = 0, 1, 2

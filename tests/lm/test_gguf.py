@@ -456,6 +456,13 @@ def test_frequencies_that_llama_3_does_not_make_are_named(make: Make, tmp_path: 
         ({**SHAPES["olmoe"], "tie_word_embeddings": True}, "model.tie_word_embeddings is True"),
         ({**SHAPES["olmoe"], "num_key_value_heads": 2}, "model.num_key_value_heads is 2; llama.cpp computes 4"),
         ({**SHAPES["qwen3-moe"], "scoring_func": "sigmoid"}, "model_type is 'heed'"),
+        ({"attention_sinks": True}, "model_type is 'heed'"),
+        ({"attn_logit_softcapping": 5.0}, "model_type is 'heed'"),
+        ({"final_logit_softcapping": 5.0}, "model_type is 'heed'"),
+        ({"embedding_multiplier": 2.0, "residual_multiplier": 0.5}, "model_type is 'granite'"),
+        ({"logits_scaling": 2.0}, "model_type is 'granite'"),
+        ({"layers_without_positions": [1]}, "model_type is 'smollm3'"),
+        ({**SHAPES["qwen3-moe"], "shared_expert_intermediate_size": 8}, "model_type is 'heed'"),
         ({"vocab_size": 200}, "the vocabulary has .* tokens, the model 200"),
     ],
 )

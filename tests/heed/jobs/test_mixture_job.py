@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from lm.weights import CONFIG
+from tests.tiers import in_ci
 from training.metrics import read_metrics
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 WEIGHTS = "model.safetensors"
 DEBUG_JOB = Path(__file__).parents[3] / "configs" / "jobs" / "debug.toml"
@@ -57,7 +58,7 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", in_ci(ALGORITHMS, ["GRPO with adapters"]))
 def test_a_killed_job_of_a_mixture_ends_with_the_same_bits(
     algorithm: str,
     heed: Callable[..., Any],
