@@ -128,10 +128,10 @@ class LoRAExperts(ExpertMaps):
 
     def forward(self, x_SD: Tensor, ends_E: Tensor, order_S: Tensor) -> Tensor:
         y_SF = super().forward(x_SD, ends_E, order_S)
-        part_S = order_S * len(self.readers) // len(order_S)
         for number, reader in enumerate(self.readers):
             if reader is not None:
-                y_SF = y_SF + torch.where((part_S == number).unsqueeze(1), reader.added(x_SD, ends_E), 0.0)
+                is_own_S = order_S * len(self.readers) // len(order_S) == number
+                y_SF = y_SF + torch.where(is_own_S.unsqueeze(1), reader.added(x_SD, ends_E), 0.0)
         return y_SF if self.readers or self.is_off else y_SF + self.added(x_SD, ends_E)
 
     def added(self, x_SD: Tensor, ends_E: Tensor) -> Tensor:
