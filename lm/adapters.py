@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt, ValidationError
@@ -22,11 +22,12 @@ from lm.encoder import EncoderModel, SequenceClassifier, SpanPredictor, TokenCla
 from lm.families import family_of
 from lm.families.family import Stored
 from lm.hub import ADAPTER_CONFIG, hub_name
-from lm.layers import Linear
+from lm.layers import ExpertMaps, Linear
 from lm.lora import (
     DOWN,
     UP,
     LoRAConfig,
+    LoRAExperts,
     LoRALinear,
     WithAdapters,
     adapted_maps,
@@ -49,6 +50,9 @@ ADAPTER = "adapter"  # folder, next to the merged model's
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # before the base's own names
 A, B = ".lora_A.weight", ".lora_B.weight"  # after them
+# The parameters that stack experts in transformers 5, by Heed's names. PEFT wraps the module that holds them: "up"
+# first, so the other is the outer one if both are adapted.
+STACKED = {"up": "gate_up_proj", "down": "down_proj"}
 
 # Fields that change nothing once an adapter is trained. PEFT has many more, which Heed does not support: they must be
 # off.
@@ -98,7 +102,8 @@ class AdapterConfig(BaseModel):
     use_rslora: bool | None = None
     bias: Literal["none"] | None = None
     init_lora_weights: bool | str | None = None
-    target_modules: list[str] | Pattern
+    target_modules: list[str] | Pattern | None
+    target_parameters: list[str] | None = None
     exclude_modules: list[str] | Pattern | None = None
     layers_to_transform: list[int] | int | None = None
     layers_pattern: list[Pattern] | Pattern | None = None
@@ -147,6 +152,14 @@ class AdapterConfig(BaseModel):
         if isinstance(self.target_modules, str):
             return self.target_modules == "all-linear" or _names(self.target_modules, layer)
         return _names(self.target_modules, layer) and self._transforms(layer)
+
+    def experts(self, module: str) -> dict[str, str]:
+        """Returns the adapted parameters of a module of stacked experts by Heed's names, and the layers of their A and
+        B in the file.
+        """
+        stacked = {kind: f"{module}.{name}" for kind, name in STACKED.items()}
+        found = [kind for kind, name in stacked.items() if _names(self.target_parameters, name)]
+        return {kind: f"{module}.base_layer" if kind != found[-1] else module for kind in found}
 
     def saves(self, module: str) -> bool:
         """Whether the file must have all weights of a module, listed itself or as a part of another module."""
@@ -257,6 +270,9 @@ def check_fit(adapter: AdapterFolder, model: nn.Module, new: Set[str]) -> None:
 def _adapter_shapes(adapter: AdapterFolder, model: nn.Module) -> tuple[dict[str, list[int]], set[str]]:
     """Returns the shapes of A and B of all maps that the config targets, and the names of A and B of the others."""
     pairs, left_out = dict[str, list[int]](), set[str]()
+    for experts in stacked_maps(adapter.config, model).values():
+        E, D, F, rank = experts.maps.num_experts, experts.maps.in_features, experts.maps.out_features, experts.rank
+        pairs |= {f"{experts.layer}{A}": [E * rank, D], f"{experts.layer}{B}": [F, rank * E]}
     for module, layers in adaptable_maps(model).values():
         for layer, rows in zip(layers, part_rows(module, layers), strict=True):
             rank = adapter.config.rank(layer)
@@ -289,6 +305,39 @@ def adaptable_maps(model: nn.Module) -> dict[str, tuple[nn.Linear, Layers]]:
             parts = places[f"{name}.weight"].parts
             maps[name] = module, {theirs.removesuffix(".weight"): rows for theirs, rows in parts.items()}
     return maps
+
+
+class StackedMaps(NamedTuple):
+    """The maps of a layer's experts that a config targets: the layer of their A and B in the file, rank and scale."""
+
+    maps: ExpertMaps
+    layer: str
+    rank: int
+    scale: float
+    place: Stored
+
+    def read(self, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns Heed's A and B, given PEFT's [E · rank, D] and [F, rank · E]."""
+        up_EFr = up.unflatten(1, (-1, self.maps.num_experts)).permute(2, 0, 1)
+        return down, torch.cat([self.place.unstack(up_Fr) for up_Fr in up_EFr])
+
+    def write(self, down: Tensor, up: Tensor) -> dict[str, Tensor]:
+        """Returns the file's tensors, given Heed's A and B."""
+        up_EFr = replace(self.place, experts=self.maps.num_experts, transposed=False).stack(up)
+        return {f"{self.layer}{A}": down, f"{self.layer}{B}": up_EFr.permute(1, 2, 0).flatten(1)}
+
+
+def stacked_maps(config: AdapterConfig, model: nn.Module) -> dict[str, StackedMaps]:
+    """Returns the maps of experts that a config targets, by Heed's names."""
+    found = dict[str, StackedMaps]()
+    for name, module, place in linear_maps(model) if config.target_parameters else ():
+        if isinstance(module, ExpertMaps):
+            _, _, number, *_, kind = name.split(".")
+            owner = f"model.layers.{number}.mlp.experts"
+            parameter, layers = f"{owner}.{STACKED[kind]}", config.experts(owner)
+            if kind in layers:
+                found[name] = StackedMaps(module, layers[kind], config.rank(parameter), config.scale(parameter), place)
+    return found
 
 
 def places_of(model: nn.Module) -> dict[str, Stored]:
@@ -328,11 +377,14 @@ class FromAdapter(Generic[AnyModel]):
             if any(ranks):
                 scales = [adapter.config.scale(layer) for layer in layers]
                 replace_map(model, name, LoRALinear(module, part_rows(module, layers), max(ranks), scales))
+        for name, experts in stacked_maps(adapter.config, model).items():
+            if f"{experts.layer}{A}" in adapter.shapes:
+                replace_map(model, name, LoRAExperts(experts.maps, experts.rank, experts.scale))
         return model
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         adapter, model = AdapterFolder(self.folder), on_meta(self.build)
-        places, maps = places_of(model), adaptable_maps(model)
+        places, maps, stacked = places_of(model), adaptable_maps(model), stacked_maps(adapter.config, model)
         with open_tensors(adapter.weights) as file:
 
             def own(theirs: str) -> Tensor:
@@ -350,6 +402,11 @@ class FromAdapter(Generic[AnyModel]):
 
             def adapters() -> Iterator[tuple[str, Tensor]]:
                 for name, module in adapted_maps(model).items():
+                    if isinstance(module, LoRAExperts):
+                        down, up = stacked[name].read(*(own(f"{stacked[name].layer}{part}") for part in (A, B)))
+                        yield f"{name}.{DOWN}", down
+                        yield f"{name}.{UP}", up
+                        continue
                     down, up = torch.zeros(module.lora_a.shape), torch.zeros(module.lora_b.shape)
                     parts = down.split(module.rank), up.split(module.part_rows)
                     for layer, of_down, of_up in zip(maps[name][1], *parts, strict=True):
@@ -440,6 +497,11 @@ def save_adapter(
     stored, adapted, is_transposed = dict[str, Tensor](), set[str](), False
     purpose = PURPOSES[type(plain)]
     family = family_of(plain.config, purpose)
+    parameters = [f"mlp.experts.{name}" for name in STACKED.values()] if lora.targets == "experts" else None
+    sizes: dict[str, Any] = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha}
+    stacked = stacked_maps(AdapterConfig(**sizes, target_modules=None, target_parameters=parameters), network)
+    for name, experts in stacked.items():
+        stored |= experts.write(kept[f"{name}.{DOWN}"], kept[f"{name}.{UP}"])
     for name, module, place in linear_maps(network):
         if not isinstance(module, LoRALinear):
             continue
@@ -448,24 +510,21 @@ def save_adapter(
         is_transposed |= place.transposed
         downs, ups = kept[f"{name}.{DOWN}"].split(module.rank), kept[f"{name}.{UP}"].split(module.part_rows)
         for layer, down, up in zip(layers, downs, ups, strict=True):
-            stored[f"{PREFIX}{layer}{A}"] = down.detach().contiguous()
-            stored[f"{PREFIX}{layer}{B}"] = up.detach().contiguous()
+            stored |= {f"{layer}{A}": down, f"{layer}{B}": up}
     heads = set[str]()
     own_names = dict(plain.named_parameters())
     for name, tensor in kept.items():
         if name in own_names:
             (theirs,) = family.stored(plain.config, name).parts
             heads.add(theirs.rpartition(".")[0])
-            stored[f"{PREFIX}{theirs}"] = tensor.detach().contiguous()
+            stored[theirs] = tensor
     everything = {theirs.rpartition(".")[0] for name in own_names for theirs in family.stored(plain.config, name).parts}
-    save_file(stored, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config: dict[str, Any] = {
-        "peft_type": "LORA",
+        **sizes,
         "task_type": TASKS[purpose],
         "base_model_name_or_path": hub_name(base) or str(base),
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
         "target_modules": _endings(adapted, everything - adapted),
+        "target_parameters": parameters,
         "modules_to_save": sorted(heads) or None,
         "bias": "none",
         "lora_dropout": 0.0,
@@ -473,6 +532,8 @@ def save_adapter(
         "use_rslora": False,
         "inference_mode": True,
     }
+    written = {f"{PREFIX}{theirs}": tensor.detach().contiguous() for theirs, tensor in stored.items()}
+    save_file(written, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     write_json(folder / ADAPTER_CONFIG, config)
 
 

@@ -153,6 +153,9 @@ class ChatTemplate:
                 **variables, documents=None, add_generation_prompt=add_generation_prompt, **self._tokens
             )
         except Exception as error:  # a template is code, which may also raise TypeError and others
+            filled = [{**message, "content": message["content"] or ""} for message in variables["messages"]]
+            if filled != variables["messages"]:  # Qwen3's and gpt-oss's look for thoughts in the content next to a call
+                return self._rendered({**variables, "messages": filled}, add_generation_prompt)
             # In one line, and without the template: published templates have dozens of lines.
             raise ValueError(f"chat_template refuses the conversation: {' '.join(str(error).split())}") from None
 

@@ -282,7 +282,7 @@ class Experts(nn.Module):
         ends_E = torch.searchsorted(experts_S, every_E, right=True, out_int32=True)
         K = experts_NK.shape[1]
         x_SD = x_ND.unsqueeze(1).expand(-1, K, -1).flatten(0, 1)[order_S]
-        y_SD = self.down(self.activation(self.up(x_SD, ends_E)), ends_E)
+        y_SD = self.down(self.activation(self.up(x_SD, ends_E, order_S)), ends_E, order_S)
         if self.is_share:  # rows after the last expert's are undefined
             y_SD = torch.where((experts_S < E).unsqueeze(1), y_SD, 0.0)
         return y_SD[order_S.argsort()].unflatten(0, (-1, K))

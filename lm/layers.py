@@ -341,18 +341,28 @@ class ExpertMaps(nn.Module):
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__()
-        self.num_experts = num_experts
+        self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
         self.weight = nn.Parameter(torch.empty(num_experts * out_features, in_features))
         self.bias = nn.Parameter(torch.empty(num_experts * out_features)) if bias else None
 
-    def forward(self, x_SD: Tensor, ends_E: Tensor) -> Tensor:
-        """Returns [S, F]. The rows of expert e end before row `ends_E[e]`."""
-        dtype = compute_dtype(x_SD)
-        weight, bias = (
-            part if part is None or part.dtype == dtype else cast_weight(part) for part in (self.weight, self.bias)
-        )
-        y_SF: Tensor = _Grouped.apply(x_SD.to(dtype), weight, ends_E)  # type: ignore[no-untyped-call]
-        return y_SF if bias is None else _WithBiases.apply(y_SF, bias, ends_E)  # type: ignore[no-untyped-call]
+    def forward(self, x_SD: Tensor, ends_E: Tensor, order_S: Tensor) -> Tensor:
+        """Returns [S, F]. The rows of expert e end before row `ends_E[e]`; `order_S` has each row's pair, token by
+        token, which adapters need to know whose tokens these are.
+        """
+        y_SF = grouped_linear(x_SD, self.weight, ends_E)
+        if self.bias is None:
+            return y_SF
+        return _WithBiases.apply(y_SF, _as_computed(self.bias, y_SF.dtype), ends_E)  # type: ignore[no-untyped-call]
+
+
+def grouped_linear(x_SD: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
+    """x W_eᵀ, [S, F], by expert: its rows end before row `ends_E[e]`, and its matrix is in weight [E · F, D]."""
+    dtype = compute_dtype(x_SD)
+    return _Grouped.apply(x_SD.to(dtype), _as_computed(weight, dtype), ends_E)  # type: ignore[no-untyped-call]
+
+
+def _as_computed(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight if weight.dtype == dtype else cast_weight(weight)
 
 
 class _Grouped(torch.autograd.Function):

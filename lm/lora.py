@@ -3,26 +3,28 @@
     y = x Wᵀ + scale (x Aᵀ) Bᵀ
 
 A fused map, which holds several maps of the published layout (q, k and v; gate and up), has an A, a B and a scale for
-each of them, as in PEFT. So adapters are read and written in PEFT's layout (`lm.adapters`). `merged` adds them to the
-weights, which then look like those of any other model.
+each of them, as in PEFT; so has each expert, for gate and up together. So adapters are read and written in PEFT's
+layout (`lm.adapters`). `merged` adds them to the weights, which then look like those of any other model.
 
-Shape letters: R rows, D inputs, F outputs, P ranks of all parts of a fused map together.
+Shape letters: R rows, D inputs, F outputs, P ranks of all parts of a fused map together, E experts, S pairs of a token
+and its expert.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from lm.config import ModelConfig
 from lm.families import family_of
 from lm.families.family import Stored
-from lm.layers import Linear, linear
+from lm.layers import ExpertMaps, Linear, grouped_linear, linear
 from lm.source import ModelSource, on_meta
 from lm.weights import PURPOSES
 
@@ -33,6 +35,8 @@ TARGETS = {
     ),
     "mlp": ("mlp.up", "mlp.down", "shared.up", "shared.down"),
 }
+TARGETS["all"] = TARGETS["attention"] + TARGETS["mlp"]
+TARGETS["experts"] = (*TARGETS["all"], "experts.up", "experts.down")
 DOWN, UP = "lora_a", "lora_b"  # A and B, as parameters of a map
 BODY = ("encoder.", "decoder.", "head.", "transform.", "transform_norm.")  # frozen; all other heads are new
 
@@ -51,8 +55,10 @@ class LoRAConfig(BaseModel):
 
     rank: int = Field(default=16, ge=1, description="Rank of each addition.")
     alpha: float = Field(default=32.0, gt=0, description="Additions are scaled by alpha / rank.")
-    targets: Literal["all", "attention", "mlp"] = Field(
-        default="all", description="The blocks' maps that are adapted; experts and their router never are."
+    targets: Literal["all", "attention", "mlp", "experts"] = Field(
+        default="all",
+        description='The blocks\' maps that are adapted. "all": those of attention, MLPs and shared experts;'
+        ' "experts": these and the maps of each expert. Routers never are.',
     )
 
     @property
@@ -62,7 +68,7 @@ class LoRAConfig(BaseModel):
     @property
     def modules(self) -> tuple[str, ...]:
         """The adapted maps of a block, by Heed's names."""
-        return TARGETS["attention"] + TARGETS["mlp"] if self.targets == "all" else TARGETS[self.targets]
+        return TARGETS[self.targets]
 
 
 class LoRALinear(Linear):
@@ -81,7 +87,7 @@ class LoRALinear(Linear):
         self.lora_a = nn.Parameter(torch.empty(len(part_rows) * rank, frozen.in_features))
         self.lora_b = nn.Parameter(torch.empty(frozen.out_features, rank))
         self.is_off = False
-        self.readers: Sequence[LoRALinear | None] = ()  # in a joint pass, one per equal part of the batch (`read_by`)
+        self.readers: Sequence[Any] = ()  # in a joint pass, one per equal part of the batch (`read_by`)
         for parameter in (self.weight, self.bias):
             if parameter is not None:
                 parameter.requires_grad_(False)
@@ -111,9 +117,42 @@ class LoRALinear(Linear):
         return torch.cat([scale * (b @ a) for scale, b, a in parts])
 
 
-def adapted_maps(model: nn.Module) -> dict[str, LoRALinear]:
+class LoRAExperts(ExpertMaps):
+    """Frozen maps of experts, each with a low-rank addition: A [E · rank, D] and B [E · F, rank]."""
+
+    def __init__(self, frozen: ExpertMaps, rank: int, scale: float) -> None:
+        E, D, F = frozen.num_experts, frozen.in_features, frozen.out_features
+        super().__init__(E, D, F, bias=frozen.bias is not None)
+        self.requires_grad_(False)
+        self.rank, self.scale, self.is_off = rank, scale, False
+        self.readers: Sequence[Any] = ()  # as of `LoRALinear`
+        self.lora_a = nn.Parameter(torch.empty(E * rank, D))
+        self.lora_b = nn.Parameter(torch.empty(E * F, rank))
+
+    def forward(self, x_SD: Tensor, ends_E: Tensor, order_S: Tensor) -> Tensor:
+        y_SF = super().forward(x_SD, ends_E, order_S)
+        for number, reader in enumerate(self.readers):
+            if reader is not None:
+                is_own_S = order_S * len(self.readers) // len(order_S) == number
+                y_SF = y_SF + torch.where(is_own_S.unsqueeze(1), reader.added(x_SD, ends_E), 0.0)
+        return y_SF if self.readers or self.is_off else y_SF + self.added(x_SD, ends_E)
+
+    def added(self, x_SD: Tensor, ends_E: Tensor) -> Tensor:
+        """Returns scale (x A_eᵀ) B_eᵀ, [S, F]."""
+        padding = -self.rank % 8  # PyTorch's grouped products need rows of 16 bytes
+        down = pad(self.lora_a.unflatten(0, (self.num_experts, -1)), (0, 0, 0, padding)).flatten(0, 1)
+        low_SP = self.scale * grouped_linear(x_SD, down, ends_E)
+        return grouped_linear(low_SP, pad(self.lora_b, (0, padding)), ends_E)
+
+    def addition(self, down: Tensor, up: Tensor) -> Tensor:
+        """Returns scale B A, [E · F, D], in fp32, for these values of A and B."""
+        a_ErD, b_EFr = (part.float().unflatten(0, (self.num_experts, -1)) for part in (down, up))
+        return self.scale * (b_EFr @ a_ErD).flatten(0, 1)
+
+
+def adapted_maps(model: nn.Module) -> dict[str, LoRALinear | LoRAExperts]:
     """Returns the maps with adapters, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear | LoRAExperts)}
 
 
 @contextmanager
@@ -150,13 +189,13 @@ def read_by(model: nn.Module, readers: Sequence[nn.Module | None]) -> Iterator[N
             module.readers = ()
 
 
-def linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Linear, Stored]]:
+def linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Linear | ExpertMaps, Stored]]:
     """Yields the blocks' linear maps, which may have adapters, and where the published layout stores their weights."""
     shape = model.config
     assert isinstance(shape, ModelConfig)
     family = family_of(shape, PURPOSES[type(model)])
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and ".blocks." in name:
+        if isinstance(module, nn.Linear | ExpertMaps) and ".blocks." in name:
             yield name, module, family.stored(shape, f"{name}.weight")
 
 
@@ -173,8 +212,13 @@ def add_adapters(model: AnyModel, config: LoRAConfig) -> AnyModel:
     freeze_body(model)
     targets = [found for found in linear_maps(model) if found[0].endswith(config.modules)]
     if not targets:
-        raise ValueError("lora.targets is 'mlp', but all MLPs are mixtures of experts; 'attention' was expected")
+        raise ValueError("lora.targets is 'mlp', but all MLPs are mixtures of experts; 'experts' was expected")
+    if config.targets == "experts" and not any(isinstance(module, ExpertMaps) for _, module, _ in targets):
+        raise ValueError("lora.targets is 'experts', but the model has none; 'all' was expected")
     for name, module, place in targets:
+        if isinstance(module, ExpertMaps):
+            replace_map(model, name, LoRAExperts(module, config.rank, config.scale))
+            continue
         rows = part_rows(module, place.parts)
         replace_map(model, name, LoRALinear(module, rows, config.rank, [config.scale] * len(rows)))
     return model
@@ -186,7 +230,7 @@ def freeze_body(model: nn.Module) -> None:
         parameter.requires_grad_(not name.startswith(BODY))
 
 
-def replace_map(model: nn.Module, name: str, module: LoRALinear) -> None:
+def replace_map(model: nn.Module, name: str, module: LoRALinear | LoRAExperts) -> None:
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, module)
 

@@ -82,10 +82,13 @@ DECODER = ModelConfig(num_hidden_layers=2, **SHAPE)
 ENCODER = ModelConfig(kind="encoder", num_hidden_layers=2, mlp="gelu", positions="learned", **SHAPE)
 # More ranks than key-value heads may split a sequence: each has a query head of its own.
 GROUPED = ModelConfig(num_hidden_layers=2, attention_sinks=True, **{**SHAPE, "num_attention_heads": 4})
-# A rank has tokens for some of the experts only. Keys and values come from a latent vector.
+# A rank has tokens for some of the experts only. Keys and values come from a latent vector. What else a family of mixtures
+# may have is in it, too.
 MIXTURE = ModelConfig(
     num_hidden_layers=2, num_experts=9, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True, n_group=3,
-    topk_group=2, kv_lora_rank=8, q_lora_rank=6, qk_nope_head_dim=6, qk_rope_head_dim=2, v_head_dim=5, **SHAPE
+    topk_group=2, kv_lora_rank=8, q_lora_rank=6, qk_nope_head_dim=6, qk_rope_head_dim=2, v_head_dim=5,
+    shared_expert_intermediate_size=8, shared_expert_gate=True, sliding_window=(4, 0), attn_logit_softcapping=2.0,
+    final_logit_softcapping=9.0, embedding_multiplier=3.0, residual_multiplier=0.7, logits_scaling=0.5, **SHAPE,
 )  # fmt: skip
 TYPED = ENCODER.model_copy(update={"type_vocab_size": 2})
 BOTH = ModelConfig(kind="encoder-decoder", num_hidden_layers=1, num_encoder_layers=1, mlp="gelu", **SHAPE)
@@ -438,6 +441,12 @@ CASES["mixture"] = Case(
     PackedObjective(PACKED),
     lambda model: conversations_sum(model) / NUM_COUNTED,
 )
+CASES["lora-experts"] = Case(
+    Adapted(CASES["mixture"].source, LoRAConfig(rank=2, alpha=6.0, targets="experts"), 6),
+    PackedObjective(PACKED),
+    lambda model: conversations_sum(model) / NUM_COUNTED,
+    max_grad_norm=0.2,
+)
 DPO_DROPPING = PolicySource(RandomInit(lambda: LanguageModel(DECODER, 0.1), 1), LOG_NU[0])
 CASES |= {"dpo": DPO, "dpo" + DROPOUT: replace(DPO, source=DPO_DROPPING)}
 
@@ -650,11 +659,11 @@ def batch_of(split: Split, num_rows: int) -> BatchConfig:
 
 # New ones come last, so that the others keep their splits.
 CLASSIFIERS = ("classify-sequence", "classify-token", "classify-span", "next-sentence")
-LATER = ("ppo", "dpo", "dpo" + DROPOUT, "lora", "grouped", *CLASSIFIERS, "kto", "mixture")
+LATER = ("ppo", "dpo", "dpo" + DROPOUT, "lora", "grouped", *CLASSIFIERS, "kto", "mixture", "lora-experts")
 NAMES = [*(name for name in CASES if name not in LATER), *LATER]
 # How many ranks split a sequence: of the first two ranks, and of four. An encoder's sequences stay whole.
 NEVER_SPLIT = ("masked", "denoising", "pairs", "encoder-ranking", *CLASSIFIERS)
-SPLIT_OF_FOUR = {"packed": 2, "ppo": 2, "grouped": 4, "mixture": 2}
+SPLIT_OF_FOUR = {"packed": 2, "ppo": 2, "grouped": 4, "mixture": 2, "lora-experts": 2}
 
 
 def draw_splits() -> list[Split]:

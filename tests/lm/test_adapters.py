@@ -53,6 +53,19 @@ BASES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     ),
     "gpt2": lambda: transformers.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64),
 }
+EXPERTS = {**ROTARY, "num_experts_per_tok": 2}
+MIXTURES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**EXPERTS, head_dim=8, num_experts=5, moe_intermediate_size=24),
+    "olmoe": lambda: transformers.OlmoeConfig(**EXPERTS, num_experts=5),
+    "mixtral": lambda: transformers.MixtralConfig(**EXPERTS, num_local_experts=5),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **EXPERTS, num_experts=5, moe_intermediate_size=24, shared_expert_intermediate_size=16
+    ),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(
+        **EXPERTS, n_routed_experts=5, moe_intermediate_size=24, first_k_dense_replace=1, head_dim=8
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(**EXPERTS, head_dim=8, num_local_experts=5),
+}
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all linear maps": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
     "queries and values": {"r": 3, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"]},
@@ -95,11 +108,28 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "eva": {"r": 2, "lora_alpha": 2, "target_modules": ["v_proj"], "init_lora_weights": "eva"},
     "mica": {"r": 2, "lora_alpha": 2, "target_modules": ["v_proj"], "init_lora_weights": "mica"},
 }
+STACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+OF_EXPERTS: dict[str, dict[str, Any]] = {
+    "experts and queries": {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": STACKED},
+    "one layer's experts": {
+        "r": 2, "lora_alpha": 4, "target_modules": [], "target_parameters": ["layers.1." + name for name in STACKED]
+    },
+    "experts' last maps": {"r": 8, "lora_alpha": 80, "target_modules": [], "target_parameters": STACKED[1:]},
+    "experts' first maps, rank-stabilised": {
+        "r": 2, "lora_alpha": 4, "target_modules": ["v_proj"], "target_parameters": STACKED[:1], "use_rslora": True
+    },
+    "ranks of experts' maps": {
+        "r": 2, "lora_alpha": 4, "target_modules": ["k_proj"], "target_parameters": STACKED,
+        "rank_pattern": {"down_proj": 5}, "alpha_pattern": {r"layers\.0\.mlp\.experts\.gate_up_proj": 9},
+    },
+}  # fmt: skip
 OF_GPT2 = {"r": 2, "lora_alpha": 2, "target_modules": ["c_attn"], "modules_to_save": ["c_fc", "ln_1"]}  # transposed
 CASES = [("llama", name) for name in ADAPTERS if name not in ("whole norms", "latent attention")] + [
     (base, "all linear maps") for base in BASES if base not in ("llama", LATENT)
 ]
 CASES += [("gpt2", "whole transposed maps"), ("gemma3", "whole norms"), (LATENT, "latent attention")]
+CASES += [("qwen3_moe", name) for name in OF_EXPERTS]
+CASES += [(base, "experts and queries") for base in MIXTURES if base != "qwen3_moe"]
 TOKENS = torch.arange(10, 34).view(2, 12)
 LORA = LoRAConfig(rank=3, alpha=6.0)
 
@@ -118,7 +148,8 @@ def base(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Call
         folder = root / family
         if not folder.exists():
             torch.manual_seed(3)
-            transformers.AutoModelForCausalLM.from_config(BASES[family]()).save_pretrained(folder)
+            config = (BASES | MIXTURES)[family]()
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
             tokenizer.save(folder)
         return folder
 
@@ -146,7 +177,7 @@ def adapt(folder: Path, output: Path, **options: Any) -> Tensor:
 def test_an_adapter_of_pefts_gives_pefts_logits_apart_and_merged(
     base: Callable[[str], Path], tmp_path: Path, family: str, name: str
 ) -> None:
-    expected = adapt(base(family), tmp_path / "adapter", **ADAPTERS.get(name, OF_GPT2))
+    expected = adapt(base(family), tmp_path / "adapter", **(ADAPTERS | OF_EXPERTS).get(name, OF_GPT2))
     source = FromAdapter(ModelFolder(base(family), LanguageModel), tmp_path / "adapter")
     model, plain = load(source), load(ModelFolder(base(family), LanguageModel))
     assert adapted_maps(model)
@@ -176,7 +207,9 @@ def test_zeros_after_a_lower_rank_stay_zeros_in_training(base: Callable[[str], P
 @pytest.mark.parametrize(
     ("family", "targets"),
     [(base, targets) for base in BASES for targets in ("all", "attention", "mlp") if base != LATENT]
-    + [(LATENT, "attention")],
+    + [(LATENT, "attention")]
+    # PEFT takes adapters of plain and of shared MLPs in GLM-4.5 for those of experts.
+    + [(family, "experts") for family in MIXTURES if family != "glm4_moe"],
 )
 def test_peft_loads_an_adapter_of_ours_with_the_same_logits(
     base: Callable[[str], Path], tmp_path: Path, tokenizer: Tokenizer, family: str, targets: str

@@ -15,10 +15,11 @@ from lm.decoding import decoding_steps, fixed_steps, prepacked
 from lm.experts import Mixture, Replay, Routers, balance_biases, has_route, no_routes
 from lm.generation import generate
 from lm.inspection import flops_per_token, parameter_table
-from lm.lora import LoRAConfig, adapted_maps, add_adapters
+from lm.lora import LoRAConfig, LoRAExperts, WithAdapters, adapted_maps, add_adapters, merged, read_by, without_adapters
 from lm.model import LanguageModel, checkpoint_activations, compile_blocks, init_weights, record_routes
 from lm.native.decoder import NativeSteps
 from lm.sampling import Choice
+from lm.source import RandomInit, load
 from lm.tensor_parallel import require_divisible
 from training.config import OptimizerConfig
 from training.optimizers import make_optimizers
@@ -83,7 +84,7 @@ def test_the_equation_and_its_gradients(num_chosen: int, divided: bool, changes:
     x_BTD = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(0))
     if changes:
         x_BTD = 5 * x_BTD
-        inner = layer.experts.up(x_BTD.flatten(0, 1), torch.tensor([18] * 6, dtype=torch.int32))
+        inner = layer.experts.up(x_BTD.flatten(0, 1), torch.tensor([18] * 6, dtype=torch.int32), torch.arange(18))
         assert inner.max() > 7, "no gate or up is clamped"
         assert inner.min() < -7, "no up is clamped from below"
     found = layer(x_BTD)
@@ -152,6 +153,50 @@ def test_adapters_are_of_attention_and_plain_mlps() -> None:
     assert all("lora" in name for name in trained)
     with pytest.raises(ValueError, match=r"lora\.targets is 'mlp', but all MLPs are mixtures"):
         add_adapters(mixture(), LoRAConfig(targets="mlp"))
+    dense = ModelConfig(vocab_size=32, max_position_embeddings=32, hidden_size=16, num_hidden_layers=1,
+                        num_attention_heads=2, intermediate_size=24)  # fmt: skip
+    with pytest.raises(ValueError, match=r"lora\.targets is 'experts', but the model has none; 'all' was expected"):
+        add_adapters(LanguageModel(dense), LoRAConfig(targets="experts"))
+
+
+def with_adapters(seed: int) -> LanguageModel:
+    """A mixture whose experts have adapters that have learned something, on the same frozen weights."""
+    plain = RandomInit(lambda: LanguageModel(ModelConfig.model_validate(SHAPE)), 3)
+    model = load(WithAdapters(plain, LoRAConfig(rank=3, alpha=6, targets="experts"), seed))
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            parameter.data.normal_(std=0.3, generator=generator)
+    return model.eval()
+
+
+def test_an_expert_with_an_adapter_is_its_sum_of_matrices() -> None:
+    model = with_adapters(5)
+    maps = model.decoder.blocks[1].mlp.experts.up
+    assert isinstance(maps, LoRAExperts)
+    x_SD, experts_S = torch.randn(7, 16), torch.tensor([0, 0, 2, 3, 3, 3, 5])
+    ends_E = torch.tensor([2, 2, 3, 6, 6, 7], dtype=torch.int32)
+    found = maps(x_SD, ends_E, torch.arange(7))
+    for x_D, expert, y_F in zip(x_SD, experts_S.tolist(), found, strict=True):
+        a, b = maps.lora_a[3 * expert : 3 * expert + 3], maps.lora_b[16 * expert : 16 * expert + 16]
+        weight = maps.weight[16 * expert : 16 * expert + 16] + 2.0 * b @ a
+        torch.testing.assert_close(y_F, weight @ x_D, atol=1e-5, rtol=1e-5)
+    tokens = torch.arange(20).view(2, 10)
+    plain = mixture()
+    with without_adapters(model):
+        assert torch.equal(model(tokens), plain(tokens))
+    with_them = model(tokens)
+    plain.load_state_dict(dict(merged(model, model.named_parameters())), strict=False)
+    torch.testing.assert_close(plain(tokens), with_them, atol=2e-5, rtol=1e-5)
+
+
+def test_a_joint_pass_gives_each_part_of_a_batch_its_readers_adapters() -> None:
+    first, second, tokens = with_adapters(5), with_adapters(6), torch.arange(20).view(2, 10)
+    with torch.no_grad(), read_by(first, [second, None, first]):
+        found = first(tokens.repeat(3, 1)).chunk(3)
+    for part, expected in zip(found, (second(tokens), mixture()(tokens), first(tokens)), strict=True):
+        torch.testing.assert_close(part, expected, atol=2e-5, rtol=1e-5)
+    assert not torch.allclose(found[0], found[2], atol=1e-2)
 
 
 def test_what_experts_do_not_go_with_is_refused() -> None:

@@ -470,6 +470,13 @@ def test_frequencies_that_llama_3_does_not_make_are_named(make: Make, tmp_path: 
             },
             "model_type is 'deepseek_v2'",
         ),
+        ({"attention_sinks": True}, "model_type is 'heed'"),
+        ({"attn_logit_softcapping": 5.0}, "model_type is 'heed'"),
+        ({"final_logit_softcapping": 5.0}, "model_type is 'heed'"),
+        ({"embedding_multiplier": 2.0, "residual_multiplier": 0.5}, "model_type is 'granite'"),
+        ({"logits_scaling": 2.0}, "model_type is 'granite'"),
+        ({"layers_without_positions": [1]}, "model_type is 'smollm3'"),
+        ({**SHAPES["qwen3-moe"], "shared_expert_intermediate_size": 8}, "model_type is 'heed'"),
         ({"vocab_size": 200}, "the vocabulary has .* tokens, the model 200"),
     ],
 )

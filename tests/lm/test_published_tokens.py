@@ -83,6 +83,26 @@ def test_a_published_model_loads_and_ends_where_its_files_say(tmp_path: Path, na
                 tokenizer.encode_conversation(with_system)
 
 
+def test_a_response_under_glms_template_ends_at_the_next_role_and_learns_no_end(tmp_path: Path) -> None:
+    roles = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+    ends = ("<|endoftext|>", "<|user|>", "<|observation|>")
+    template = (
+        "[gMASK]<sop>{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    tokens = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    glm = Published(("<|endoftext|>", "[gMASK]", "<sop>", *roles), tokens, ends, template=template, generation=ends)
+    bpe = write(tmp_path, glm)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert [tokenizer.token_text(number) for number in tokenizer.end_ids] == list(ends)
+    conversation = [*TURNS, *TURNS]
+    found, is_response = tokenizer.encode_conversation(conversation)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert found == theirs.apply_chat_template(conversation, return_dict=False)
+    learned = [token for token, counted in zip(found, is_response, strict=True) if counted]
+    assert bpe.decode(learned, skip_special_tokens=False) == "Good dayGood day"
+
+
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen2.5-0.5B", "openai-community/gpt2"])
 def test_what_heed_writes_has_the_same_ends_for_heed_and_transformers(tmp_path: Path, name: str) -> None:
     published = PUBLISHED[name]

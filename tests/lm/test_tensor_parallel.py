@@ -62,6 +62,11 @@ SHAPES: dict[str, dict[str, object]] = {
         "attention_bias": "all", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 4,
         "topk_group": 2, "scoring_func": "sigmoid", "router_bias": True, "shared_expert_intermediate_size": 16,
     },
+    "shared expert": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+        "shared_expert_gate": True, "scoring_func": "sigmoid", "router_bias": True, "routed_scaling_factor": 1.5,
+        "attn_logit_softcapping": 0.5, "residual_multiplier": 0.6, "num_key_value_heads": 2,
+    },
     "gpt-oss": {
         "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,
         "mlp": "clamped_swiglu", "mlp_bias": True, "attention_bias": "all", "attention_sinks": True,

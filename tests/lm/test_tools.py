@@ -5,6 +5,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,14 @@ def test_tokens_are_those_of_transformers(name: str, label: str, tools: Sequence
     assert learned.count('"name": "multiply"') == sum(
         call["function"]["name"] == "multiply" for m in messages for call in m.get("tool_calls", ())
     )
+
+
+@pytest.mark.parametrize("label", ["a call", "two calls"])
+def test_a_template_that_searches_contents_writes_calls_without_one(label: str) -> None:
+    searching = "{% for message in messages %}{% if '</think>' in message.content %}{% endif %}{% endfor %}"
+    template = replace(TOOL_TEMPLATES["Qwen3"], text=searching + TOOL_TEMPLATES["Qwen3"].text)
+    conversation = with_tools(CONVERSATIONS[label], TOOLS)
+    assert template.tokenizer().encode_conversation(conversation) == both("Qwen3")[0].encode_conversation(conversation)
 
 
 @pytest.mark.parametrize(("name", "label"), REFUSED)
