@@ -7,7 +7,7 @@ Shape letters: B batch, T tokens, D model width, M MLP width, C positions, V voc
 G groups of four columns, E experts, S pairs of a token and its expert, F outputs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, update_wrapper
@@ -58,7 +58,7 @@ class Linear(nn.Linear):
     """x Wᵀ + b."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, _copy_of(self.weight, x), None if self.bias is None else _copy_of(self.bias, x))
 
 
 class Fp32Linear(nn.Linear):
@@ -105,6 +105,36 @@ def cast_weight(weight: Tensor) -> Tensor:
     if weight not in known:
         known[weight] = weight.bfloat16()
     return known[weight]
+
+
+# bf16 leaves by the fp32 weights that they stand for, inside `read_copies`.
+_copies: ContextVar[Mapping[Tensor, Tensor] | None] = ContextVar("copies", default=None)
+
+
+@contextmanager
+def read_copies(copies: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Let products in bf16 read `copies` of their weights, which then get the gradients in place of the weights."""
+    token = _copies.set(copies)
+    try:
+        yield
+    finally:
+        _copies.reset(token)
+
+
+def _copy_of(weight: Tensor, x: Tensor) -> Tensor:
+    """Returns the copy to read of a weight or bias. Compiled blocks round weights in kernels that they need anyway."""
+    copies = None if torch.compiler.is_compiling() else _copies.get()
+    if not copies or compute_dtype(x) != torch.bfloat16:
+        return weight
+    return copies.get(weight, weight)
+
+
+def trained_products(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the trained weights and biases that only `Linear` reads; an embedding shared with a map is none."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    maps = [module for module in model.modules() if type(module) is Linear and id(module.weight) not in tables]
+    found = {id(p): p for module in maps for p in module.parameters(recurse=False) if p.requires_grad}
+    return list(found.values())
 
 
 def round_products(model: nn.Module) -> None:

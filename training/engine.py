@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from files.atomic import write_json
 from files.records import as_json
 from lm.experts import balance_biases
-from lm.layers import align_heads, cache_weight_casts, round_products
+from lm.layers import align_heads, cache_weight_casts, read_copies, round_products, trained_products
 from lm.model import checkpoint_activations, compile_blocks, freeze_all_but_last, record_routes, split_sequences
 from lm.progress import note_progress
 from lm.source import ModelSource, load, on_meta
@@ -51,7 +51,7 @@ from training.internals import (
     write_back,
 )
 from training.notices import RunError, say
-from training.optimizers import Offload, make_optimizers
+from training.optimizers import Offload, RoundedCopies, make_optimizers
 from training.writer import CheckpointWriter
 
 if TYPE_CHECKING:
@@ -113,6 +113,11 @@ class Engine(Generic[AnyModule]):
         self._rounds_frozen = config.zero_stage == 0 and config.resolved_precision() == "bf16"
         if self._rounds_frozen:
             round_products(model)
+        # DDP needs each weight's own gradient. Compiled blocks read the weights themselves.
+        has_copies = (
+            self._rounds_frozen and world_size == 1 and self.device.type == "cuda" and not config.compile_blocks
+        )
+        self._copies = RoundedCopies(trained_products(model) if has_copies else [])
         align_heads(model, self.device)
         self._source, self.module = source, model
         step_without_dynamo(config.zero_stage)
@@ -202,7 +207,11 @@ class Engine(Generic[AnyModule]):
             self.routers.scale = self.data_parallel_size / of_all if of_all else 0.0
         self.offload.bring_back()  # DeepSpeed steps in the last backward
         sums: dict[str, Tensor] = {}
-        with deterministic_kernels(self.config.deterministic), self.cache_weight_casts():
+        with (
+            deterministic_kernels(self.config.deterministic),
+            self.cache_weight_casts(),
+            read_copies(self._copies.by_weight()),
+        ):
             for number, micro_batch in enumerate(micro_batches):
                 is_last = number == len(micro_batches) - 1
                 with self._gradients_reduced(is_last):
@@ -242,6 +251,7 @@ class Engine(Generic[AnyModule]):
         with (
             deterministic_kernels(self.config.deterministic),
             self.cache_weight_casts(),
+            read_copies(self._copies.by_weight()),
             torch.enable_grad(),
             self._gradients_reduced(is_last=False),
         ):
@@ -272,6 +282,7 @@ class Engine(Generic[AnyModule]):
                 expect_gradients(self.model)
         # Backends average over ranks; the factor undoes that. All ranks of a sequence group have the same share.
         self._accelerator.backward(share * self.data_parallel_size)
+        self._copies.add_gradients()
 
     def step(self) -> tuple[float, float]:
         """Clip, update the weights, clear the gradients. Returns the global loss and gradient norm.
@@ -297,6 +308,7 @@ class Engine(Generic[AnyModule]):
                 if math.isfinite(norm):
                     optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
+        self._copies.drop()
         self._count_skipped(loss, norm)
         self._step_routers()
         return loss, norm
@@ -437,7 +449,7 @@ class Engine(Generic[AnyModule]):
             release_zero3(self.module)
         if self.sequences is not None:
             torch.distributed.destroy_process_group(self.sequences.processes)
-        del self.model, self.module, self._optimizers
+        del self.model, self.module, self._optimizers, self._copies
         reset_accelerate()
         gc.collect()
         if self.device.type == "cuda":

@@ -1,8 +1,9 @@
-"""AdamW and Muon, the choice of parameters that each updates, and the offloading of their states to CPU memory."""
+"""AdamW and Muon, the choice of parameters that each updates, the offloading of their states, gradients in groups."""
 
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, by J
 NUM_ITERATIONS = 5
 EPS = 1e-7
 BUFFER = "momentum_buffer"  # its name in checkpoints
+# Gradients of as many numbers wait in bf16 to be added: 64 MB, and 128 MB in fp32 while they are.
+AT_ONCE = 2**25
 
 
 def make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.device) -> list[torch.optim.Optimizer]:
@@ -137,6 +140,57 @@ def orthogonalised(matrix: Tensor, dtype: torch.dtype) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x
+
+
+class RoundedCopies:
+    """bf16 copies of fp32 weights, whose gradients are added to those of the weights a group at a time.
+
+    Autocast rounds each weight by a kernel of its own; each backward pass widens and adds each gradient by two more.
+    Here one call rounds all weights, and two add a group of gradients. The numbers have the same bits.
+    """
+
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+        self._weights = weights
+        self._copies: dict[Tensor, Tensor] = {}  # by weight; empty between steps
+        self._waiting: list[tuple[nn.Parameter, Tensor]] = []  # weights, and gradients in bf16 not yet added
+
+    def by_weight(self) -> Mapping[Tensor, Tensor]:
+        """Returns the copies of the current weights, which stay until `drop`."""
+        if self._weights and not self._copies:
+            copies = [torch.empty_like(weight, dtype=torch.bfloat16, requires_grad=False) for weight in self._weights]
+            with torch.no_grad():
+                torch._foreach_copy_(copies, list(self._weights))
+            for weight, copy in zip(self._weights, copies, strict=True):
+                copy.requires_grad_().register_post_accumulate_grad_hook(partial(self._take, weight))
+                self._copies[weight] = copy
+        return self._copies
+
+    def _take(self, weight: nn.Parameter, copy: Tensor) -> None:
+        """Called in the backward pass, once the copy has its gradient."""
+        self._waiting.append((weight, _gradient(copy)))
+        copy.grad = None
+        if sum(gradient.numel() for _, gradient in self._waiting) >= AT_ONCE:
+            self.add_gradients()
+
+    @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Add to the weights' gradients what the copies have got; the end of every backward pass needs it."""
+        if not self._waiting:
+            return
+        widened = [torch.empty_like(weight, requires_grad=False) for weight, _ in self._waiting]
+        torch._foreach_copy_(widened, [gradient for _, gradient in self._waiting])
+        sums = [(weight.grad, wide) for (weight, _), wide in zip(self._waiting, widened, strict=True)]
+        added = [(total, wide) for total, wide in sums if total is not None]
+        if added:
+            torch._foreach_add_([total for total, _ in added], [wide for _, wide in added])
+        for (weight, _), wide in zip(self._waiting, widened, strict=True):
+            if weight.grad is None:
+                weight.grad = wide
+        self._waiting.clear()
+
+    def drop(self) -> None:
+        """Forget the copies: the weights change."""
+        self._copies = {}
 
 
 class Offload:

@@ -22,7 +22,11 @@ READS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "equal", "
 VIEWS = frozenset({"unfold", "view_as_real", "view_as_complex", "is_pinned", "_has_compatible_shallow_copy_type"})
 
 # Operations with a kernel on a GPU, which the CPU's build of PyTorch composes of others.
-FUSED = ("_fused_rms_norm", "silu_backward", "silu_backward.grad_input")
+FUSED = (
+    "_fused_rms_norm", "silu_backward", "silu_backward.grad_input",
+    # Of many tensors: one here, where a GPU launches one per 320 blocks of 65,536 numbers.
+    "_foreach_copy_", "_foreach_add_.List", "_foreach_add_.Scalar", "_foreach_norm.Scalar", "_foreach_mul_.Tensor",
+)  # fmt: skip
 
 # Operations that the CPU has no kernel for, by name.
 OWN: dict[str, Callable[..., Any]] = {}

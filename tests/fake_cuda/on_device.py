@@ -16,11 +16,15 @@ from lm.attention import attention_mask, flash_varlen
 from lm.decoding import FixedSteps
 from lm.generation import generate
 from lm.layers import align_heads, rms_norm, swiglu
-from lm.model import compile_blocks
+from lm.model import LanguageModel, compile_blocks
 from lm.native import operators  # noqa: F401  (registers the CPU's operators)
 from lm.sampling import Choice, token_logprobs
+from lm.source import RandomInit
 from tests.fake_cuda import attention, kernels, runtime
 from tests.gpu.models import SHAPES, pair, prompts, shape, tokens
+from training import engine as engines
+from training.config import EngineConfig, OptimizerConfig
+from training.engine import Engine, LossAndMetrics
 from training.objectives import CausalLMObjective, PackedObjective
 from training.packing import pack
 
@@ -289,3 +293,40 @@ def test_a_head_reads_its_logits_in_chunks(takes_gradients: bool, monkeypatch: p
         assert float((whole - parts).norm() / whole.norm()) < 0.01
     table = 2 * 256 * 8192
     assert peaks[0] - peaks[1] > 0.8 * table * (2 if takes_gradients else 1), peaks
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("is_grouped", "per_layer"), [(False, 106), (True, 90)])
+def test_what_a_training_step_launches(is_grouped: bool, per_layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of a layer in two micro-batches. Clip, AdamW and zeroing take as many with any number of layers.
+
+    Grouped, the layer's four weights are not rounded (4), nor their gradients widened (8) and added (4) by themselves.
+    """
+    if not is_grouped:
+        monkeypatch.setattr(engines, "trained_products", lambda _: [])
+    objective, found = CausalLMObjective(tokens(8, 33)), []
+    config = EngineConfig(precision="bf16", trackers=())
+    for num_layers in (1, 2):
+        source = RandomInit(partial(LanguageModel, shape(num_hidden_layers=num_layers)), seed=0)
+        optimizer = OptimizerConfig(learning_rate=1e-3, schedule="constant")
+        engine: Engine[LanguageModel] = Engine(source, optimizer, config, world_size=1, micro_batch=4)
+
+        def loss(rows: np.ndarray, engine: Engine[LanguageModel] = engine) -> LossAndMetrics:
+            return objective.loss(engine.model, rows, engine.device)[0] / 256, {}
+
+        for _ in range(2):  # the first step makes the optimizer's states
+            with kernels.counted() as passes:
+                engine.accumulate(np.split(np.arange(8), 2), loss)
+            with kernels.counted() as step:
+                engine.step()
+        found.append((passes, step))
+        engine.close()
+    (one, one_step), (two, two_step) = found
+    assert two.num_kernels - one.num_kernels == per_layer
+    assert one_step.num_kernels == two_step.num_kernels == 16, two_step.kernels
+    assert two.num_syncs == 0
+    assert (two_step.num_syncs, two_step.kernels["_fused_adamw_"]) == (1, 2)  # loss and norm; matrices and vectors
+    calls = {name: count for name, count in two.kernels.items() if name.startswith("_foreach")}
+    assert calls == ({"_foreach_copy_": 3, "_foreach_add_": 1} if is_grouped else {})

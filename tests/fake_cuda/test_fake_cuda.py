@@ -20,8 +20,8 @@ from tests.tiers import in_ci, tried
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1_200)]
 ROOT = Path(__file__).parents[2]
 FEWEST = {
-    "tests/gpu": 43,
-    "tests/fake_cuda/on_device.py": 14,
+    "tests/gpu": 44,
+    "tests/fake_cuda/on_device.py": 16,
     "tests/fake_cuda/on_device_stages.py": 4,
     "tests/fake_cuda/on_device_memory.py": 9,
     "tests/fake_cuda/on_device_quarter.py": 7,

@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from lm import block as compiled
+from lm.layers import trained_products
 from lm.model import LanguageModel
 from lm.source import RandomInit, load
 from tests.gpu.models import CPU, distance, shape, tokens
+from training import engine as engines
+from training import optimizers
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.objectives import CausalLMObjective
@@ -158,3 +161,18 @@ def test_compiled_blocks_take_the_same_steps(monkeypatch: pytest.MonkeyPatch) ->
         found.append(np.array(take_steps(engine, range(3))))
         engine.close()
     assert found[1] == pytest.approx(found[0], rel=0.03)
+
+
+def test_gradients_added_in_groups_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against autocast's own casts: losses, norms and weights of three steps, in one group and in several."""
+    found = []
+    for weights, numbers in ((trained_products, 2**25), (trained_products, 2**15), (lambda _: [], 1)):
+        monkeypatch.setattr(engines, "trained_products", weights)
+        monkeypatch.setattr(optimizers, "AT_ONCE", numbers)
+        engine = start("bf16", deterministic=True)
+        steps = take_steps(engine, range(3))
+        found.append((steps, [weight.detach().cpu().clone() for weight in engine.module.parameters()]))
+        engine.close()
+    for steps, held in found[:2]:
+        assert steps == found[2][0]
+        assert all(map(torch.equal, held, found[2][1]))

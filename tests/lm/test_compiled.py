@@ -102,6 +102,19 @@ def test_blocks_that_autocast_share_a_graph(counted: Counted) -> None:
     assert all(torch.equal(value, expected[key]) for key, value in found.items())
 
 
+def test_soft_caps_compile(counted: Counted) -> None:
+    changes = {"num_hidden_layers": 2, "attn_logit_softcapping": 5.0}
+    config: ModelConfig = SHAPES["llama"].model_copy(update=changes)
+    model = load(RandomInit(partial(LanguageModel, config), seed=0)).train()
+    compile_blocks(model)
+    found = passed(model, 16)
+    with torch.compiler.set_stance("force_eager"):
+        expected = passed(model, 16)
+    assert counted.num_graphs == 1
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[key]) for key, value in found.items())
+
+
 def bodies(graph: torch.fx.GraphModule) -> Iterator[torch.fx.GraphModule]:
     """Yields the forward of each autograd Function in a graph."""
     yield from (body for name, body in graph.named_children() if name.startswith("fwd_body"))  # type: ignore[misc]
@@ -146,6 +159,11 @@ def test_no_function_of_a_block_loses_its_gradient(changes: dict[str, Any], monk
         assert distance(found[key], value) < 1e-4, key
     assert len(functions) >= 4  # norms and dropout, at least
     assert not [node for body in functions for node in results_made_twice(body)]
+
+
+def test_sequence_parallelism_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"exchanges between ranks are not compiled; only one of the two was expected"):
+        EngineConfig(compile_blocks=True, sequence_parallel_size=2)
 
 
 def test_zero_3_is_refused() -> None:
