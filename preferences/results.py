@@ -91,7 +91,11 @@ def _wanted(connection: Connection, batch: str, *, in_archive: bool = True) -> d
 
 
 def judgments_of(connection: Connection, batch: str, *, with_names: bool = True) -> list[Judgment]:
-    """Returns every event on the batch's tasks, in the order in which they were stored."""
+    """Returns every event on the batch's tasks, in the order in which they were stored.
+
+    Without names, labelers appear under their pseudonyms, which an erasure does not change. Use pseudonyms for anything
+    that is written to other files.
+    """
     statement = select_events(with_names=with_names).where(tasks.c.batch == batch).order_by(judgments.c.judgment_id)
     return as_judgments(connection.execute(statement).mappings())
 
@@ -172,9 +176,10 @@ def leases_of(
 
 
 def rankings(connection: Connection, batch: str) -> list[Ranking]:
-    """Returns the final judgments (see `preferences.rankings`), by the tasks' order of arrival, then labeler name.
+    """Returns the training data: each labeler's current answer, or only the adjudication of an adjudicated task.
 
-    Leaves out gold tasks and hidden repeats, which measure labelers.
+    They are in the tasks' order of arrival, then by labeler name. Leaves out gold tasks and hidden repeats, which
+    measure labelers.
     """
     final: dict[str, list[Judgment]] = {}
     for judgment in current_judgments(judgments_of(connection, batch)).final:
