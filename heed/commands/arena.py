@@ -54,8 +54,8 @@ def arena(
     from heed.arena.policies import ArenaSampling
     from heed.arena.processes import PolicyProcesses
     from preferences.database import require_store, store_file
+    from preferences.page.app import serve
     from preferences.page.arena import ArenaSetup
-    from preferences.page.serve import serve
 
     path = store_file(store)
     if path is None or path.exists():

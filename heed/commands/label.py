@@ -280,7 +280,7 @@ def serve_labels(
 ) -> None:
     """Serve the labeling pages and their API. If there is no lead yet, print a one-time link for one."""
     from preferences.database import require_store
-    from preferences.page.serve import serve
+    from preferences.page.app import serve
 
     if not new:
         require_store(store, "; a store that exists, or --new to create one, was expected")
