@@ -19,15 +19,13 @@ from cluster.processes import LAUNCHER_VARIABLES
 from files.importing import imports_uncollected, missing_extra
 from heed.commands.arena import arena
 from heed.commands.chat import chat
-from heed.commands.classify import classify
 from heed.commands.compare import compare, judge_again, judge_quality, verdicts
-from heed.commands.complete import complete
+from heed.commands.complete import classify, complete
 from heed.commands.evaluate import evaluate
-from heed.commands.export import export_app, merge_adapter
-from heed.commands.inspect import inspect
 from heed.commands.jobs import jobs_app, submit
 from heed.commands.label import label_app
 from heed.commands.measure import measure_app
+from heed.commands.models import export_app, inspect, merge_adapter
 from heed.commands.options import (
     First,
     JobFile,
@@ -41,8 +39,7 @@ from heed.commands.options import (
     read_job,
     require_cores_for,
 )
-from heed.commands.replay import replay
-from heed.commands.verify_sampler import verify_sampler
+from heed.commands.samplers import replay, verify_sampler
 from stages.progress import console, results_console
 
 # What other tools call a command or an option.

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from files.conversations import tool_messages
@@ -176,22 +176,10 @@ def judgment_row(judgment: Judgment, task: Values, locations: Locations = NO_LOC
 
 def as_judgment(row: Mapping[str, Any]) -> Judgment:
     """Converts a stored row to a record."""
-    return Judgment(
-        task_id=row["task_id"],
-        labeler=row["labeler"],
-        revision=row["revision"],
-        kind=row["kind"],
-        ranks=tuple(row["ranks"]),
-        ratings=tuple(row["ratings"]),
-        flags=tuple(tuple(flags) for flags in row["flags"]),
-        note=row["note"],
-        shown_order=tuple(row["shown_order"]),
-        instructions_version=row["instructions_version"],
-        milliseconds=row["milliseconds"],
-        client=row["client"],
-        created_at=row["created_at"],
-        annotations=Annotations.of(row["annotations"]),
-    )
+    lists = {name: tuple(row[name]) for name in ("ranks", "ratings", "shown_order")}
+    flags, annotations = tuple(map(tuple, row["flags"])), Annotations.of(row["annotations"])
+    own = {field.name: row[field.name] for field in fields(Judgment)}
+    return Judgment(**own | lists | {"flags": flags, "annotations": annotations})
 
 
 def task_row(task: Task, batch: str, quota: int, locations: Locations = NO_LOCATIONS) -> Values:
@@ -240,17 +228,9 @@ def _require_tools(where: str, prompt: Sequence[Message]) -> None:
 
 def as_task(row: Mapping[str, Any]) -> Task:
     """Converts a stored row to a record."""
-    return Task(
-        task_id=row["task_id"],
-        prompt=messages(row["prompt"]),
-        responses=tuple(row["responses"]),
-        sources=tuple(row["sources"]),
-        objective=row["objective"],
-        gold_ranks=tuple(row["gold_ranks"]),
-        repeat_of=row["repeat_of"],
-        details=row["details"],
-        warning=row["warning"],
-    )
+    lists = {name: tuple(row[name]) for name in ("responses", "sources", "gold_ranks")}
+    own = {field.name: row[field.name] for field in fields(Task)}
+    return Task(**own | lists | {"prompt": messages(row["prompt"])})
 
 
 def refuse_different(row: Values, stored: Values, locations: Locations = NO_LOCATIONS) -> None:

@@ -25,7 +25,6 @@ from reward.sampling import Sample, SamplingSpec, sample_everywhere, sample_poli
 from reward.scoring import RewardModel, labels_of, weights_by_label
 from stages.contract import Parent, Source, Stage
 from stages.data import fitting_prompts
-from stages.labels import Labels
 from stages.plan import Planner, Sampling
 from stages.reports.parts import StageReport, StageReporter
 from stages.reports.plots import Measured, interval_figure
@@ -34,7 +33,7 @@ from stages.reports.stage_report import headline_of_share, stage_block
 from stages.reports.text import count, count_of, label, percent
 from stages.run import StageRun
 from stages.sizes import SourceSize
-from stages.world import World, label_truth
+from stages.world import Labels, World, label_truth
 from training.config import Config
 from training.data import DataConfig, OnOverlong, Overlong, Prompt, SourceRows, overlong_field
 

@@ -30,10 +30,9 @@ from reward.collect import scores_of, write_rankings
 from reward.sampling import SamplingSpec, sample_everywhere
 from stages.contract import StageWaitsError
 from stages.data import fitting_prompts
-from stages.labels import Labels, OpenLabels
 from stages.plan import Planner, Sampling
 from stages.run import StageRun
-from stages.world import World, label_truth
+from stages.world import Labels, OpenLabels, World, label_truth
 from training.data import Overlong, Prompt, SourceRows, untold
 
 COLLECT = "collect"

@@ -20,8 +20,7 @@ import pytest
 import tomli_w
 
 from files.hashes import derive_seed
-from heed.arena.policies import ArenaPolicy, ArenaSampling, arena_policy, open_speaker
-from heed.arena.processes import PolicyProcesses
+from heed.arena import ArenaPolicy, ArenaSampling, PolicyProcesses, arena_policy, open_speaker
 from heed.cli import main
 from heed.commands.arena import arena_config, read_prompts, two_policies
 from preferences.accounts import Account
