@@ -170,8 +170,7 @@ def init(
         str, typer.Option(help=f"Conversations for SFT, or texts with labels for an encoder: {DATA}.")
     ] = "",
     preferences: Annotated[
-        str,
-        typer.Option(help=f"Preference pairs or rankings, for a reward model and DPO, or labels for KTO: {DATA}."),
+        str, typer.Option(help=f"Preference pairs or rankings, for a reward model and DPO, or labels for KTO: {DATA}.")
     ] = "",
     prompts: Annotated[str, typer.Option(help=f"Prompts to answer, in training and in the comparison: {DATA}.")] = "",
     reward: Annotated[
@@ -188,8 +187,7 @@ def init(
         ),
     ] = "",
     form: Annotated[
-        str,
-        typer.Option("--format", help="Format of demonstrations and prompts, if their rows fit more than one."),
+        str, typer.Option("--format", help="Format of demonstrations and prompts, if their rows fit more than one.")
     ] = "auto",
     on_invalid: Annotated[
         Literal["refuse", "skip"], typer.Option(help="Whether malformed rows are an error, or left out and counted.")

@@ -68,13 +68,7 @@ def require_text(where: str, field: str, texts: Sequence[str]) -> None:
         raise ValueError(f"{where}: {field} contains {found.group()!r}, half of a surrogate pair")
 
 
-def _require_fits(
-    where: str,
-    answer: Answer,
-    num_responses: int,
-    *,
-    turns: Sequence[int],
-) -> None:
+def _require_fits(where: str, answer: Answer, num_responses: int, *, turns: Sequence[int]) -> None:
     """Raises: ValueError, beginning with `where` and naming the field, if the answer does not fit the task.
 
     `turns` are the places of the assistant's in the prompt.

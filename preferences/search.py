@@ -12,20 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    Select,
-    String,
-    and_,
-    cast,
-    column,
-    func,
-    insert,
-    select,
-    table,
-    text,
-)
+from sqlalchemy import ColumnElement, Connection, Select, String, and_, cast, column, func, insert, select, table, text
 
 from preferences.names import known_pseudonym
 from preferences.records import Judgment

@@ -21,20 +21,13 @@ from preferences.leases import Lease
 from preferences.names import known_pseudonym, num_erased, pseudonym_of
 from preferences.questions import Thread, ThreadState
 from preferences.recording import Import, ImportRows, stored
-from preferences.records import (
-    NO_LOCATIONS,
-    Answer,
-    Judgment,
-    Labeler,
-    Locations,
-    Progress,
-    Task,
-)
+from preferences.records import NO_LOCATIONS, Answer, Judgment, Labeler, Locations, Progress, Task
 from preferences.results import BatchCounts, PastEvent
 from preferences.rows import Values, answer_row, as_task, empty_row, parts, task_row
 from preferences.schema import tasks
 
-Parameters, Found = ParamSpec("Parameters"), TypeVar("Found")
+Parameters = ParamSpec("Parameters")
+Found = TypeVar("Found")
 UNDO_SECONDS = 3_600.0  # how long a task stays leased to the labeler who undid an answer
 
 

@@ -126,11 +126,7 @@ def label_tasks(
     quotas = [config.overlap_labelers if index < num_overlapping else 1 for index in range(len(tasks))]
     store.add_tasks(tasks, batch=batch, num_labelers=quotas)
     progress = store.answer_all(
-        world.labelers(seed),
-        batch=batch,
-        client="scripted",
-        instructions_version="1",
-        on_progress=on_progress,
+        world.labelers(seed), batch=batch, client="scripted", instructions_version="1", on_progress=on_progress
     )
     if progress.num_open:
         raise ValueError(

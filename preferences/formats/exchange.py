@@ -54,13 +54,7 @@ def store_found(store: LabelStore, found: ImportedLabels, batch: str, *, only_ch
 
 
 def export(
-    store: LabelStore,
-    form: Format,
-    path: Path,
-    *,
-    batch: str = "",
-    criterion: str = "",
-    with_names: bool = False,
+    store: LabelStore, form: Format, path: Path, *, batch: str = "", criterion: str = "", with_names: bool = False
 ) -> tuple[Report, int]:
     """Writes a batch ("" = all batches) to `path`. Returns the report and the number of rows.
 

@@ -217,13 +217,7 @@ def read_helpsteer2(where: str, row: Row, report: Report, objective: str) -> Ite
 
 
 def _helpsteer_task(
-    name: str,
-    prompt: tuple[Message, ...],
-    row: Row,
-    fields: tuple[str, str],
-    where: str,
-    objective: str,
-    *read: str,
+    name: str, prompt: tuple[Message, ...], row: Row, fields: tuple[str, str], where: str, objective: str, *read: str
 ) -> Task:
     responses = (any_text(where, row, fields[0]), any_text(where, row, fields[1]))
     return imported_task(name, prompt, responses, objective, rest(row, *fields, *read))

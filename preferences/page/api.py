@@ -19,13 +19,7 @@ from preferences.annotations import MAX_EDIT_CHARACTERS, MAX_TURN_RATINGS, Annot
 from preferences.formats.registry import FORMATS
 from preferences.page.config import LabelCriterion, LabelingConfig
 from preferences.page.forms import MAX_NOTE_CHARACTERS, MAX_RATING, MIN_RATING
-from preferences.page.security import (
-    MAX_SIGN_IN_BYTES,
-    MAX_TASKS_BYTES,
-    Attempts,
-    sign_in,
-    unstorable_in,
-)
+from preferences.page.security import MAX_SIGN_IN_BYTES, MAX_TASKS_BYTES, Attempts, sign_in, unstorable_in
 from preferences.page.service import LabelingService, LeadView, PresentedTask, TaskForm, exported_what
 from preferences.rankings import why_excluded
 from preferences.records import GOLD, MAX_RESPONSES, OVERALL, Answer, Message, Task, assistant_turns

@@ -50,10 +50,7 @@ HEADINGS = {
     429: "Too many tries",
     503: "Busy",
 }
-TEXTS = {
-    404: "The address may be mistyped.",
-    413: "What was sent is longer than this page accepts.",
-}
+TEXTS = {404: "The address may be mistyped.", 413: "What was sent is longer than this page accepts."}
 
 
 def make_app(

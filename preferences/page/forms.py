@@ -8,13 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote_plus
 
-from preferences.annotations import (
-    MAX_CRITERIA,
-    MAX_EDIT_CHARACTERS,
-    Annotations,
-    CriterionRatings,
-    TurnRating,
-)
+from preferences.annotations import MAX_CRITERIA, MAX_EDIT_CHARACTERS, Annotations, CriterionRatings, TurnRating
 from preferences.leases import Lease
 from preferences.page.config import LabelingConfig
 from preferences.page.security import MAX_BODY_BYTES

@@ -127,11 +127,7 @@ def _numbered(tokens: list[Token]) -> list[Token]:
 
 def _clean(html: str) -> str:
     cleaned: str = nh3.clean(
-        html,
-        tags=TAGS | MATH_TAGS,
-        attributes=ATTRIBUTES,
-        allowed_classes=CLASSES,
-        attribute_filter=_filter,
+        html, tags=TAGS | MATH_TAGS, attributes=ATTRIBUTES, allowed_classes=CLASSES, attribute_filter=_filter
     )
     for heading, paragraph in _HEADINGS.items():
         strong = "<p><strong>" if paragraph == "<p>" else "</strong></p>"
