@@ -213,7 +213,8 @@ def coverage(connection: Connection, batch: str) -> list[Coverage]:
 def progress(connection: Connection, batch: str) -> Progress:
     """Counts one batch's tasks and judgments; all counts are 0 for a batch without tasks."""
     by_task = _by_task(batch)
-    sums = [func.coalesce(column, 0) for column in (_num_open(by_task), func.sum(by_task.c.done))]
+    num_open = func.sum(case((by_task.c.done < by_task.c.wanted, 1), else_=0))
+    sums = [func.coalesce(column, 0) for column in (num_open, func.sum(by_task.c.done))]
     num_tasks, num_open, num_judgments = connection.execute(select(func.count(by_task.c.task), *sums)).one()
     return Progress(num_tasks=num_tasks, num_judgments=num_judgments, num_open=num_open)
 
@@ -277,10 +278,6 @@ def _by_task(batch: str) -> Subquery:
     )
     own = select(*columns).where(assignments.c.batch == batch, ~assignments.c.is_archived)
     return own.group_by(assignments.c.task).subquery()
-
-
-def _num_open(by_task: Subquery) -> ColumnElement[int]:
-    return func.sum(case((by_task.c.done < by_task.c.wanted, 1), else_=0))
 
 
 def content_hash(connection: Connection, batch: str) -> str:

@@ -193,7 +193,8 @@ def task_row(task: Task, batch: str, quota: int, locations: Locations = NO_LOCAT
     for turn, message in enumerate(task.prompt):
         if message.role not in ROLES or not isinstance(message.content, str):
             raise ValueError(f"{where}: prompt[{turn}] is {asdict(message)}; a role of {ROLES} and text were expected")
-    _require_tools(where, task.prompt)
+    if any(message.more or message.role == "tool" for message in task.prompt):
+        tool_messages(where, [message.turn for message in task.prompt], "prompt")  # raises for a malformed call
     for name, texts in (("responses", task.responses), ("sources", task.sources)):
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{where}: {name} is {texts!r}; strings were expected")
@@ -212,12 +213,6 @@ def task_row(task: Task, batch: str, quota: int, locations: Locations = NO_LOCAT
         "details": dict(task.details),
         "warning": task.warning,
     }
-
-
-def _require_tools(where: str, prompt: Sequence[Message]) -> None:
-    """Raises: ValueError naming the field of a malformed call of a tool, or of a result without a call before it."""
-    if any(message.more or message.role == "tool" for message in prompt):
-        tool_messages(where, [message.turn for message in prompt], "prompt")
 
 
 def as_task(row: Mapping[str, Any]) -> Task:

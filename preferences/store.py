@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import wraps
 from pathlib import Path
 from types import TracebackType
 from typing import Concatenate, ParamSpec, Self, TypeVar
@@ -21,7 +20,7 @@ from preferences.leases import Lease
 from preferences.names import known_pseudonym, num_erased, pseudonym_of
 from preferences.questions import Thread, ThreadState
 from preferences.recording import Import, ImportRows, stored
-from preferences.records import NO_LOCATIONS, Answer, Judgment, Labeler, Locations, Progress, Task
+from preferences.records import NO_LOCATIONS, Answer, Judgment, Locations, Task
 from preferences.results import BatchCounts, PastEvent
 from preferences.rows import Values, answer_row, as_task, empty_row, parts, task_row
 from preferences.schema import tasks
@@ -36,11 +35,11 @@ def _reading(
 ) -> Callable[Concatenate["LabelStore", Parameters], Found]:
     """Returns a method of the store that calls `read` in a transaction of its own."""
 
-    @wraps(read)
-    def method(self: "LabelStore", *args: Parameters.args, **named: Parameters.kwargs) -> Found:
+    def method(self: "LabelStore", /, *args: Parameters.args, **named: Parameters.kwargs) -> Found:
         with self.reading() as connection:
             return read(connection, *args, **named)
 
+    method.__doc__ = read.__doc__
     return method
 
 
@@ -173,24 +172,7 @@ class LabelStore:
 
     # ---- what labelers do ----
 
-    def answer_all(
-        self,
-        labelers: Sequence[Labeler],
-        *,
-        batch: str,
-        client: str,
-        instructions_version: str,
-        on_progress: Callable[[Progress], None] | None = None,
-    ) -> Progress:
-        """Lets scripted labelers answer a batch in this process; see `scripted.answer_all`."""
-        return scripted.answer_all(
-            self,
-            labelers,
-            batch=batch,
-            client=client,
-            instructions_version=instructions_version,
-            on_progress=on_progress,
-        )
+    answer_all = scripted.answer_all
 
     def submit(self, lease: Lease, answer: Answer, *, client: str, instructions_version: str) -> None:
         """Stores one answer. On return it is on disk. See `submit_many`."""

@@ -125,6 +125,14 @@ def label_tasks(
     num_overlapping = round(config.overlap_share * len(tasks))
     quotas = [config.overlap_labelers if index < num_overlapping else 1 for index in range(len(tasks))]
     store.add_tasks(tasks, batch=batch, num_labelers=quotas)
+    let_world_label(store, world, batch=batch, seed=seed, on_progress=on_progress)
+    return store.rankings(batch)
+
+
+def let_world_label(
+    store: Labels, world: World, *, batch: str, seed: int, on_progress: Callable[[Progress], None]
+) -> None:
+    """Let the world's labelers answer a batch. Raises: ValueError if there are too few, so that tasks stay open."""
     progress = store.answer_all(
         world.labelers(seed), batch=batch, client="scripted", instructions_version="1", on_progress=on_progress
     )
@@ -132,7 +140,6 @@ def label_tasks(
         raise ValueError(
             f"{progress.num_open} of {progress.num_tasks} tasks are still open: there are too few labelers"
         )
-    return store.rankings(batch)
 
 
 def write_rankings(path: Path, rankings: Sequence[Ranking]) -> None:

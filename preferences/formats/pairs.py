@@ -23,7 +23,7 @@ from files.fields import (
     text_field,
     text_or_messages,
 )
-from preferences.formats.merging import Pair, final_rankings, single_turn, untied_pairs
+from preferences.formats.merging import final_rankings, single_turn, untied_pairs
 from preferences.formats.parts import (
     UNKNOWN,
     Judged,
@@ -56,10 +56,6 @@ def recognise(row: Row) -> str:
     if {"chosen", "rejected"} <= row.keys():
         return "chosen and rejected" + (" and prompt" if "prompt" in row else "")
     return ""
-
-
-def recognise_unpaired(row: Row) -> str:
-    return "completion and label (TRL's unpaired type)" if {"completion", "label"} <= row.keys() else ""
 
 
 def read_unpaired(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
@@ -180,7 +176,8 @@ def _refuse_empty_prompt(where: str, row: Row) -> None:
 def write(stored: Stored, judgments: Judged, report: Report) -> Written:
     """Writes the conversational type with an explicit prompt, one row per untied pair."""
     for pair in untied_pairs(stored, judgments, report):
-        yield {"prompt": as_turns(pair.task.prompt), **_replies(pair)}
+        chosen, rejected = ([{"role": "assistant", "content": text}] for text in (pair.better, pair.worse))
+        yield {"prompt": as_turns(pair.task.prompt), "chosen": chosen, "rejected": rejected}
 
 
 def write_text(stored: Stored, judgments: Judged, report: Report) -> Written:
@@ -188,13 +185,6 @@ def write_text(stored: Stored, judgments: Judged, report: Report) -> Written:
     for pair in untied_pairs(stored, judgments, report):
         if prompt := single_turn(pair, report):
             yield {"prompt": prompt, "chosen": pair.better, "rejected": pair.worse}
-
-
-def _replies(pair: Pair) -> dict[str, list[dict[str, str]]]:
-    return {
-        "chosen": [{"role": "assistant", "content": pair.better}],
-        "rejected": [{"role": "assistant", "content": pair.worse}],
-    }
 
 
 # ---- transcripts of HH-RLHF ----

@@ -50,6 +50,7 @@ _helpsteer3 = has_fields(
 _helpsteer2 = has_fields(
     "prompt", "response_1", "response_2", "preference_strength", reason="response_1, response_2 and preference_strength"
 )
+_trl_unpaired = has_fields("completion", "label", reason="completion and label (TRL's unpaired type)")
 _oasst = has_fields("message_tree_id", "prompt", reason="message_tree_id and prompt")
 _pandalm = has_fields(
     "response1", "response2", *published.ANNOTATORS, reason="response1, response2 and annotator1 to 3"
@@ -86,9 +87,7 @@ _ALL = (
     Format("llmbar", "LLMBar", _llmbar, published.read_llmbar, None),
     Format("arena", "Chatbot Arena, MT-Bench", _arena, published.read_arena, None),
     Format("hh", "Anthropic's HH-RLHF", pairs.recognise_hh, pairs.read_hh, pairs.write_hh),
-    Format(
-        "trl_unpaired", "TRL's unpaired labels", pairs.recognise_unpaired, pairs.read_unpaired, pairs.write_unpaired
-    ),
+    Format("trl_unpaired", "TRL's unpaired labels", _trl_unpaired, pairs.read_unpaired, pairs.write_unpaired),
     Format("trl", "TRL's preferences, conversational or texts", pairs.recognise, pairs.read, pairs.write),
     Format("trl_text", "TRL's preferences, written as texts", _never, pairs.read, pairs.write_text),
     Format("criteria", "ratings by criterion, as in HelpSteer2", _never, None, annotated.write_criteria),

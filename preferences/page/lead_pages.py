@@ -151,7 +151,7 @@ class SearchPages:
             wrong=wrong,
             after=after,
             batches=self.store.batches(),
-            labelers=self._labelers(),
+            labelers=sorted(self.site.accounts.pseudonyms()),
             kinds=(ANY_KIND, *KINDS),
             sorts=get_args(Sort)[1:],
             states=get_args(search.State)[1:],
@@ -172,9 +172,6 @@ class SearchPages:
             tasks = search.find_tasks(connection, wanted, after=after, limit=PAGE_SIZE + 1)
             last = tasks[PAGE_SIZE - 1].position if len(tasks) > PAGE_SIZE else 0
             return {"tasks": tasks[:PAGE_SIZE], "events": [], "next": last}
-
-    def _labelers(self) -> list[str]:
-        return sorted(self.site.accounts.pseudonyms())
 
     def change_tasks(self, request: Request, posted: Posted) -> Response:
         """Changes the ticked tasks, or all that the search finds."""

@@ -221,7 +221,7 @@ def compared(source: str, html: str) -> Compared:
                 return Compared(False)
             hidden.add(NAMES["&"])
             left, right = reference.end(), right + len(stands_for)
-        elif right < len(shown) and _fits(character, shown[right]):
+        elif shown[right : right + 1] in (character, _NUMBER_ENDS if character in ".)" else character):
             left, right = left + 1, right + 1
         elif character in MARKUP:
             if left in notable:
@@ -230,10 +230,6 @@ def compared(source: str, html: str) -> Compared:
         else:
             return Compared(False)
     return Compared(right == len(shown), tuple(name for name in NAMES.values() if name in hidden))
-
-
-def _fits(character: str, shown: str) -> bool:
-    return character == shown or (shown == _NUMBER_ENDS and character in ".)")
 
 
 def _notable(source: str) -> set[int]:
