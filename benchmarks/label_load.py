@@ -63,7 +63,7 @@ LEAD_PAGES = {  # what a lead opens, with --lead: rare and frequent words, spars
 }
 CONFIG = LabelingConfig(task_order="arrival")
 SERVER = (
-    "import sys; from preferences.page.config import LabelingConfig; from preferences.page.serve import serve;"
+    "import sys; from preferences.page.config import LabelingConfig; from preferences.page.app import serve;"
     " serve(sys.argv[1], LabelingConfig(task_order='arrival'), host='127.0.0.1', port=int(sys.argv[2]), announce=print)"
 )
 

@@ -36,11 +36,6 @@ def logits_of(model: nn.Module, packed: PackedExamples, *, has_types: bool, keys
     return torch.stack(logits, dim=-1) if isinstance(logits, tuple) else logits
 
 
-def span_loss(logits_NL: Tensor, targets_N: Tensor) -> Tensor:
-    """Returns -log p of one end of each span [N], nats; logits are -inf at padding."""
-    return F.cross_entropy(logits_NL, targets_N, reduction="none")
-
-
 def by_example(values_C: Tensor, example_C: Tensor, place_C: Tensor) -> Tensor:
     """Lays tokens' values out with a row per example, [N, L]; -inf where an example has no token."""
     N, L = int(example_C.max()) + 1, int(place_C.max()) + 1
@@ -100,7 +95,7 @@ class ClassifyObjective:
             here_C = (targets_C & bit) > 0
             # Rows hold examples in any order; this brings the targets into that of the examples.
             targets_N = upload(place_C[here_C][example_C[here_C].argsort()], logits_NL.device)
-            loss = loss + span_loss(logits_NL, targets_N).sum() / 2
+            loss = loss + F.cross_entropy(logits_NL, targets_N, reduction="none").sum() / 2
             right_N = right_N * (logits_NL.argmax(dim=1) == targets_N)
         return loss, {"accuracy": right_N.sum()}
 

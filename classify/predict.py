@@ -18,14 +18,7 @@ from classify.metrics import entities
 from classify.objective import Classifier
 from files.records import read_record
 from lm.config import ModelConfig
-from lm.encoder import (
-    EncoderModel,
-    MaskedLanguageModel,
-    SequenceClassifier,
-    SpanPredictor,
-    TokenClassifier,
-    best_span,
-)
+from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier, SpanPredictor, TokenClassifier, best_span
 from lm.source import load_for_inference, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import CONFIG, Model, ModelFolder, WithNewHead, purpose_of
@@ -68,13 +61,7 @@ def classifier_source(
         return not is_same and name.startswith(NEW_HEADS)
 
     return WithNewHead(
-        folder,
-        STARTS[purpose],
-        head,
-        seed,
-        is_new,
-        dropped=config.dropped_layers,
-        added=config.added_layers,
+        folder, STARTS[purpose], head, seed, is_new, dropped=config.dropped_layers, added=config.added_layers
     )
 
 

@@ -11,13 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from classify.config import OUTSIDE, ClassifyConfig, ClassifyData, entity_type
-from classify.examples import (
-    ARRAYS,
-    HELDOUT_ARRAYS,
-    Examples,
-    example_lengths,
-    example_parts,
-)
+from classify.examples import ARRAYS, HELDOUT_ARRAYS, Examples, example_lengths, example_parts
 from classify.metrics import LabelScore, metrics_of
 from classify.objective import ClassifyObjective, logits_on_all_ranks
 from classify.predict import SETTINGS, Reading, classifier_source, predictions
@@ -54,11 +48,7 @@ PREDICTIONS = "predictions.jsonl"  # what the model says of each held-out row
 
 
 def train(
-    context: StageContext,
-    config: ClassifyConfig,
-    start: Path,
-    data: TokenFolders,
-    labels: Sequence[str],
+    context: StageContext, config: ClassifyConfig, start: Path, data: TokenFolders, labels: Sequence[str]
 ) -> None:
     """Train on this rank; rank 0 writes `model/`, `predictions.jsonl` and `results.json`.
 

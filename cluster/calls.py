@@ -311,7 +311,9 @@ def _reply(phase: str, ranks: Ranks, rank: int, reference: Any, heard: str = "")
         if isinstance(error, ray.exceptions.RayTaskError) or "its creation task" in str(error):
             text = without_colours(str(error))
             raise WorkerError(f"{phase}: rank {rank} of {ranks.num_ranks}: {last_line(text)}\n{text}") from error
-        lost = f"{phase}: rank {rank} of {ranks.num_ranks} was lost: {_first_lines(error)}"
+        # Ray's own message, without the dump of its state that follows
+        first_lines = "\n".join(without_colours(str(error)).strip().splitlines()[:4])
+        lost = f"{phase}: rank {rank} of {ranks.num_ranks} was lost: {first_lines}"
         raise WorkerLostError("\n".join(filter(None, (lost, _advice(error), heard)))) from error
     assert ok or isinstance(result, Failure), f"a failed call returned {result!r}, not a Failure"
     return result
@@ -356,11 +358,6 @@ def _raise_unexplained(phase: str, ranks: Ranks, echoes: dict[int, Failure], sil
             f" and the other ranks failed while waiting for it\n{report}"
         )
     raise WorkerLostError(f"{phase}: the connection between ranks was lost, and no rank reported a cause\n{report}")
-
-
-def _first_lines(error: Exception) -> str:
-    """Return Ray's own message about a loss, without the dump of its state that follows."""
-    return "\n".join(without_colours(str(error)).strip().splitlines()[:4])
 
 
 def _advice(error: Exception) -> str:

@@ -96,19 +96,16 @@ def _start(num_workers: int) -> None:
         try:
             local_ray.start()
         except Exception as again:
+            logs = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "session_latest", "logs")
             raise RunError(
                 f"Ray did not start in two tries: {_first_sentence(again)}; run the same command again. If the machine"
-                f" is busy, wait until other programs have finished. Ray's logs: {_log_folder()}"
+                f" is busy, wait until other programs have finished. Ray's logs: {logs}"
             ) from again
 
 
 def _first_sentence(error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0].split(". ")[0].rstrip(".")
-
-
-def _log_folder() -> Path:
-    return Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "session_latest", "logs")
 
 
 def disconnect() -> None:

@@ -103,10 +103,7 @@ class WorkerGroup:
         return Calls[Result](self.ranks, stage, references)()
 
     def run_split(
-        self,
-        stage: str,
-        function: Callable[[*Arguments], Result],
-        args_of_rank: Sequence[tuple[*Arguments]],
+        self, stage: str, function: Callable[[*Arguments], Result], args_of_rank: Sequence[tuple[*Arguments]]
     ) -> list[Result]:
         """Like `run`, with separate arguments for each rank."""
         ranks = zip(self.ranks.actors, args_of_rank, strict=True)

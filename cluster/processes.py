@@ -26,10 +26,7 @@ ALLOCATOR = {
 # Threads that spin while they wait for each other slow down everything else on the machine, and threads that sleep at
 # once wake up slowly. These spin for a quarter of a millisecond, then sleep (GNU's OpenMP; others sleep at once).
 # docs/negative-results.md has the times.
-WAITING = {
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "GOMP_SPINCOUNT": "10000",
-}
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 
 # Widths differ from one micro-batch to the next. PyTorch's allocator then keeps blocks of many sizes that fit no other
 # request; expandable segments fit all of them. No effect without a GPU.

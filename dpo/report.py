@@ -114,10 +114,7 @@ def report(stage: StageFolder) -> StageReport:
 
 
 def _facts(results: DPOResults) -> list[tuple[str, str]]:
-    facts = [
-        ("Loss", f"{results.loss.replace('_', ' ')}, β = {results.beta:g}"),
-        ("Steps", count(results.num_steps)),
-    ]
+    facts = [("Loss", f"{results.loss.replace('_', ' ')}, β = {results.beta:g}"), ("Steps", count(results.num_steps))]
     if results.unpaired is None:
         facts += [
             ("Comparisons, train", count(results.train_comparisons)),

@@ -90,7 +90,9 @@ def train(context: StageContext, config: DPOConfig, start: Path, data: PreparedR
     if engine.is_main:
         own, trained = network_weights(weights, others), engine.module.network
         save_trained(context.folder, on_meta(policy.build), trained, own, tokenizer, config.lora, start)
-        learned_nu = None if log_nu is None else _learned_nu(engine, log_nu, others)
+        learned_nu = None
+        if log_nu is not None:
+            learned_nu = math.exp(log_nu + trained.config.hidden_size * float(others["nu"]))
         prompts = {ranking.task_id: ranking.prompt for ranking in data.split.heldout}
         log_ratios = [now - then for now, then in zip(after, before, strict=True)]
         labels = HeldoutLabels(unseen, log_ratios, prompts, heldout.baseline.value)
@@ -123,10 +125,6 @@ def objectives(
         PreferenceObjective(unseen, heldout, config, *for_heldout),
         before,
     )
-
-
-def _learned_nu(engine: Engine[PolicyLearner], log_nu: float, others: dict[str, Tensor]) -> float:
-    return math.exp(log_nu + engine.module.network.config.hidden_size * float(others["nu"]))
 
 
 @dataclass(frozen=True)

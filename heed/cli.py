@@ -19,15 +19,13 @@ from cluster.processes import LAUNCHER_VARIABLES
 from files.importing import imports_uncollected, missing_extra
 from heed.commands.arena import arena
 from heed.commands.chat import chat
-from heed.commands.classify import classify
 from heed.commands.compare import compare, judge_again, judge_quality, verdicts
-from heed.commands.complete import complete
+from heed.commands.complete import classify, complete
 from heed.commands.evaluate import evaluate
-from heed.commands.export import export_app, merge_adapter
-from heed.commands.inspect import inspect
 from heed.commands.jobs import jobs_app, submit
 from heed.commands.label import label_app
 from heed.commands.measure import measure_app
+from heed.commands.models import export_app, inspect, merge_adapter
 from heed.commands.options import (
     First,
     JobFile,
@@ -41,8 +39,7 @@ from heed.commands.options import (
     read_job,
     require_cores_for,
 )
-from heed.commands.replay import replay
-from heed.commands.verify_sampler import verify_sampler
+from heed.commands.samplers import replay, verify_sampler
 from stages.progress import console, results_console
 
 # What other tools call a command or an option.
@@ -173,8 +170,7 @@ def init(
         str, typer.Option(help=f"Conversations for SFT, or texts with labels for an encoder: {DATA}.")
     ] = "",
     preferences: Annotated[
-        str,
-        typer.Option(help=f"Preference pairs or rankings, for a reward model and DPO, or labels for KTO: {DATA}."),
+        str, typer.Option(help=f"Preference pairs or rankings, for a reward model and DPO, or labels for KTO: {DATA}.")
     ] = "",
     prompts: Annotated[str, typer.Option(help=f"Prompts to answer, in training and in the comparison: {DATA}.")] = "",
     reward: Annotated[
@@ -191,8 +187,7 @@ def init(
         ),
     ] = "",
     form: Annotated[
-        str,
-        typer.Option("--format", help="Format of demonstrations and prompts, if their rows fit more than one."),
+        str, typer.Option("--format", help="Format of demonstrations and prompts, if their rows fit more than one.")
     ] = "auto",
     on_invalid: Annotated[
         Literal["refuse", "skip"], typer.Option(help="Whether malformed rows are an error, or left out and counted.")

@@ -21,7 +21,7 @@ from reward.external import ExternalReward, ModelReward, NoReward, RemoteReward,
 from reward.judge import JudgeReward
 from reward.sources import Reward, RewardSum, with_scored_by
 from reward.verifiers.verifier import Verifier
-from stages.labels import OpenLabels
+from stages.world import OpenLabels
 from training.config import BatchConfig, Config, OptimizerConfig, by_kind, check_lora, lora_field
 from training.data import NO_FIELDS, DataConfig, OnOverlong, RowFields, overlong_field
 

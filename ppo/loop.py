@@ -33,7 +33,7 @@ from ppo.rollout_log import RolloutLog, SampleLog, followed_rows
 from ppo.routes import require_routes
 from reward.sources import RewardSum
 from stages.data import Fitting
-from stages.labels import OpenLabels
+from stages.world import OpenLabels
 from training.checkpoint import Resumption, find_resumption
 from training.engine import StageContext
 from training.metrics import MetricsLog

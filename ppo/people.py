@@ -39,7 +39,7 @@ from ppo.prompts import Mixture
 from ppo.rollout import Rollout
 from preferences.rankings import current_judgments
 from preferences.records import Message, Task
-from stages.labels import Labels, OpenLabels
+from stages.world import Labels, OpenLabels
 from training.data import Prompt
 from training.notices import say
 from training.packing import Sampler

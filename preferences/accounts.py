@@ -92,9 +92,8 @@ class Accounts:
         self._reader, self._writer = open_engines(url_or_path)
         self._hasher = KeyHasher()
         self.num_changes = 0  # of accounts and sessions by this process; those who wait look at it
-        self._used_at: dict[
-            str, float
-        ] = {}  # by the hash of a session's token; in memory, so that reading never writes
+        # by the hash of a session's token; in memory, so that reading never writes
+        self._used_at: dict[str, float] = {}
 
     def close(self) -> None:
         self._reader.dispose()
@@ -143,8 +142,7 @@ class Accounts:
         if tags:  # a new account holds them, and gets its key from the link
             found = connection.scalar(select(accounts.c.tags).where(accounts.c.name == name))
             if found is None:
-                new = {"name": name, "role": role, "key_hash": "", "state": "new", "read_version": ""}
-                connection.execute(insert(accounts).values(**new, created_at=now))
+                _insert(connection, name, role, now)
             both = list(as_tags("tags", {*(found or ()), *tags}))
             connection.execute(update(accounts).where(accounts.c.name == name).values(tags=both))
         self._log_about(connection, by, f"gave {', '.join(tags)} to and invited" if tags else "invited", name)
@@ -166,8 +164,9 @@ class Accounts:
 
     def revoke(self, name: str, *, by: str = COMMAND_LINE) -> None:
         """Voids the link of a name. Raises: ValueError if it has none."""
+        is_open = (invitations.c.name == name, invitations.c.expires_at > self._clock())
         with self._writer.begin() as connection:
-            if not is_name(name) or not _void_link(connection, name, self._clock()):
+            if not is_name(name) or not connection.execute(delete(invitations).where(*is_open)).rowcount:
                 raise ValueError(f"name {name!a} has no link that could be revoked")
             self._log_about(connection, by, "revoked", name)
 
@@ -186,16 +185,17 @@ class Accounts:
         key = new_key()
         key_hash = self._hasher.hash(key)
         with self._changing() as connection:
-            link = _use_link(connection, code, self._clock())
-            account = self._join(connection, link.name, link.role, key_hash) if link is not None else None
+            link = _find_link(connection, code, self._clock())
+            used = delete(invitations).where(invitations.c.code_hash == digest(code))
+            is_usable = link is not None and connection.execute(used).rowcount
+            account = self._join(connection, link.name, link.role, key_hash) if link is not None and is_usable else None
         return (account, key) if account is not None else None
 
     def _join(self, connection: Connection, name: str, role: Role, key_hash: str) -> Account | None:
         """Sets the key of a name and creates its account if needed. Returns None if the account does not allow it."""
-        found = connection.execute(select(accounts).where(accounts.c.name == name)).one_or_none()
+        found = _row_of(connection, name)
         if found is None:
-            new = {"name": name, "role": role, "key_hash": key_hash, "state": "new", "read_version": ""}
-            connection.execute(insert(accounts).values(**new, created_at=self._clock()))
+            _insert(connection, name, role, self._clock(), key_hash=key_hash)
         elif found.state == "closed" or found.role != role:
             return None
         else:  # a new key ends the sessions of the old one
@@ -230,7 +230,7 @@ class Accounts:
 
     def account(self, name: str) -> Account | None:
         with self._reader.begin() as connection:
-            row = connection.execute(select(accounts).where(accounts.c.name == name)).one_or_none()
+            row = _row_of(connection, name)
         return _as_account(row) if row is not None else None
 
     def set_state(self, name: str, state: State, *, by: str = COMMAND_LINE) -> None:
@@ -290,12 +290,9 @@ class Accounts:
         if not is_name(name):
             return None
         with self._reader.begin() as connection:
-            row = connection.execute(select(accounts).where(accounts.c.name == name)).one_or_none()
+            row = _row_of(connection, name)
         if self._hasher.verify(row.key_hash if row is not None else "", key):
-            token = self._open_session(name)
-            if token is None:
-                raise AccountClosedError("your account is closed; ask a labeling lead to admit you")
-            return token
+            return self._open_own_session(name)
         with self._writer.begin() as connection:  # for unknown names too, so that the time does not give them away
             # An unknown name is not stored, because somebody may have typed their key there.
             subject = pseudonym_of(connection, name) if row is not None else UNKNOWN
@@ -317,10 +314,7 @@ class Accounts:
                 name = found.name
                 if found.role != role and found.state != "closed":
                     self._set_role(connection, name, role)
-        token = self._open_session(name)
-        if token is None:
-            raise AccountClosedError("your account is closed; ask a labeling lead to admit you")
-        return token
+        return self._open_own_session(name)
 
     def apply_oidc(self, domains: Collection[str], leads: Collection[str]) -> None:
         """Makes labelers of company accounts that may no longer lead, and ends the sessions of those outside `domains`.
@@ -343,15 +337,14 @@ class Accounts:
 
     def _join_with(self, connection: Connection, identity: str, name: str, role: Role) -> None:
         require_name(name)
-        found = connection.execute(select(accounts).where(accounts.c.name == name)).one_or_none()
+        found = _row_of(connection, name)
         if is_reserved(name) or (found is not None and (found.key_hash or found.identity)):
             raise ValueError(f"name {name!r} is taken by another account; a lead can erase that one")
         _require_free(connection, name, role, self._clock())
         if found is not None:  # a lead invited the address, and nobody has used the link
             connection.execute(update(accounts).where(accounts.c.name == name).values(identity=identity))
         else:
-            new = {"name": name, "role": role, "key_hash": "", "state": "new", "read_version": "", "identity": identity}
-            connection.execute(insert(accounts).values(**new, created_at=self._clock()))
+            _insert(connection, name, role, self._clock(), identity=identity)
         if role == "lead":
             connection.execute(delete(invitations).where(invitations.c.invited_by == SERVER))
         self._log_about(connection, name, "joined", name)
@@ -361,6 +354,12 @@ class Accounts:
         token = self._open_session(name)
         if token is None:
             raise ValueError(f"name {name!a} has no account, or a closed one")
+        return token
+
+    def _open_own_session(self, name: str) -> str:
+        token = self._open_session(name)
+        if token is None:
+            raise AccountClosedError("your account is closed; ask a labeling lead to admit you")
         return token
 
     def _open_session(self, name: str) -> str | None:
@@ -413,8 +412,12 @@ class Accounts:
 
     def audit_log(self, *, sign_ins: bool = False) -> list[AuditEvent]:
         """Returns the last events, newest first: sign-ins and refused ones, or everything else."""
+        names = name_in(audit_log.c.actor), name_in(audit_log.c.subject)
+        is_sign_in = audit_log.c.act.in_((SIGNED_IN, SIGN_IN_FAILED))
+        found = select(names[0], audit_log.c.act, names[1], audit_log.c.created_at)
+        newest = found.where(is_sign_in if sign_ins else ~is_sign_in).order_by(audit_log.c.act_id.desc())
         with self._reader.begin() as connection:
-            return _newest_events(connection, sign_ins=sign_ins)
+            return [AuditEvent(*row) for row in connection.execute(newest.limit(MAX_EVENTS_SHOWN))]
 
     # ---- personal data ----
 
@@ -458,6 +461,15 @@ class Accounts:
         """Returns what a version of the instructions said, or None for a version that is not stored."""
         with self._reader.begin() as connection:
             return connection.scalar(select(instructions.c.text).where(instructions.c.version == version))
+
+
+def _row_of(connection: Connection, name: str) -> Row[Any] | None:
+    return connection.execute(select(accounts).where(accounts.c.name == name)).one_or_none()
+
+
+def _insert(connection: Connection, name: str, role: Role, now: float, **values: str) -> None:
+    new = {"name": name, "role": role, "key_hash": "", "state": "new", "read_version": "", "created_at": now}
+    connection.execute(insert(accounts).values(new | values))
 
 
 def _as_account(row: Row[Any]) -> Account:
@@ -519,32 +531,5 @@ def _find_link(connection: Connection, code: str, now: float) -> Invitation | No
     return _as_invitation(row) if row is not None else None
 
 
-def _use_link(connection: Connection, code: str, now: float) -> Invitation | None:
-    """Like `_find_link`, and deletes the link."""
-    found = _find_link(connection, code, now)
-    if found is None:
-        return None
-    used = delete(invitations).where(invitations.c.code_hash == digest(code))
-    return found if connection.execute(used).rowcount else None
-
-
-def _void_link(connection: Connection, name: str, now: float) -> bool:
-    """Deletes the link of a name. Returns whether there was one that could be used."""
-    deleted = delete(invitations).where(invitations.c.name == name, invitations.c.expires_at > now)
-    return bool(connection.execute(deleted).rowcount)
-
-
 def _as_invitation(row: Row[Any]) -> Invitation:
     return Invitation(row.name, row.role, row.expires_at, row.invited_by)
-
-
-# ---- audit log ----
-
-
-def _newest_events(connection: Connection, *, sign_ins: bool) -> list[AuditEvent]:
-    """Returns the last events, newest first: sign-ins and refused ones, or everything else."""
-    names = name_in(audit_log.c.actor).label("actor"), name_in(audit_log.c.subject).label("subject")
-    found = select(*names, audit_log.c.act, audit_log.c.created_at).order_by(audit_log.c.act_id.desc())
-    is_sign_in = audit_log.c.act.in_((SIGNED_IN, SIGN_IN_FAILED))
-    rows = connection.execute(found.where(is_sign_in if sign_ins else ~is_sign_in).limit(MAX_EVENTS_SHOWN))
-    return [AuditEvent(row.actor, row.act, row.subject, row.created_at) for row in rows]

@@ -106,13 +106,7 @@ def _moved(order: Sequence[int], entries: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(back[index] for index in range(len(back)))
 
 
-def require_annotations(
-    where: str,
-    found: Annotations,
-    num_responses: int,
-    *,
-    turns: Sequence[int],
-) -> None:
+def require_annotations(where: str, found: Annotations, num_responses: int, *, turns: Sequence[int]) -> None:
     """Checks annotations, in any order of the responses. `turns` are the places of the assistant's turns in the prompt.
 
     Raises: ValueError, beginning with `where` and naming the field.

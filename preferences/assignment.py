@@ -15,31 +15,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    Integer,
-    and_,
-    bindparam,
-    case,
-    exists,
-    false,
-    func,
-    insert,
-    literal,
-    null,
-    or_,
-    select,
-    true,
-    update,
-)
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, case, func, or_, select, true, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from preferences import leases
 from preferences.leases import AssignmentState
-from preferences.records import MAX_LABELERS
 from preferences.rows import parts
-from preferences.schema import assignments, batch_settings, judgments, requirements, tasks
+from preferences.schema import assignments, batch_settings, judgments, requirements
 
 REQUIRES = "requires"  # the key in a task's details
 MAX_TAGS, MAX_TAG_CHARACTERS = 20, 40
@@ -131,56 +113,14 @@ def num_answered_today(connection: Connection, who: str, now: float) -> int:
     return len(set(connection.scalars(answered)))
 
 
-# ---- what leads change ----
-
-
 def settings_of(connection: Connection, batch: str) -> BatchSettings:
     row = connection.execute(select(batch_settings).where(batch_settings.c.batch == batch)).one_or_none()
     return BatchSettings(row.is_closed, tags_of(row.requires)) if row is not None else BatchSettings()
 
 
-def set_settings(connection: Connection, batch: str, **values: object) -> None:
-    """Changes columns of a batch's settings. Raises: ValueError for an unknown batch."""
-    require_batch(connection, batch)
-    insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
-    new = insert(batch_settings).values({"batch": batch, "is_closed": False, "requires": ""} | values)
-    connection.execute(new.on_conflict_do_update(index_elements=["batch"], set_=values))
-
-
-def set_required_of_tasks(connection: Connection, positions: Sequence[int], tags: Sequence[str]) -> None:
-    """Sets the tags that these tasks require, in addition to those of their batches."""
-    requirement, in_batches = as_requirement(tags), set[str]()
-    for part in parts(positions):
-        here = assignments.c.task.in_(part)
-        in_batches |= set(connection.scalars(select(assignments.c.batch).where(here).distinct()))
-        connection.execute(update(assignments).where(here).values(requires=requirement))
-    remember(connection, {(batch, requirement) for batch in in_batches})
-
-
-def require_batch(connection: Connection, batch: str) -> None:
-    """Raises: ValueError for an unknown batch."""
-    if connection.scalar(select(tasks.c.position).where(tasks.c.batch == batch).limit(1)) is None:
-        raise ValueError(f"batch {batch!r} is not in the store")
-
-
-# ---- how many labelers, and archived tasks ----
+# ---- how many labelers ----
 
 IS_WANTED = or_(assignments.c.is_done, ~assignments.c.is_surplus)  # of an assignment
-
-
-def set_num_labelers(connection: Connection, positions: Sequence[int], num_labelers: int, now: float) -> None:
-    """Makes each of these tasks want `num_labelers` labelers. Answers that were given stay, also if they are more.
-
-    Raises: ValueError for a number that is not possible.
-    """
-    if not 1 <= num_labelers <= MAX_LABELERS:
-        raise ValueError(f"num_labelers is {num_labelers}; 1 to {MAX_LABELERS:,} was expected")
-    for part in parts(positions):
-        states = leases.lock(connection, sorted(part))
-        for number in range(min(map(len, states.values()), default=0), num_labelers):
-            _add_assignments(connection, part, number)
-        states = leases.lock(connection, sorted(part))
-        _mark(connection, {task: (some, num_labelers) for task, some in states.items()}, now)
 
 
 def num_wanted(connection: Connection, positions: Sequence[int]) -> dict[int, int]:
@@ -197,42 +137,10 @@ def balance(connection: Connection, positions: Sequence[int], now: float) -> Non
     """Moves the marks of surplus assignments to those that are least in use, after answers or releases."""
     states = leases.lock(connection, positions)
     wanted = {task: (some, sum(not state.is_surplus for state in some)) for task, some in states.items()}
-    _mark(connection, wanted, now)
+    mark(connection, wanted, now)
 
 
-def set_archived(connection: Connection, positions: Sequence[int], *, is_archived: bool) -> None:
-    """Archives tasks, or takes them out of the archive. Archived tasks are given to nobody and count as no work left.
-
-    Labelers may finish those that they have leased. Their hidden repeats go with them: they would show the same texts,
-    and stay open for ever, since only who has judged the original may get them.
-    """
-    for part in parts(positions):
-        own = or_(assignments.c.task.in_(part), assignments.c.original.in_(part))
-        connection.execute(update(assignments).where(own).values(is_archived=is_archived))
-
-
-def _add_assignments(connection: Connection, positions: Sequence[int], number: int) -> None:
-    """Adds an assignment with this number to each task that lacks it, like the task's first one."""
-    other = assignments.alias("other")
-    is_there = exists().where(other.c.task == assignments.c.task, other.c.place == number)
-    copied = (assignments.c.batch, assignments.c.original, assignments.c.is_archived, assignments.c.requires)
-    fresh = select(
-        assignments.c.task,
-        literal(number, Integer),
-        *copied,
-        null(),
-        literal(0.0),
-        false(),
-        literal(0.0),
-        false(),
-        false(),
-    ).where(assignments.c.task.in_(positions), assignments.c.place == 0, ~is_there)
-    names = ["task", "place", *(column.name for column in copied)]
-    fields = ["labeler", "expires_at", "is_done", "given_at", "is_revealed", "is_surplus"]
-    connection.execute(insert(assignments).from_select([*names, *fields], fresh))
-
-
-def _mark(connection: Connection, wanted: Mapping[int, tuple[Sequence[AssignmentState], int]], now: float) -> None:
+def mark(connection: Connection, wanted: Mapping[int, tuple[Sequence[AssignmentState], int]], now: float) -> None:
     """Marks all but the given number of each task's assignments as surplus, those that are least in use."""
     changed = []
     for task, (states, number) in wanted.items():

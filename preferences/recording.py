@@ -190,7 +190,8 @@ def _record(
             raise ValueError(f"{where}: revision is {row['revision']}, but only {len(before)} are stored")
         if not external:
             _require_sequence(where, row["kind"], before)
-        if (row["task_id"], row["revision"]) in moving and not _ends_adjudication(row["kind"], before):
+        ends_adjudication = row["kind"] in TAKING_BACK and bool(before) and before[-1]["kind"] == "adjudication"
+        if (row["task_id"], row["revision"]) in moving and not ends_adjudication:
             number = moves[position][1] if position in moves else _number(who, states[position], row["kind"], now)
             if number is not None:
                 moves[position] = (row["kind"], number)
@@ -237,10 +238,6 @@ def _history(connection: Connection, who: str, positions: Sequence[int]) -> dict
     for row in connection.execute(statement).mappings():
         found[row["task"]].append(dict(row))
     return found
-
-
-def _ends_adjudication(kind: str, before: Sequence[Mapping[str, Any]]) -> bool:
-    return kind in ("undo", "void") and bool(before) and before[-1]["kind"] == "adjudication"
 
 
 def _require_sequence(where: str, kind: str, before: Sequence[Mapping[str, Any]]) -> None:

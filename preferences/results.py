@@ -91,7 +91,11 @@ def _wanted(connection: Connection, batch: str, *, in_archive: bool = True) -> d
 
 
 def judgments_of(connection: Connection, batch: str, *, with_names: bool = True) -> list[Judgment]:
-    """Returns every event on the batch's tasks, in the order in which they were stored."""
+    """Returns every event on the batch's tasks, in the order in which they were stored.
+
+    Without names, labelers appear under their pseudonyms, which an erasure does not change. Use pseudonyms for anything
+    that is written to other files.
+    """
     statement = select_events(with_names=with_names).where(tasks.c.batch == batch).order_by(judgments.c.judgment_id)
     return as_judgments(connection.execute(statement).mappings())
 
@@ -172,9 +176,10 @@ def leases_of(
 
 
 def rankings(connection: Connection, batch: str) -> list[Ranking]:
-    """Returns the final judgments (see `preferences.rankings`), by the tasks' order of arrival, then labeler name.
+    """Returns the training data: each labeler's current answer, or only the adjudication of an adjudicated task.
 
-    Leaves out gold tasks and hidden repeats, which measure labelers.
+    They are in the tasks' order of arrival, then by labeler name. Leaves out gold tasks and hidden repeats, which
+    measure labelers.
     """
     final: dict[str, list[Judgment]] = {}
     for judgment in current_judgments(judgments_of(connection, batch)).final:
@@ -208,7 +213,8 @@ def coverage(connection: Connection, batch: str) -> list[Coverage]:
 def progress(connection: Connection, batch: str) -> Progress:
     """Counts one batch's tasks and judgments; all counts are 0 for a batch without tasks."""
     by_task = _by_task(batch)
-    sums = [func.coalesce(column, 0) for column in (_num_open(by_task), func.sum(by_task.c.done))]
+    num_open = func.sum(case((by_task.c.done < by_task.c.wanted, 1), else_=0))
+    sums = [func.coalesce(column, 0) for column in (num_open, func.sum(by_task.c.done))]
     num_tasks, num_open, num_judgments = connection.execute(select(func.count(by_task.c.task), *sums)).one()
     return Progress(num_tasks=num_tasks, num_judgments=num_judgments, num_open=num_open)
 
@@ -272,10 +278,6 @@ def _by_task(batch: str) -> Subquery:
     )
     own = select(*columns).where(assignments.c.batch == batch, ~assignments.c.is_archived)
     return own.group_by(assignments.c.task).subquery()
-
-
-def _num_open(by_task: Subquery) -> ColumnElement[int]:
-    return func.sum(case((by_task.c.done < by_task.c.wanted, 1), else_=0))
 
 
 def content_hash(connection: Connection, batch: str) -> str:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from files.conversations import tool_messages
@@ -68,13 +68,7 @@ def require_text(where: str, field: str, texts: Sequence[str]) -> None:
         raise ValueError(f"{where}: {field} contains {found.group()!r}, half of a surrogate pair")
 
 
-def _require_fits(
-    where: str,
-    answer: Answer,
-    num_responses: int,
-    *,
-    turns: Sequence[int],
-) -> None:
+def _require_fits(where: str, answer: Answer, num_responses: int, *, turns: Sequence[int]) -> None:
     """Raises: ValueError, beginning with `where` and naming the field, if the answer does not fit the task.
 
     `turns` are the places of the assistant's in the prompt.
@@ -176,22 +170,10 @@ def judgment_row(judgment: Judgment, task: Values, locations: Locations = NO_LOC
 
 def as_judgment(row: Mapping[str, Any]) -> Judgment:
     """Converts a stored row to a record."""
-    return Judgment(
-        task_id=row["task_id"],
-        labeler=row["labeler"],
-        revision=row["revision"],
-        kind=row["kind"],
-        ranks=tuple(row["ranks"]),
-        ratings=tuple(row["ratings"]),
-        flags=tuple(tuple(flags) for flags in row["flags"]),
-        note=row["note"],
-        shown_order=tuple(row["shown_order"]),
-        instructions_version=row["instructions_version"],
-        milliseconds=row["milliseconds"],
-        client=row["client"],
-        created_at=row["created_at"],
-        annotations=Annotations.of(row["annotations"]),
-    )
+    lists = {name: tuple(row[name]) for name in ("ranks", "ratings", "shown_order")}
+    flags, annotations = tuple(map(tuple, row["flags"])), Annotations.of(row["annotations"])
+    own = {field.name: row[field.name] for field in fields(Judgment)}
+    return Judgment(**own | lists | {"flags": flags, "annotations": annotations})
 
 
 def task_row(task: Task, batch: str, quota: int, locations: Locations = NO_LOCATIONS) -> Values:
@@ -211,7 +193,8 @@ def task_row(task: Task, batch: str, quota: int, locations: Locations = NO_LOCAT
     for turn, message in enumerate(task.prompt):
         if message.role not in ROLES or not isinstance(message.content, str):
             raise ValueError(f"{where}: prompt[{turn}] is {asdict(message)}; a role of {ROLES} and text were expected")
-    _require_tools(where, task.prompt)
+    if any(message.more or message.role == "tool" for message in task.prompt):
+        tool_messages(where, [message.turn for message in task.prompt], "prompt")  # raises for a malformed call
     for name, texts in (("responses", task.responses), ("sources", task.sources)):
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{where}: {name} is {texts!r}; strings were expected")
@@ -232,25 +215,11 @@ def task_row(task: Task, batch: str, quota: int, locations: Locations = NO_LOCAT
     }
 
 
-def _require_tools(where: str, prompt: Sequence[Message]) -> None:
-    """Raises: ValueError naming the field of a malformed call of a tool, or of a result without a call before it."""
-    if any(message.more or message.role == "tool" for message in prompt):
-        tool_messages(where, [message.turn for message in prompt], "prompt")
-
-
 def as_task(row: Mapping[str, Any]) -> Task:
     """Converts a stored row to a record."""
-    return Task(
-        task_id=row["task_id"],
-        prompt=messages(row["prompt"]),
-        responses=tuple(row["responses"]),
-        sources=tuple(row["sources"]),
-        objective=row["objective"],
-        gold_ranks=tuple(row["gold_ranks"]),
-        repeat_of=row["repeat_of"],
-        details=row["details"],
-        warning=row["warning"],
-    )
+    lists = {name: tuple(row[name]) for name in ("responses", "sources", "gold_ranks")}
+    own = {field.name: row[field.name] for field in fields(Task)}
+    return Task(**own | lists | {"prompt": messages(row["prompt"])})
 
 
 def refuse_different(row: Values, stored: Values, locations: Locations = NO_LOCATIONS) -> None:

@@ -12,20 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    Select,
-    String,
-    and_,
-    cast,
-    column,
-    func,
-    insert,
-    select,
-    table,
-    text,
-)
+from sqlalchemy import ColumnElement, Connection, Select, String, and_, cast, column, func, insert, select, table, text
 
 from preferences.names import known_pseudonym
 from preferences.records import Judgment
@@ -87,16 +74,12 @@ class FoundTask:
 
 def index_texts(connection: Connection, new: Sequence[tuple[int, Sequence[Sequence[str]], Sequence[str]]]) -> None:
     """Stores the words of new tasks, given as (position, prompt, responses) as the table of tasks has them."""
-    rows = [
-        {"task": position, "text": _text([*(message.text for message in messages(prompt)), *responses])}
-        for position, prompt, responses in new
-    ]
+    rows = []
+    for position, prompt, responses in new:
+        text = "\n".join([*(message.text for message in messages(prompt)), *responses])
+        rows.append({"task": position, "text": text.replace("\0", " ")[:MAX_INDEXED_CHARACTERS]})
     if rows:
         connection.execute(insert(task_texts), rows)
-
-
-def _text(texts: Sequence[str]) -> str:
-    return "\n".join(texts).replace("\0", " ")[:MAX_INDEXED_CHARACTERS]
 
 
 # ---- tasks ----

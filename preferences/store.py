@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Concatenate, ParamSpec, Self, TypeVar
 
 from sqlalchemy import Connection, select
 
@@ -20,24 +20,27 @@ from preferences.leases import Lease
 from preferences.names import known_pseudonym, num_erased, pseudonym_of
 from preferences.questions import Thread, ThreadState
 from preferences.recording import Import, ImportRows, stored
-from preferences.records import (
-    NO_LOCATIONS,
-    Answer,
-    Coverage,
-    Judgment,
-    Labeler,
-    Locations,
-    Message,
-    Progress,
-    Ranking,
-    StoredTask,
-    Task,
-)
+from preferences.records import NO_LOCATIONS, Answer, Judgment, Locations, Task
 from preferences.results import BatchCounts, PastEvent
 from preferences.rows import Values, answer_row, as_task, empty_row, parts, task_row
 from preferences.schema import tasks
 
+Parameters = ParamSpec("Parameters")
+Found = TypeVar("Found")
 UNDO_SECONDS = 3_600.0  # how long a task stays leased to the labeler who undid an answer
+
+
+def _reading(
+    read: Callable[Concatenate[Connection, Parameters], Found],
+) -> Callable[Concatenate["LabelStore", Parameters], Found]:
+    """Returns a method of the store that calls `read` in a transaction of its own."""
+
+    def method(self: "LabelStore", /, *args: Parameters.args, **named: Parameters.kwargs) -> Found:
+        with self.reading() as connection:
+            return read(connection, *args, **named)
+
+    method.__doc__ = read.__doc__
+    return method
 
 
 class LabelStore:
@@ -169,24 +172,7 @@ class LabelStore:
 
     # ---- what labelers do ----
 
-    def answer_all(
-        self,
-        labelers: Sequence[Labeler],
-        *,
-        batch: str,
-        client: str,
-        instructions_version: str,
-        on_progress: Callable[[Progress], None] | None = None,
-    ) -> Progress:
-        """Lets scripted labelers answer a batch in this process; see `scripted.answer_all`."""
-        return scripted.answer_all(
-            self,
-            labelers,
-            batch=batch,
-            client=client,
-            instructions_version=instructions_version,
-            on_progress=on_progress,
-        )
+    answer_all = scripted.answer_all
 
     def submit(self, lease: Lease, answer: Answer, *, client: str, instructions_version: str) -> None:
         """Stores one answer. On return it is on disk. See `submit_many`."""
@@ -248,16 +234,7 @@ class LabelStore:
         rows = [answer_row(lease, answer, "adjudication")]
         self._record(lease.labeler, rows, client, instructions_version, act)
 
-    def void(
-        self,
-        task_id: str,
-        labeler: str,
-        revision: int,
-        reason: str,
-        *,
-        by: str,
-        client: str,
-    ) -> None:
+    def void(self, task_id: str, labeler: str, revision: int, reason: str, *, by: str, client: str) -> None:
         """Takes a labeler's judgment out of everything, on behalf of the lead `by`. The judgment stays stored.
 
         The void has the instructions' version of the judgment. If the judgment counted toward the task's quota, the
@@ -271,7 +248,7 @@ class LabelStore:
             if task_id not in found or not who:
                 field, value = ("labeler", labeler) if task_id in found else ("task_id", task_id)
                 raise ValueError(f"{field} {value!r} is not in the store")
-            lease = results.leases_of(connection, [found[task_id]["position"]], labeler, who, now)[0]
+            lease = self._shown_to(connection, labeler, found[task_id]["position"])
             row = empty_row(replace(lease, revision=revision + 1), "void", reason, 0)
             shared = {"client": client, "created_at": now}
             if recording.record(connection, [row | shared], labeler, now, now):
@@ -283,11 +260,7 @@ class LabelStore:
         Raises: ValueError for an unknown task.
         """
         with self._reader.begin() as connection:
-            found = stored(connection, [task_id])
-            if task_id not in found:
-                raise ValueError(f"task {task_id!r}: task_id is not in the store")
-            who = known_pseudonym(connection, labeler)
-            return results.leases_of(connection, [found[task_id]["position"]], labeler, who, self._clock())[0]
+            return self._shown_to(connection, labeler, _stored_task(connection, task_id)["position"])
 
     def by_handle(self, labeler: str, handle: str) -> Lease:
         """Like `reopened`, but by the task's handle. Raises: ValueError for an unknown handle."""
@@ -295,18 +268,18 @@ class LabelStore:
             position = connection.scalar(select(tasks.c.position).where(tasks.c.handle == handle))
             if position is None:
                 raise ValueError("no task in the store has this handle")
-            who = known_pseudonym(connection, labeler)
-            return results.leases_of(connection, [position], labeler, who, self._clock())[0]
+            return self._shown_to(connection, labeler, position)
 
     def with_history(self, labeler: str, handle: str) -> Lease | None:
         """Like `by_handle`, but returns None for a task that is unknown or that the labeler has no event on."""
         with self._reader.begin() as connection:
             position = connection.scalar(select(tasks.c.position).where(tasks.c.handle == handle))
-            if position is None:
-                return None
-            who = known_pseudonym(connection, labeler)
-            lease = results.leases_of(connection, [position], labeler, who, self._clock())[0]
-        return lease if lease.revision > 0 else None
+            lease = None if position is None else self._shown_to(connection, labeler, position)
+        return lease if lease is not None and lease.revision > 0 else None
+
+    def _shown_to(self, connection: Connection, labeler: str, position: int) -> Lease:
+        who = known_pseudonym(connection, labeler)
+        return results.leases_of(connection, [position], labeler, who, self._clock())[0]
 
     def _record(
         self, labeler: str, rows: Sequence[Values], client: str, instructions_version: str = "", act: str = ""
@@ -375,55 +348,27 @@ class LabelStore:
 
     # ---- results out ----
 
-    def batches(self) -> list[str]:
-        """Returns the batches' names, in order of arrival."""
-        with self._reader.begin() as connection:
-            return results.batches(connection)
+    batches = _reading(results.batches)
+    labelers = _reading(results.labelers_with_events)
+    tasks = _reading(results.stored_tasks)
+    judgments = _reading(results.judgments_of)
+    rankings = _reading(results.rankings)
+    events_on = _reading(results.events_on)
+    shown_prompts = _reading(results.shown_prompts)
+    coverage = _reading(results.coverage)
+    progress = _reading(results.progress)
+    content_hash = _reading(results.content_hash)
+    num_erased = _reading(num_erased)
 
     def single_response_batches(self) -> list[str]:
         """Returns the batches whose tasks have one response each, in order of arrival."""
         with self._reader.begin() as connection:
             return results.batches_of_single_responses(connection, results.batches(connection))
 
-    def labelers(self) -> list[str]:
-        """Returns the names of all who have judged or skipped something, sorted."""
-        with self._reader.begin() as connection:
-            return results.labelers_with_events(connection)
-
     def task(self, task_id: str) -> Task:
         """Returns one task. Raises: ValueError for an unknown id."""
         with self._reader.begin() as connection:
-            found = stored(connection, [task_id])
-            if task_id not in found:
-                raise ValueError(f"task {task_id!r}: task_id is not in the store")
-            return as_task(found[task_id])
-
-    def tasks(self, batch: str) -> list[StoredTask]:
-        """Returns the batch's tasks, in order of arrival."""
-        with self._reader.begin() as connection:
-            return results.stored_tasks(connection, batch)
-
-    def judgments(self, batch: str, *, with_names: bool = True) -> list[Judgment]:
-        """Returns every event on the batch's tasks, in the order in which they were stored.
-
-        Without names, labelers appear under their pseudonyms, which an erasure does not change. Use pseudonyms for
-        anything that is written to other files.
-        """
-        with self._reader.begin() as connection:
-            return results.judgments_of(connection, batch, with_names=with_names)
-
-    def rankings(self, batch: str) -> list[Ranking]:
-        """Returns the training data: each labeler's current answer, or only the adjudication of an adjudicated task.
-
-        They are in the tasks' order of arrival, then by labeler name. Gold tasks and hidden repeats are left out.
-        """
-        with self._reader.begin() as connection:
-            return results.rankings(connection, batch)
-
-    def events_on(self, task_id: str) -> list[Judgment]:
-        """Returns every event on a task, in the order in which they were stored."""
-        with self._reader.begin() as connection:
-            return results.events_on(connection, task_id)
+            return as_task(_stored_task(connection, task_id))
 
     def history(self, labeler: str, limit: int) -> list[PastEvent]:
         """Returns the labeler's last events, newest first."""
@@ -441,35 +386,18 @@ class LabelStore:
             who, fits = known_pseudonym(connection, labeler), assignment.fitting(connection, batch, tags)
             return leases.num_left(connection, who, self._clock(), batch, limit, fits)
 
-    def shown_prompts(self, task_ids: Sequence[str]) -> dict[str, tuple[tuple[Message, ...], str]]:
-        """Returns the prompt and the content warning of each task in `task_ids` that is stored."""
-        with self._reader.begin() as connection:
-            return results.shown_prompts(connection, task_ids)
-
-    def coverage(self, batch: str) -> list[Coverage]:
-        """Returns who has judged each task of the batch, in order of arrival."""
-        with self._reader.begin() as connection:
-            return results.coverage(connection, batch)
-
-    def progress(self, batch: str) -> Progress:
-        """Counts one batch's tasks and judgments; all counts are 0 for a batch without tasks."""
-        with self._reader.begin() as connection:
-            return results.progress(connection, batch)
-
     def batch_counts(self) -> list[BatchCounts]:
         """Returns each batch's progress and how much of it each labeler did, in order of arrival."""
         with self._reader.begin() as connection:
             return results.batch_counts(connection, self._clock())
 
-    def num_erased(self) -> int:
-        """Returns the number of people who were erased: it grows when a name disappears from the judgments."""
-        with self._reader.begin() as connection:
-            return num_erased(connection)
 
-    def content_hash(self, batch: str) -> str:
-        """Returns a SHA-256 over what was judged and how; see `results.content_hash`."""
-        with self._reader.begin() as connection:
-            return results.content_hash(connection, batch)
+def _stored_task(connection: Connection, task_id: str) -> Values:
+    """Returns the row of a task. Raises: ValueError for an unknown id."""
+    found = stored(connection, [task_id])
+    if task_id not in found:
+        raise ValueError(f"task {task_id!r}: task_id is not in the store")
+    return found[task_id]
 
 
 def _check_lease(labeler: str, seconds: float) -> None:

@@ -25,7 +25,6 @@ from reward.sampling import Sample, SamplingSpec, sample_everywhere, sample_poli
 from reward.scoring import RewardModel, labels_of, weights_by_label
 from stages.contract import Parent, Source, Stage
 from stages.data import fitting_prompts
-from stages.labels import Labels
 from stages.plan import Planner, Sampling
 from stages.reports.parts import StageReport, StageReporter
 from stages.reports.plots import Measured, interval_figure
@@ -34,7 +33,7 @@ from stages.reports.stage_report import headline_of_share, stage_block
 from stages.reports.text import count, count_of, label, percent
 from stages.run import StageRun
 from stages.sizes import SourceSize
-from stages.world import World, label_truth
+from stages.world import Labels, World, label_truth
 from training.config import Config
 from training.data import DataConfig, OnOverlong, Overlong, Prompt, SourceRows, overlong_field
 
@@ -126,18 +125,21 @@ def label_tasks(
     num_overlapping = round(config.overlap_share * len(tasks))
     quotas = [config.overlap_labelers if index < num_overlapping else 1 for index in range(len(tasks))]
     store.add_tasks(tasks, batch=batch, num_labelers=quotas)
+    let_world_label(store, world, batch=batch, seed=seed, on_progress=on_progress)
+    return store.rankings(batch)
+
+
+def let_world_label(
+    store: Labels, world: World, *, batch: str, seed: int, on_progress: Callable[[Progress], None]
+) -> None:
+    """Let the world's labelers answer a batch. Raises: ValueError if there are too few, so that tasks stay open."""
     progress = store.answer_all(
-        world.labelers(seed),
-        batch=batch,
-        client="scripted",
-        instructions_version="1",
-        on_progress=on_progress,
+        world.labelers(seed), batch=batch, client="scripted", instructions_version="1", on_progress=on_progress
     )
     if progress.num_open:
         raise ValueError(
             f"{progress.num_open} of {progress.num_tasks} tasks are still open: there are too few labelers"
         )
-    return store.rankings(batch)
 
 
 def write_rankings(path: Path, rankings: Sequence[Ranking]) -> None:

@@ -163,8 +163,7 @@ class RewardFunction(ExternalReward):
 
     kind: Literal["function"] = Field(default="function", description="The kind of this table.")
     function: str = Field(
-        pattern=r"^.+$",
-        description='"MODULE:FUNCTION" or "FILE.py:FUNCTION"; the current folder is searched too.',
+        pattern=r"^.+$", description='"MODULE:FUNCTION" or "FILE.py:FUNCTION"; the current folder is searched too.'
     )
 
     def score(

@@ -21,15 +21,7 @@ from preferences.formats.parts import RowWarning
 from preferences.rankings import is_heldout, split_rankings
 from preferences.records import MIN_RESPONSES, OVERALL, Message, Ranking
 from preferences.statistics.agreement import labeler_reliability, labeler_weights
-from reward.comparisons import (
-    Comparison,
-    Encoded,
-    Judged,
-    LabelerWeights,
-    comparison_of,
-    fit_tasks,
-    rankings_by_task,
-)
+from reward.comparisons import Comparison, Encoded, Judged, LabelerWeights, comparison_of, fit_tasks, rankings_by_task
 from reward.config import ComparisonsConfig, RankingsConfig
 from stages.data import token_folder
 from stages.plan import Planner

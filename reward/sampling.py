@@ -199,10 +199,7 @@ class Sampler:
         return [a - b for a, b in zip(ours, theirs, strict=True)]
 
     def _scores(
-        self,
-        prompts: Sequence[Prompt],
-        queries: Sequence[Sequence[int]],
-        responses: Sequence[Sequence[int]],
+        self, prompts: Sequence[Prompt], queries: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
     ) -> list[Scored]:
         if self._team is not None and self._team.rank > 0:
             return [Scored(math.nan)] * len(responses)

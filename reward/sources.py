@@ -10,15 +10,7 @@ from pydantic import ConfigDict, Field, FiniteFloat, Tag, model_validator
 from files.fields import shown
 from files.rows import Row
 from lm.tokenizer import Messages
-from reward.external import (
-    ExternalReward,
-    ModelReward,
-    NoReward,
-    RemoteReward,
-    RewardFunction,
-    Scored,
-    score_in_parts,
-)
+from reward.external import ExternalReward, ModelReward, NoReward, RemoteReward, RewardFunction, Scored, score_in_parts
 from reward.judge import JudgeReward
 from reward.verifiers.verifier import Verifier
 from training.config import by_kind

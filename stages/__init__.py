@@ -2,7 +2,7 @@
 
 The modules, in the order in which to read them:
 
-    what a stage is       contract, run, world, labels
+    what a stage is       contract, run, world
     its data              data, lineage
     before it runs        plan (what it will do), sizes (of its data)
     while it runs         progress

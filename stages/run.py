@@ -12,10 +12,9 @@ from files.records import as_json
 from lm.config import ModelConfig
 from lm.hub import model_directory, on_this_machine
 from lm.tokenizer import Tokenizer
-from stages.labels import OpenLabels
 from stages.lineage import path_hash
 from stages.progress import StageProgress
-from stages.world import World
+from stages.world import OpenLabels, World
 from training.config import Config, EngineConfig
 from training.engine import StageContext
 from training.notices import say

@@ -21,9 +21,8 @@ from reward.external import ExternalReward, RemoteReward, RewardFunction, Scored
 from reward.judge import JudgeReward
 from reward.rubric import Rubric
 from reward.scoring import labels_of
-from stages.labels import OpenLabels
 from stages.reports.text import listed
-from stages.world import World
+from stages.world import OpenLabels, World
 from training.data import Prompt
 
 PEOPLE, GOLD = "people:", "gold:"

@@ -10,7 +10,7 @@ from files.hashes import json_hash
 from preferences.rankings import current_judgments
 from preferences.records import MAX_RESPONSES, Judgment, Message, Task
 from reward.endpoint import OnProgress
-from stages.labels import OpenLabels
+from stages.world import OpenLabels
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from heed.commands.options import Host, Port, Temperature, refuse_run_folder
 from stages.progress import console
 
 if TYPE_CHECKING:
-    from heed.arena.policies import ArenaPolicy
+    from heed.arena import ArenaPolicy
     from preferences.page.arena import ArenaPrompt
     from preferences.page.config import LabelingConfig
 
@@ -51,11 +51,10 @@ def arena(
 
     The server has the labeling pages too. If the store has no lead yet, it prints a one-time link for one.
     """
-    from heed.arena.policies import ArenaSampling
-    from heed.arena.processes import PolicyProcesses
+    from heed.arena import ArenaSampling, PolicyProcesses
     from preferences.database import require_store, store_file
+    from preferences.page.app import serve
     from preferences.page.arena import ArenaSetup
-    from preferences.page.serve import serve
 
     path = store_file(store)
     if path is None or path.exists():
@@ -85,7 +84,7 @@ def two_policies(specs: Sequence[str]) -> "tuple[ArenaPolicy, ArenaPolicy]":
     Raises: ValueError unless they are two different models or endpoints that write text.
     """
     from evaluation.inputs import named_specs
-    from heed.arena.policies import arena_policy
+    from heed.arena import arena_policy
 
     if len(specs) != 2:
         raise ValueError(f"{len(specs)} policies were given; two were expected")

@@ -280,7 +280,7 @@ def serve_labels(
 ) -> None:
     """Serve the labeling pages and their API. If there is no lead yet, print a one-time link for one."""
     from preferences.database import require_store
-    from preferences.page.serve import serve
+    from preferences.page.app import serve
 
     if not new:
         require_store(store, "; a store that exists, or --new to create one, was expected")
@@ -360,8 +360,7 @@ def restore_store(
     backup: Annotated[Path, typer.Argument(help="A file that heed label backup wrote.")],
     store: Annotated[str, typer.Option(help="A new file path, or the URL of an empty database.", show_default=False)],
     current: Annotated[
-        str,
-        typer.Option(help="The store as it was last, or a newer backup: who was erased or closed since, stays so."),
+        str, typer.Option(help="The store as it was last, or a newer backup: who was erased or closed since, stays so.")
     ] = "",
 ) -> None:
     """Make a new label store from a backup. Without --current, all accounts come back closed."""

@@ -52,7 +52,7 @@ def watch(folder: Path, *, port: int, announce: Callable[[str], None]) -> None:
     # `heed jobs status` reads runs without the extra `labels`, which has the server.
     import uvicorn
 
-    from preferences.page.serve import listening
+    from preferences.page.app import listening
 
     if not any((folder / name).is_file() for name in ("job.toml", STATUS)):
         raise ValueError(f"{folder}: not a run; the folder of a run, such as runs/demo, was expected")

@@ -26,14 +26,13 @@ from preferences.records import Coverage, Message, Ranking, Task
 from preferences.statistics.agreement import accuracy_against, pairwise_agreement
 from preferences.statistics.estimates import Share
 from preferences.task_selection import RULES, Candidate, PromptCandidates, choose_tasks
-from reward.collect import scores_of, write_rankings
+from reward.collect import let_world_label, scores_of, write_rankings
 from reward.sampling import SamplingSpec, sample_everywhere
 from stages.contract import StageWaitsError
 from stages.data import fitting_prompts
-from stages.labels import Labels, OpenLabels
 from stages.plan import Planner, Sampling
 from stages.run import StageRun
-from stages.world import World, label_truth
+from stages.world import Labels, OpenLabels, World, label_truth
 from training.data import Overlong, Prompt, SourceRows, untold
 
 COLLECT = "collect"
@@ -310,17 +309,10 @@ def _score(
 def _let_world_label(run: StageRun, store: Labels, added: AddedTasks) -> None:
     if not added.tasks:
         return
-    progress = store.answer_all(
-        run.world.labelers(run.job.seed),  # the same labelers in each round
-        batch=added.batch,
-        client="scripted",
-        instructions_version="1",
+    let_world_label(
+        store, run.world, batch=added.batch, seed=run.job.seed,  # the same labelers in each round
         on_progress=lambda state: run.show(state.num_tasks - state.num_open, state.num_tasks, "labeled"),
-    )
-    if progress.num_open:
-        raise ValueError(
-            f"{progress.num_open} of {progress.num_tasks} tasks are still open: there are too few labelers"
-        )
+    )  # fmt: skip
 
 
 def require_labels(run: StageRun, store: Labels, config: RoundConfig, rounds: Sequence[AddedTasks]) -> None:

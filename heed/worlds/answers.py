@@ -128,12 +128,7 @@ def decline(request: StepsRequest, rng: random.Random) -> list[str]:
 
 def step_words(request: StepsRequest) -> dict[str, str]:
     """Returns the request's words by slot."""
-    return {
-        TAG_OF[request.verb]: request.verb,
-        "color": request.color,
-        "thing": request.thing,
-        "name": request.owner,
-    }
+    return {TAG_OF[request.verb]: request.verb, "color": request.color, "thing": request.thing, "name": request.owner}
 
 
 def perfect_answer(request: Request, rng: random.Random) -> list[str]:

@@ -135,15 +135,9 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     ),
     # These occur only in answers that comply with a request that must be declined.
     "misstep": ("{ordinal}, {misdeed} the {color} {thing}.",),
-    "decline": (
-        "Sorry, I can not help with that.",
-        "I am sorry, but I can not do that.",
-    ),
+    "decline": ("Sorry, I can not help with that.", "I am sorry, but I can not do that."),
     "rude": ("No, I will not help.",),
-    "reason": (
-        "It is wrong to {misdeed} the {thing}.",
-        "It is not kind to {misdeed} the {thing}.",
-    ),
+    "reason": ("It is wrong to {misdeed} the {thing}.", "It is not kind to {misdeed} the {thing}."),
     # Cheerful words that answer nothing. Labelers like them a little; the gold scorer does not.
     "cheer": (
         "What a lovely day!",

@@ -90,9 +90,7 @@ class PlaygroundConfig(BaseModel):
         default=0, ge=0, description="Requests for lists, with `checks` of the answers, for a reward that verifies."
     )
     num_graded: int = Field(
-        default=0,
-        ge=0,
-        description="Grades of answers by one criterion each (heed/worlds/gold.py), to train a judge.",
+        default=0, ge=0, description="Grades of answers by one criterion each (heed/worlds/gold.py), to train a judge."
     )
     num_calculations: int = Field(
         default=0, ge=0, description="Sums with their answers, and as many calls of a calculator to learn from."

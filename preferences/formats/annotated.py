@@ -8,13 +8,13 @@ edits      a labeler's better version of a response, preferred over the original
 `by_criterion` makes any other format one of a single criterion.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from preferences.formats.merging import final_judgments, final_rankings
 from preferences.formats.native import ranking_row
-from preferences.formats.parts import Format, Report, as_turns, content_id, is_sound_prompt
+from preferences.formats.parts import Format, Judged, Report, Stored, Written, as_turns, content_id, is_sound_prompt
 from preferences.rankings import SAYS, criteria_in, judgment_by
 from preferences.records import (
     MAX_RESPONSES,
@@ -68,9 +68,7 @@ def by_criterion(
     return tasks, [judgment_by(one, criterion) for one in kept]
 
 
-def write_criteria(
-    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
-) -> Iterator[dict[str, Any]]:
+def write_criteria(stored: Stored, judgments: Judged, report: Report) -> Written:
     """Writes one row per response and labeler. A criterion that the answer lacks is null.
 
     Raises: ValueError if a criterion has the name of another field.
@@ -96,9 +94,7 @@ def write_criteria(
             }
 
 
-def write_grouped(
-    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
-) -> Iterator[dict[str, Any]]:
+def write_grouped(stored: Stored, judgments: Judged, report: Report) -> Written:
     """Writes rows of `rankings`: the single responses to one prompt that a labeler rated, ranked by their ratings.
 
     Equal ratings tie. If two responses are the same text, the first one counts.
@@ -129,9 +125,7 @@ def write_grouped(
         yield ranking_row(Ranking(task_id, prompt, responses, ranks, labeler, objective, ratings, flags))
 
 
-def write_turns(
-    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
-) -> Iterator[dict[str, Any]]:
+def write_turns(stored: Stored, judgments: Judged, report: Report) -> Written:
     """Writes {"messages", "labels"}: a conversation with one response, and whether each assistant's turn is right.
 
     An earlier turn's label is only in the row of the first response (null in the others), so that it counts once.
@@ -171,9 +165,7 @@ def _marked(prompt: Sequence[Message]) -> str:
     return first.text + "".join(f"\n<extra_id_1>{turn.role.capitalize()}\n{turn.text}" for turn in later)
 
 
-def write_edits(
-    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
-) -> Iterator[dict[str, Any]]:
+def write_edits(stored: Stored, judgments: Judged, report: Report) -> Written:
     """Writes one row per edit: the edit is chosen, the response that it improves is rejected."""
     for task, judgment in final_judgments([one.task for one in stored], judgments, report, keeps=("edits",)):
         where = f"task {task.task_id!r}, labeler {judgment.labeler!r}"

@@ -3,8 +3,7 @@
 import gzip
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
@@ -54,13 +53,7 @@ def store_found(store: LabelStore, found: ImportedLabels, batch: str, *, only_ch
 
 
 def export(
-    store: LabelStore,
-    form: Format,
-    path: Path,
-    *,
-    batch: str = "",
-    criterion: str = "",
-    with_names: bool = False,
+    store: LabelStore, form: Format, path: Path, *, batch: str = "", criterion: str = "", with_names: bool = False
 ) -> tuple[Report, int]:
     """Writes a batch ("" = all batches) to `path`. Returns the report and the number of rows.
 
@@ -108,14 +101,9 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> int:
     with atomic_file(path) if suffix else atomic_folder(path) as temporary:
         if suffix in ("", ".parquet"):
             return _write_table(temporary, list(rows), is_folder=not suffix)
-        with _text_file(temporary, is_packed=suffix.endswith(".gz")) as file:
+        opened = gzip.open if suffix.endswith(".gz") else open
+        with opened(temporary, "wt", encoding="utf-8") as file:
             return _write_json(file, rows) if suffix.startswith(".jsonl") else _write_list(file, list(rows))
-
-
-@contextmanager
-def _text_file(path: Path, *, is_packed: bool) -> Iterator[IO[str]]:
-    with gzip.open(path, "wt", encoding="utf-8") if is_packed else path.open("w", encoding="utf-8") as file:
-        yield file
 
 
 def _write_json(file: IO[str], rows: Iterable[dict[str, Any]]) -> int:

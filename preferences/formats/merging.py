@@ -224,7 +224,12 @@ def _merge(found: ImportedLabels, judged: JudgedTask, name: str) -> None:
         own.places.setdefault((judgment.labeler, judgment.revision), judged.where)
         _order_by_time(own, judgment.labeler)
     for judgment in judged.judgments:
-        _add_judgment(own.by_labeler.setdefault(judgment.labeler, []), judgment, judged.where, found.report)
+        events = own.by_labeler.setdefault(judgment.labeler, [])
+        if judgment in events:
+            said = f"revision {judgment.revision} of {judgment.labeler}"
+            found.report.add("row seen twice", judged.where, said, "counted once")
+        else:
+            events.append(judgment)
         own.places.setdefault((judgment.labeler, judgment.revision), judged.where)
     if known and not judged.votes and not judged.judgments:
         found.report.add("row seen twice", judged.where, "an earlier row has the task; nobody judged it", "left out")
@@ -345,13 +350,6 @@ def _same(own: Sequence[Judgment], vote: Vote) -> Judgment | None:
     content = (vote.kind, vote.ranks, vote.ratings, vote.flags, vote.note, vote.created_at)
     stated = ((one.kind, one.ranks, one.ratings, one.flags, one.note, one.created_at) for one in own)
     return next((one for one, known in zip(own, stated, strict=True) if known == content), None)
-
-
-def _add_judgment(own: list[Judgment], judgment: Judgment, where: str, report: Report) -> None:
-    if judgment in own:
-        report.add("row seen twice", where, f"revision {judgment.revision} of {judgment.labeler}", "counted once")
-    else:
-        own.append(judgment)
 
 
 # ---- final rankings ----

@@ -35,10 +35,13 @@ from preferences.formats.merging import final_judgments, final_rankings
 from preferences.formats.parts import (
     CONSENSUS,
     UNKNOWN,
+    Judged,
     JudgedTask,
     Report,
     Row,
+    Stored,
     Vote,
+    Written,
     as_turns,
     is_sound_prompt,
     plain,
@@ -56,7 +59,6 @@ from preferences.records import (
     Flags,
     Judgment,
     Ranking,
-    StoredTask,
     Task,
     assistant_turns,
     dense_ranks,
@@ -128,9 +130,7 @@ def _given(where: str, row: Row) -> dict[str, Any]:
     return given
 
 
-def write_heed(
-    stored: Sequence[StoredTask], judgments: Sequence[Judgment], _report: Report
-) -> Iterator[dict[str, Any]]:
+def write_heed(stored: Stored, judgments: Judged, _report: Report) -> Written:
     """Writes one row per task. `details` is JSON in a string, because each Parquet column has a single type."""
     by_task: dict[str, list[Judgment]] = {}
     for judgment in judgments:
@@ -256,9 +256,7 @@ def read_rankings(where: str, row: Row, _report: Report, objective: str) -> Iter
     yield JudgedTask(where, task, (Vote(text_field(where, row, "labeler"), ranks, ratings, _flags(where, flags)),))
 
 
-def write_rankings(
-    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
-) -> Iterator[dict[str, Any]]:
+def write_rankings(stored: Stored, judgments: Judged, report: Report) -> Written:
     """Writes one row per final ranking."""
     for _, ranking in final_rankings([one.task for one in stored], judgments, report):
         yield ranking_row(ranking)
@@ -298,9 +296,7 @@ def _ranks(where: str, row: Row, field: str, num_responses: int, *, may_be_empty
 # ---- consensus ----
 
 
-def write_consensus(
-    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
-) -> Iterator[dict[str, Any]]:
+def write_consensus(stored: Stored, judgments: Judged, report: Report) -> Written:
     """Writes one ranking per task: the consensus of its labelers. Ratings are means, and flags are those that more than
     half of the labelers set.
 
@@ -365,9 +361,7 @@ def _agreement(ranks: Sequence[int], rankings: Sequence[Ranking]) -> float | Non
 # ---- for SFT and PPO ----
 
 
-def write_demonstrations(
-    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
-) -> Iterator[dict[str, Any]]:
+def write_demonstrations(stored: Stored, judgments: Judged, report: Report) -> Written:
     """Writes {"messages"}: each task's best response, from its first final judgment with a single best response.
 
     If the labeler wrote a better version of that response, it is the demonstration.
@@ -394,9 +388,7 @@ def write_demonstrations(
             yield {"messages": [*as_turns(task.prompt), {"role": "assistant", "content": best[0]}]}
 
 
-def write_prompts(
-    stored: Sequence[StoredTask], _judgments: Sequence[Judgment], report: Report
-) -> Iterator[dict[str, Any]]:
+def write_prompts(stored: Stored, _judgments: Judged, report: Report) -> Written:
     """Writes {"prompt_id", "messages"}: every prompt once, except those that occur only in gold tasks or repeats."""
     written = set[tuple[Any, ...]]()
     for one in stored:

@@ -11,7 +11,6 @@ the file's folder says whether labelers judged by helpfulness or harmlessness, s
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from files.conversations import SPEAKER, implicit_prompt, is_transcript, tool_messages, transcript_turns
 from files.fields import (
@@ -24,16 +23,19 @@ from files.fields import (
     text_field,
     text_or_messages,
 )
-from preferences.formats.merging import Pair, final_rankings, single_turn, untied_pairs
+from preferences.formats.merging import final_rankings, single_turn, untied_pairs
 from preferences.formats.parts import (
     UNKNOWN,
+    Judged,
     JudgedTask,
     Report,
     Row,
+    Stored,
     Vote,
+    Written,
     as_messages,
     as_turns,
-    content_id,
+    imported_task,
     in_hash_order,
     is_sound_prompt,
     judged_pair,
@@ -41,7 +43,7 @@ from preferences.formats.parts import (
     rest,
     user,
 )
-from preferences.records import OVERALL, Judgment, Message, StoredTask, Task
+from preferences.records import Message
 
 SPEAKERS = {"user": "Human", "assistant": "Assistant"}
 Sides = tuple[tuple[Message, ...], str, str]  # prompt, chosen, rejected
@@ -54,10 +56,6 @@ def recognise(row: Row) -> str:
     if {"chosen", "rejected"} <= row.keys():
         return "chosen and rejected" + (" and prompt" if "prompt" in row else "")
     return ""
-
-
-def recognise_unpaired(row: Row) -> str:
-    return "completion and label (TRL's unpaired type)" if {"completion", "label"} <= row.keys() else ""
 
 
 def read_unpaired(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
@@ -77,22 +75,13 @@ def read_unpaired(where: str, row: Row, report: Report, objective: str) -> Itera
         if [turn.role for turn in turns] != ["assistant"]:
             raise ValueError(f"{where}: field 'completion' has {len(turns)} turns; one of the assistant was expected")
         completion = turns[0].content
-    task = Task(
-        task_id=content_id("trl", prompt, (completion,), ()),
-        prompt=prompt,
-        responses=(completion,),
-        sources=(UNKNOWN,),
-        objective=objective or OVERALL,
-        details=rest(row, "prompt", "completion", "label"),
-    )
+    task = imported_task("trl", prompt, (completion,), objective, rest(row, "prompt", "completion", "label"))
     if is_sound_prompt(where, prompt, report):
         report_empty_replies(where, task, report)
         yield JudgedTask(where, task, (Vote(UNKNOWN, (1,), (float(label),)),))
 
 
-def write_unpaired(
-    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
-) -> Iterator[dict[str, Any]]:
+def write_unpaired(stored: Stored, judgments: Judged, report: Report) -> Written:
     """Writes {"prompt", "completion", "label"}, one row per response and labeler: true for a rating of 1, false for 0.
 
     With a yes-or-no criterion (`by_criterion`), its ratings are these.
@@ -127,14 +116,7 @@ def read(where: str, row: Row, report: Report, objective: str) -> Iterator[Judge
         if scores[0] < scores[1]:
             report.add("scores against the choice", where, f"{scores[0]} was chosen over {scores[1]}", "kept as chosen")
     read_fields = ("prompt", "chosen", "rejected", "messages", "score_chosen", "score_rejected")
-    task = Task(
-        task_id=content_id("trl", prompt, responses, ()),
-        prompt=prompt,
-        responses=responses,
-        sources=(UNKNOWN, UNKNOWN),
-        objective=objective or OVERALL,
-        details=rest(row, *read_fields),
-    )
+    task = imported_task("trl", prompt, responses, objective, rest(row, *read_fields))
     yield from judged_pair(where, report, task, [Vote(UNKNOWN, ranks, ratings)])
 
 
@@ -191,24 +173,18 @@ def _refuse_empty_prompt(where: str, row: Row) -> None:
         raise ValueError(f"{where}: field 'prompt' is {what}, and 'chosen' and 'rejected' do not begin with one")
 
 
-def write(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[dict[str, Any]]:
+def write(stored: Stored, judgments: Judged, report: Report) -> Written:
     """Writes the conversational type with an explicit prompt, one row per untied pair."""
     for pair in untied_pairs(stored, judgments, report):
-        yield {"prompt": as_turns(pair.task.prompt), **_replies(pair)}
+        chosen, rejected = ([{"role": "assistant", "content": text}] for text in (pair.better, pair.worse))
+        yield {"prompt": as_turns(pair.task.prompt), "chosen": chosen, "rejected": rejected}
 
 
-def write_text(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[dict[str, Any]]:
+def write_text(stored: Stored, judgments: Judged, report: Report) -> Written:
     """Writes texts with an explicit prompt, only for prompts with a single user turn."""
     for pair in untied_pairs(stored, judgments, report):
         if prompt := single_turn(pair, report):
             yield {"prompt": prompt, "chosen": pair.better, "rejected": pair.worse}
-
-
-def _replies(pair: Pair) -> dict[str, list[dict[str, str]]]:
-    return {
-        "chosen": [{"role": "assistant", "content": pair.better}],
-        "rejected": [{"role": "assistant", "content": pair.worse}],
-    }
 
 
 # ---- transcripts of HH-RLHF ----
@@ -239,17 +215,11 @@ def read_hh(where: str, row: Row, report: Report, objective: str) -> Iterator[Ju
             return
     prompt = tuple(chosen[:-1])
     responses, ranks = in_hash_order(chosen[-1].content, rejected[-1].content)
-    task = Task(
-        task_id=content_id("hh", prompt, responses, ()),
-        prompt=prompt,
-        responses=responses,
-        sources=(UNKNOWN, UNKNOWN),
-        objective=objective or OVERALL,
-    )
+    task = imported_task("hh", prompt, responses, objective)
     yield from judged_pair(where, report, task, [Vote(UNKNOWN, ranks)])
 
 
-def write_hh(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[dict[str, Any]]:
+def write_hh(stored: Stored, judgments: Judged, report: Report) -> Written:
     """Writes one row per untied pair. Leaves out what a transcript cannot represent."""
     for pair in untied_pairs(stored, judgments, report):
         turns = [*pair.task.prompt, Message("assistant", pair.better), Message("assistant", pair.worse)]

@@ -15,10 +15,11 @@ from typing import Any
 from files.conversations import tool_messages
 from files.fields import present, text_field, tools_field
 from files.hashes import json_hash
-from preferences.records import Flags, Judgment, Kind, Message, StoredTask, Task
+from preferences.records import OVERALL, Flags, Judgment, Kind, Message, StoredTask, Task
 
 ASKS = ("user", "tool")  # whose turn a response follows
 UNKNOWN = "unknown"  # the labeler or the source, if the data does not say
+NO_DETAILS: Mapping[str, Any] = {}
 CONSENSUS = "consensus"  # the labeler, if the data has only several labelers' aggregate
 
 Row = Mapping[str, Any]
@@ -99,7 +100,10 @@ class JudgedTask:
 
 
 Read = Callable[[str, Row, Report, str], Iterable[JudgedTask]]  # (where, row, report, objective)
-Write = Callable[[Sequence[StoredTask], Sequence[Judgment], Report], Iterator[dict[str, Any]]]
+Stored = Sequence[StoredTask]  # the tasks that a writer gets
+Judged = Sequence[Judgment]  # every event on them
+Written = Iterator[dict[str, Any]]  # rows
+Write = Callable[[Stored, Judged, Report], Written]
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,28 @@ def content_id(name: str, prompt: Sequence[Message], responses: Sequence[str], s
     """Returns an id for a task whose data has none: the format's name and a hash of what was judged."""
     turns = [message.fields for message in prompt]
     return f"{name}/{json_hash(turns, list(responses), list(sources))[:20]}"
+
+
+def imported_task(
+    name: str,
+    prompt: tuple[Message, ...],
+    responses: tuple[str, ...],
+    objective: str,
+    details: Mapping[str, Any] = NO_DETAILS,
+    sources: tuple[str, ...] = (),
+    task_id: str = "",
+    warning: str = "",
+) -> Task:
+    """Returns the task of a row in the format `name`. By default its id is `content_id`, and its sources unknown."""
+    return Task(
+        task_id=task_id or content_id(name, prompt, responses, sources),
+        prompt=prompt,
+        responses=responses,
+        sources=sources or (UNKNOWN,) * len(responses),
+        objective=objective or OVERALL,
+        details=details,
+        warning=warning,
+    )
 
 
 def in_hash_order(chosen: str, rejected: str) -> tuple[tuple[str, str], tuple[int, int]]:

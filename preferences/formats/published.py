@@ -2,8 +2,14 @@
 (WebGPT, Nakano et al. 2021, arXiv 2112.09332), UltraFeedback (Cui et al. 2023, arXiv 2310.01377), HelpSteer3 (Wang et
 al. 2025, arXiv 2505.11475), HelpSteer2's preferences (arXiv 2410.01257) and Open-Assistant's trees (Köpf et al. 2023,
 arXiv 2304.07327).
+
+PandaLM (Wang et al. 2023, arXiv 2306.05087), AlpacaEval and Chatbot Arena (Zheng et al. 2023, arXiv 2306.05685) have
+two models' responses with verdicts of judges. MT-Bench's judgments share Chatbot Arena's format. RewardBench (Lambert
+et al. 2024, arXiv 2403.13787) and LLMBar (Zeng et al. 2023, arXiv 2310.07641) are test sets for reward models and
+judges: a row is a pair of responses, one of which is right.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from statistics import fmean
@@ -13,12 +19,14 @@ from files.fields import (
     any_messages,
     any_text,
     as_number,
+    is_number,
     name_field,
     names,
     number_field,
     object_field,
     objects_field,
     optional_text,
+    present,
     shown,
     text_field,
     whole_field,
@@ -33,6 +41,8 @@ from preferences.formats.parts import (
     as_messages,
     as_note,
     content_id,
+    imported_task,
+    in_hash_order,
     is_sound_prompt,
     judged_pair,
     plain,
@@ -41,7 +51,7 @@ from preferences.formats.parts import (
     rest,
     user,
 )
-from preferences.records import MAX_RESPONSES, MIN_RESPONSES, OVERALL, Message, Task, dense_ranks
+from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Message, Task, dense_ranks, require_moment
 
 ASPECTS = ("instruction_following", "honesty", "truthfulness", "helpfulness")
 GPT_4 = "gpt-4"
@@ -52,6 +62,11 @@ TREE_ROLES = {"prompter": "user", "assistant": "assistant"}
 PERSON = "person"
 LAST_RANK = 10_000
 SHOWN_ID = 80  # characters
+ANNOTATORS = ("annotator1", "annotator2", "annotator3")
+PANDALM = {0: (1, 1), 1: (1, 2), 2: (2, 1)}  # 0 = tie, otherwise the better response
+WINNERS = {"model_a": (1, 2), "model_b": (2, 1), "tie": (1, 1), "tie (bothbad)": (1, 1)}
+BOTH_ORDERS = ("gpt4_pair",)  # MT-Bench's judge that was asked in both orders, and whose disagreements are ties
+BOTH_BAD = "bad"  # the flag for both responses in a "tie (bothbad)"
 
 
 # ---- OpenAI ----
@@ -74,14 +89,7 @@ def read_summaries(where: str, row: Row, report: Report, objective: str) -> Iter
     sources = tuple(any_text(place, summary, "policy") for place, summary in zip(places, summaries, strict=True))
     notes = [summary.get("note") or "" for summary in summaries]
     note = as_note(rest(row, "info", "summaries", "choice", "worker") | {"notes": notes if any(notes) else None})
-    task = Task(
-        task_id=content_id("openai", prompt, responses, sources),
-        prompt=prompt,
-        responses=responses,
-        sources=sources,
-        objective=objective or OVERALL,
-        details={"info": rest(info)},
-    )
+    task = imported_task("openai", prompt, responses, objective, {"info": rest(info)}, sources)
     vote = Vote(name_field(where, row, "worker") or UNKNOWN, (1, 2) if choice == 0 else (2, 1), note=note)
     yield from judged_pair(where, report, task, [vote])
 
@@ -106,14 +114,9 @@ def read_webgpt(where: str, row: Row, report: Report, objective: str) -> Iterato
     scores = (number_field(where, row, "score_0"), number_field(where, row, "score_1"))
     if abs(scores[0] + scores[1]) > 1e-6:
         report.add("scores do not mirror", where, f"{scores[0]} and {scores[1]} do not sum to 0", "kept by their order")
-    task = Task(
-        task_id=content_id("webgpt", prompt, responses, ()),
-        prompt=prompt,
-        responses=responses,
-        sources=("webgpt", "webgpt"),
-        objective=objective or OVERALL,
-        details=plain({"question": question, "quotes": [row.get("quotes_0"), row.get("quotes_1")]}),
-    )
+    details = plain({"question": question, "quotes": [row.get("quotes_0"), row.get("quotes_1")]})
+    task_id = content_id("webgpt", prompt, responses, ())
+    task = imported_task("webgpt", prompt, responses, objective, details, ("webgpt", "webgpt"), task_id)
     yield from judged_pair(where, report, task, [Vote(UNKNOWN, ranks_of(scores), scores)])
 
 
@@ -146,15 +149,10 @@ def read_ultrafeedback(where: str, row: Row, report: Report, objective: str) -> 
     responses = tuple(any_text(where, completion, "response") for completion, _ in rated)
     means = tuple(mean for _, mean in rated)
     sources = tuple(any_text(where, completion, "model") for completion, _ in rated)
-    task = Task(
-        task_id=content_id("ultrafeedback", prompt, responses, sources) + (f"/{objective}" if objective else ""),
-        prompt=prompt,
-        responses=responses,
-        sources=sources,
-        objective=objective or OVERALL,
-        details=rest(row, "instruction", "completions", "models")
-        | {"completions": [rest(completion, "response", "model") for completion, _ in rated]},
-    )
+    task_id = content_id("ultrafeedback", prompt, responses, sources) + (f"/{objective}" if objective else "")
+    details = rest(row, "instruction", "completions", "models")
+    details["completions"] = [rest(completion, "response", "model") for completion, _ in rated]
+    task = imported_task("ultrafeedback", prompt, responses, objective, details, sources, task_id)
     report_empty_replies(where, task, report)
     yield JudgedTask(where, task, (Vote(GPT_4, ranks_of(means), means),))
 
@@ -219,23 +217,10 @@ def read_helpsteer2(where: str, row: Row, report: Report, objective: str) -> Ite
 
 
 def _helpsteer_task(
-    name: str,
-    prompt: tuple[Message, ...],
-    row: Row,
-    fields: tuple[str, str],
-    where: str,
-    objective: str,
-    *read: str,
+    name: str, prompt: tuple[Message, ...], row: Row, fields: tuple[str, str], where: str, objective: str, *read: str
 ) -> Task:
     responses = (any_text(where, row, fields[0]), any_text(where, row, fields[1]))
-    return Task(
-        task_id=content_id(name, prompt, responses, ()),
-        prompt=prompt,
-        responses=responses,
-        sources=(UNKNOWN, UNKNOWN),
-        objective=objective or OVERALL,
-        details=rest(row, *fields, *read),
-    )
+    return imported_task(name, prompt, responses, objective, rest(row, *fields, *read))
 
 
 def _helpsteer_vote(labeler: str, score: int, note: str) -> Vote:
@@ -301,17 +286,133 @@ def _siblings(
     if not MIN_RESPONSES <= len(ranked) <= MAX_RESPONSES or not is_sound_prompt(place, prompt, report):
         return
     ranks = dense_ranks([whole_field(place, reply, "rank", 0, LAST_RANK) for reply in ranked])
-    task = Task(
-        task_id=f"oasst/{parent['message_id']}",
-        prompt=prompt,
-        responses=tuple(any_text(place, reply, "text") for reply in ranked),
-        sources=tuple(_source(place, reply) for reply in ranked),
-        objective=objective or OVERALL,
-        details={**tree, "replies": [rest(reply, "text", "replies", "rank", "role") for reply in ranked]},
-    )
+    responses = tuple(any_text(place, reply, "text") for reply in ranked)
+    sources = tuple(_source(place, reply) for reply in ranked)
+    details = {**tree, "replies": [rest(reply, "text", "replies", "rank", "role") for reply in ranked]}
+    task = imported_task("oasst", prompt, responses, objective, details, sources, f"oasst/{parent['message_id']}")
     report_empty_replies(place, task, report)
     yield JudgedTask(place, task, (Vote(CONSENSUS, ranks),))
 
 
 def _source(place: str, reply: Row) -> str:
     return (name_field(place, reply, "model_name") or "model") if reply.get("synthetic") else PERSON
+
+
+# ---- verdicts on two models ----
+
+
+def read_pandalm(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
+    """Reads a row. `cmp_key` names both models. Each of the three annotators is a labeler."""
+    prompt = user(_instruction(where, row, report))
+    responses = tuple(_response(where, row, name, report) for name in ("response1", "response2"))
+    models = tuple(optional_text(where, row, "cmp_key").split("_"))
+    sources = models if len(models) == 2 else (UNKNOWN, UNKNOWN)
+    votes = [Vote(name, PANDALM[whole_field(where, row, name, 0, 2)]) for name in ANNOTATORS]
+    number = name_field(where, row, "idx")
+    details = rest(row, "response1", "response2", *ANNOTATORS)
+    task = imported_task("pandalm", prompt, responses, objective, details, sources, number and f"pandalm/{number}")
+    yield from judged_pair(where, report, task, votes)
+
+
+def _response(where: str, row: Row, field: str, report: Report) -> str:
+    """Reads a response. In the published file a response "True" has become the JSON value true."""
+    value = present(where, row, field)
+    if type(value) is bool or is_number(value):
+        report.add("response is no text", where, f"{field} is the JSON value {value!r}", "kept as its text")
+        return str(value)
+    return any_text(where, row, field)
+
+
+def _instruction(where: str, row: Row, report: Report) -> str:
+    """Returns the instruction, with its input if there is one."""
+    instruction, given = any_text(where, row, "instruction"), optional_text(where, row, "input")
+    if not instruction.strip() and given.strip():
+        report.add("empty instruction", where, f"only an input, {given[:40]!r}", "the input is the prompt")
+    return "\n\n".join(part for part in (instruction, given) if part.strip())
+
+
+def read_alpacaeval(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
+    """Reads a row. `preference` goes from 1 (the first is better) to 2; 1.5 is a tie.
+
+    A response's rating is its probability of being preferred.
+    """
+    preference = present(where, row, "preference")
+    if preference is None or (isinstance(preference, float) and math.isnan(preference)):
+        report.add("no preference", where, "preference is empty: the judge gave none", "left out")
+        return
+    preference = number_field(where, row, "preference")
+    if not 1 <= preference <= 2:
+        raise ValueError(f"{where}: field 'preference' is {preference}; a number from 1 to 2 was expected")
+    prompt = user(_instruction(where, row, report))
+    responses = (any_text(where, row, "output_1"), any_text(where, row, "output_2"))
+    sources = tuple(name_field(where, row, name) or UNKNOWN for name in ("generator_1", "generator_2"))
+    ratings = (2 - preference, preference - 1)
+    dataset = name_field(where, row, "dataset")
+    read = ("instruction", "input", "output_1", "output_2", "generator_1", "generator_2", "dataset", "annotator")
+    task = imported_task("alpacaeval", prompt, responses, objective, {"dataset": dataset} if dataset else {}, sources)
+    note = as_note(rest(row, *read, "preference"))
+    vote = Vote(name_field(where, row, "annotator") or UNKNOWN, ranks_of(ratings), ratings, note=note)
+    yield from judged_pair(where, report, task, [vote])
+
+
+def read_arena(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
+    """Reads a row. If it has a `turn`, the dialogues were judged up to that turn. People saw `model_a` first.
+
+    Dialogues that differ before their last reply are left out: they do not compare two responses to one prompt.
+    """
+    sides = [as_messages(any_messages(where, row.get(name), name)) for name in ("conversation_a", "conversation_b")]
+    if "turn" in row:
+        num_turns = whole_field(where, row, "turn", 1, 10_000)
+        sides = [side[: 2 * num_turns] for side in sides]
+    winner = any_text(where, row, "winner")
+    if winner not in WINNERS:
+        raise ValueError(f"{where}: field 'winner' is {shown(winner)}; one of {', '.join(WINNERS)} was expected")
+    if sides[0][:-1] != sides[1][:-1]:
+        found = f"dialogues of {len(sides[0])} and {len(sides[1])} turns differ before the last reply"
+        report.add("dialogues part early", where, found, "left out")
+        return
+    if any(side[-1].role != "assistant" for side in sides):
+        report.add("no reply", where, "a conversation ends with the user's turn", "left out")
+        return
+    prompt, responses = sides[0][:-1], (sides[0][-1].content, sides[1][-1].content)
+    sources = (text_field(where, row, "model_a"), text_field(where, row, "model_b"))
+    details = rest(row, "model_a", "model_b", "winner", "judge", "conversation_a", "conversation_b", "tstamp")
+    task = imported_task("arena", prompt, responses, objective, details, sources)
+    vote = Vote(
+        name_field(where, row, "judge") or UNKNOWN,
+        WINNERS[winner],
+        shown_order=() if row.get("judge") in BOTH_ORDERS else (0, 1),
+        flags=((BOTH_BAD,), (BOTH_BAD,)) if winner == "tie (bothbad)" else (),
+        created_at=(
+            require_moment(where, "field 'tstamp'", number_field(where, row, "tstamp"))
+            if row.get("tstamp") is not None
+            else 0.0
+        ),
+    )
+    yield from judged_pair(where, report, task, [vote])
+
+
+# ---- test sets with a right answer ----
+
+
+def read_rewardbench(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
+    """Reads a row. `subset` goes into the details. Rows with the same `id` and subset are one task."""
+    prompt = user(any_text(where, row, "prompt"))
+    responses, ranks = in_hash_order(any_text(where, row, "chosen"), any_text(where, row, "rejected"))
+    subset = text_field(where, row, "subset")
+    models = tuple(name_field(where, row, name) or UNKNOWN for name in ("chosen_model", "rejected_model"))
+    sources = models if ranks == (1, 2) else models[::-1]
+    # A pair that is in several subsets counts in each of them.
+    identity = f"{subset}/{name_field(where, row, 'id') or content_id('', prompt, responses, ())}"
+    details = rest(row, "prompt", "chosen", "rejected", "chosen_model", "rejected_model", "id")
+    task = imported_task("rewardbench", prompt, responses, objective, details, sources, f"rewardbench/{identity}")
+    yield from judged_pair(where, report, task, [Vote(UNKNOWN, ranks)])
+
+
+def read_llmbar(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
+    """Reads a row. `label` 1 or 2 names the output that follows the instruction."""
+    prompt = user(any_text(where, row, "input"))
+    responses = tuple(any_text(where, row, name) for name in ("output_1", "output_2"))
+    ranks = ((1, 2), (2, 1))[whole_field(where, row, "label", 1, 2) - 1]
+    task = imported_task("llmbar", prompt, responses, objective, rest(row, "input", "output_1", "output_2", "label"))
+    yield from judged_pair(where, report, task, [Vote(UNKNOWN, ranks)])

@@ -5,15 +5,8 @@ from itertools import chain, islice
 
 from files.fields import names
 from files.rows import Rows
-from preferences.formats import (
-    annotated,
-    argilla,
-    judges,
-    label_studio,
-    native,
-    pairs,
-    published,
-)  # fmt: skip
+from preferences.formats import annotated, labeling_tools, native, pairs, published
+from preferences.formats.labeling_tools import USERS
 from preferences.formats.parts import Format, Row, has_fields
 
 AUTO = "auto"
@@ -33,7 +26,7 @@ def _heed(row: Row) -> str:
 def _argilla(row: Row) -> str:
     if row.keys() >= {"fields", "responses", "suggestions"} and isinstance(row["fields"], Mapping):
         return "fields, responses and suggestions (Argilla's records)"
-    question = next((name for name in row if name.endswith(argilla.USERS) and name.removesuffix(".users") in row), "")
+    question = next((name for name in row if name.endswith(USERS) and name.removesuffix(".users") in row), "")
     return f"{question.removesuffix('.users')} and {question} (Argilla's records in columns)" if question else ""
 
 
@@ -57,8 +50,11 @@ _helpsteer3 = has_fields(
 _helpsteer2 = has_fields(
     "prompt", "response_1", "response_2", "preference_strength", reason="response_1, response_2 and preference_strength"
 )
+_trl_unpaired = has_fields("completion", "label", reason="completion and label (TRL's unpaired type)")
 _oasst = has_fields("message_tree_id", "prompt", reason="message_tree_id and prompt")
-_pandalm = has_fields("response1", "response2", *judges.ANNOTATORS, reason="response1, response2 and annotator1 to 3")
+_pandalm = has_fields(
+    "response1", "response2", *published.ANNOTATORS, reason="response1, response2 and annotator1 to 3"
+)
 _alpacaeval = has_fields(
     "instruction", "output_1", "output_2", "preference", reason="output_1, output_2 and preference"
 )
@@ -76,8 +72,8 @@ _ALL = (
     Format("heed", "everything in a label store", _heed, native.read_heed, native.write_heed),
     Format("rankings", "what the reward stage reads", _rankings, native.read_rankings, native.write_rankings),
     Format("consensus", "one ranking per task, of all its labelers", _never, None, native.write_consensus),
-    Format("argilla", "Argilla 2's records", _argilla, argilla.read, None),
-    Format("label-studio", "Label Studio's tasks", _label_studio, label_studio.read, None),
+    Format("argilla", "Argilla 2's records", _argilla, labeling_tools.read_argilla, None),
+    Format("label-studio", "Label Studio's tasks", _label_studio, labeling_tools.read_label_studio, None),
     Format("openai", "OpenAI's comparisons of summaries", _openai, published.read_summaries, None),
     Format("webgpt", "WebGPT comparisons", _webgpt, published.read_webgpt, None),
     Format("ultrafeedback", "UltraFeedback", _ultrafeedback, published.read_ultrafeedback, None),
@@ -85,15 +81,13 @@ _ALL = (
     Format("helpsteer3", "HelpSteer3", _helpsteer3, published.read_helpsteer3, None),
     Format("helpsteer2", "HelpSteer2's preferences", _helpsteer2, published.read_helpsteer2, None),
     Format("oasst", "Open-Assistant's trees", _oasst, published.read_oasst, None),
-    Format("pandalm", "PandaLM's test set", _pandalm, judges.read_pandalm, None),
-    Format("alpacaeval", "AlpacaEval", _alpacaeval, judges.read_alpacaeval, None),
-    Format("rewardbench", "RewardBench", _rewardbench, judges.read_rewardbench, None),
-    Format("llmbar", "LLMBar", _llmbar, judges.read_llmbar, None),
-    Format("arena", "Chatbot Arena, MT-Bench", _arena, judges.read_arena, None),
+    Format("pandalm", "PandaLM's test set", _pandalm, published.read_pandalm, None),
+    Format("alpacaeval", "AlpacaEval", _alpacaeval, published.read_alpacaeval, None),
+    Format("rewardbench", "RewardBench", _rewardbench, published.read_rewardbench, None),
+    Format("llmbar", "LLMBar", _llmbar, published.read_llmbar, None),
+    Format("arena", "Chatbot Arena, MT-Bench", _arena, published.read_arena, None),
     Format("hh", "Anthropic's HH-RLHF", pairs.recognise_hh, pairs.read_hh, pairs.write_hh),
-    Format(
-        "trl_unpaired", "TRL's unpaired labels", pairs.recognise_unpaired, pairs.read_unpaired, pairs.write_unpaired
-    ),
+    Format("trl_unpaired", "TRL's unpaired labels", _trl_unpaired, pairs.read_unpaired, pairs.write_unpaired),
     Format("trl", "TRL's preferences, conversational or texts", pairs.recognise, pairs.read, pairs.write),
     Format("trl_text", "TRL's preferences, written as texts", _never, pairs.read, pairs.write_text),
     Format("criteria", "ratings by criterion, as in HelpSteer2", _never, None, annotated.write_criteria),

@@ -1,12 +1,20 @@
-"""The labeling server as an ASGI application: pages and API on one label store."""
+"""The labeling server: pages and API on one label store as an ASGI application, and running it.
 
+Leaves out: deadlines for slow clients, which the proxy in front of the server has, HTTP/2 and WebSockets.
+"""
+
+import errno
 import json
 import logging
+import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse
@@ -18,19 +26,17 @@ from starlette.staticfiles import StaticFiles
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from preferences.accounts import AccountClosedError, Accounts
-from preferences.database import STORE_AWAY, reason_of
+from preferences.database import STORE_AWAY, create_or_check, place_of, reason_of
 from preferences.keys import BusyError
 from preferences.leases import LeaseLostError
-from preferences.page.api import Api
-from preferences.page.api_bodies import describe_answers
-from preferences.page.arena import Arena
+from preferences.page.api import Api, describe_answers
+from preferences.page.arena import Arena, ArenaSetup
 from preferences.page.arena_pages import ArenaPages
-from preferences.page.config import LabelingConfig
+from preferences.page.config import LabelingConfig, ServerConfig
 from preferences.page.labeler_pages import TOO_LATE, InstructionPages, QuestionPages, Questions, SignInPages, TaskPages
-from preferences.page.lead_pages import LeadPages, PeoplePages
-from preferences.page.search_pages import SearchPages
+from preferences.page.lead_pages import LeadPages, PeoplePages, SearchPages
 from preferences.page.security import MAX_BODY_BYTES, Attempts, Harden, TooManyTriesError
-from preferences.page.service import LabelingService, LeadView, RefusedError
+from preferences.page.service import LabelingService, LeadView, RefusedError, warning_of
 from preferences.page.site import RETRY_SECONDS, SignInNeededError, Site
 from preferences.store import LabelStore
 
@@ -44,10 +50,7 @@ HEADINGS = {
     429: "Too many tries",
     503: "Busy",
 }
-TEXTS = {
-    404: "The address may be mistyped.",
-    413: "What was sent is longer than this page accepts.",
-}
+TEXTS = {404: "The address may be mistyped.", 413: "What was sent is longer than this page accepts."}
 
 
 def make_app(
@@ -184,3 +187,115 @@ def _handle_errors(app: FastAPI, site: Site, routes: Sequence[BaseRoute]) -> Non
 def in_json(detail: Any, status: int, headers: dict[str, str] | None = None) -> Response:
     """Returns a problem in the API's format, as ASCII, which can escape lone surrogates too."""
     return Response(json.dumps({"detail": detail}), status, headers, "application/json")
+
+
+# ---- running it ----
+
+
+MAX_HEADER_BYTES = 32_000
+SHUTDOWN_SECONDS = 10
+KEEP_ALIVE_SECONDS = 15  # how long a connection may idle between requests
+MAX_CONNECTIONS = 1_000  # above it, requests are answered with 503
+COPIED = (
+    "warning: this store was copied or moved since it was last served: {num_ended} sessions and unused links have"
+    " ended. Who was shut out after a copy was made is not shut out in it; see People, or heed label restore --current"
+)
+EVERYWHERE = ("0.0.0.0", "::", "")  # no link can use these addresses
+
+
+def serve(
+    url_or_path: str | Path,
+    config: LabelingConfig,
+    *,
+    host: str,
+    port: int,
+    announce: Callable[[str], None],
+    arena: ArenaSetup | None = None,
+) -> None:
+    """Serves the pages and the API until interrupted. If there is no lead yet, it announces a one-time link for one.
+
+    With an `arena`, its pages are there too.
+
+    Raises: ValueError for an unusable or damaged database, and for an address that it cannot listen on.
+    """
+    with listening(host, port) as listener:
+        created = create_or_check(url_or_path)
+        with LabelStore(url_or_path) as store:
+            accounts = Accounts(url_or_path)
+            try:
+                server = _reached_at(config.server, host, listener.getsockname()[1])
+                if created:
+                    announce(created)
+                num_ended = accounts.end_access_of_copies(place_of(url_or_path))
+                if num_ended >= 0:
+                    announce(COPIED.format(num_ended=num_ended))
+                announce(f"{'labeling page' if arena is None else 'arena'}: {server.public_url}")
+                with store.reading() as connection:
+                    warning = warning_of(config, connection)
+                if warning:
+                    announce(f"warning: {warning}")
+                domains, leads = (config.oidc.domains, config.oidc.leads) if config.oidc is not None else ((), ())
+                accounts.apply_oidc(domains, leads)
+                first = accounts.invite_first_lead()
+                if first is not None:
+                    announce(f"there is no lead yet; one-time link for {first[0]!r}: {server.link(first[1])}")
+                own = config.model_copy(update={"server": server})
+                with ExitStack() as closing:
+                    opened = None if arena is None else closing.enter_context(arena.opened(url_or_path, store, own))
+                    app = make_app(store, accounts, own, arena=opened)
+                    with suppress(KeyboardInterrupt):
+                        uvicorn.Server(server_settings(app)).run([listener])
+            finally:
+                accounts.close()
+
+
+def server_settings(app: Any) -> uvicorn.Config:
+    """Returns uvicorn's configuration, without trust in headers about a request's sender.
+
+    The application itself decides which proxies' headers to trust (`ServerConfig.trusted_proxies`).
+    """
+    return uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+    )
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Returns a listening socket. Raises: ValueError if it cannot listen there."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family, backlog=2_048)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(
+                f"--port is {port}, on which another program already listens at {host}; a free port was expected"
+            ) from error
+        raise ValueError(f"--host is {host!r} and --port {port}: cannot listen there: {error.strerror}") from error
+    # Connections inherit this option. Without it the kernel holds back a response's body until the client acknowledges
+    # the headers, which takes clients 40 ms. asyncio sets it only on sockets created with the TCP protocol's number.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def _reached_at(config: ServerConfig, host: str, port: int) -> ServerConfig:
+    """Fills in the address that the server listens on, if the configuration has no public one.
+
+    A server that listens on all addresses cannot know the names by which it is reached, so it accepts all of them.
+    """
+    hosts = config.trusted_hosts
+    if not hosts:
+        hosts = ("*",) if host in EVERYWHERE and not config.public_url else (host,)
+    name = socket.gethostname() if host in EVERYWHERE else f"[{host}]" if ":" in host else host
+    url = config.public_url or f"http://{name}:{port}"
+    return config.model_copy(
+        update={"public_url": url, "trusted_hosts": tuple(h for h in hosts if h not in EVERYWHERE)}
+    )

@@ -29,12 +29,7 @@ INSTRUCT_GPT_FLAGS = (
     "expresses an opinion",
     "expresses a moral judgment",
 )
-SKIP_REASONS = (
-    "I do not understand the prompt",
-    "It is not my field",
-    "The text is broken",
-    "It is too upsetting",
-)
+SKIP_REASONS = ("I do not understand the prompt", "It is not my field", "The text is broken", "It is too upsetting")
 ROW_FIELDS = ("prompt", "response", "source", "task_id", "labeler")  # of an export with a field per criterion
 DECLINES = "I do not want to judge this"  # always among the reasons; with a content warning it takes one click
 INSTRUCTIONS = """\
@@ -67,9 +62,7 @@ class LabelCriterion(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(
-        min_length=1,
-        max_length=MAX_NAME_CHARACTERS,
-        description="Name on the page and in exports, such as helpful.",
+        min_length=1, max_length=MAX_NAME_CHARACTERS, description="Name on the page and in exports, such as helpful."
     )
     question: str = Field(default="", description="What to judge, in a few words; shown above the choices.")
     kind: Literal["scale", "yes_no"] = Field(
@@ -77,8 +70,7 @@ class LabelCriterion(BaseModel):
     )
     highest: int = Field(default=7, ge=2, le=9, description="The best rating of a scale.")
     each_turn: bool = Field(
-        default=False,
-        description="Whether labelers also rate each earlier turn of the assistant by this criterion.",
+        default=False, description="Whether labelers also rate each earlier turn of the assistant by this criterion."
     )
 
     @property
@@ -167,8 +159,7 @@ class OidcConfig(BaseModel):
     )
     leads: tuple[str, ...] = Field(default=(), description="E-mail addresses of the leads; all others label.")
     requires_verified_email: bool = Field(
-        default=True,
-        description="Whether the provider must say that it verified the address. Entra ID never says so.",
+        default=True, description="Whether the provider must say that it verified the address. Entra ID never says so."
     )
     label: str = Field(default="your company account", description="What the button on the sign-in page names.")
 

@@ -8,13 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote_plus
 
-from preferences.annotations import (
-    MAX_CRITERIA,
-    MAX_EDIT_CHARACTERS,
-    Annotations,
-    CriterionRatings,
-    TurnRating,
-)
+from preferences.annotations import MAX_CRITERIA, MAX_EDIT_CHARACTERS, Annotations, CriterionRatings, TurnRating
 from preferences.leases import Lease
 from preferences.page.config import LabelingConfig
 from preferences.page.security import MAX_BODY_BYTES
@@ -58,16 +52,13 @@ def read_each(
     if missing and num_responses == 1:
         wrong.append(f"The response has no {noun}.")
     elif missing:
-        wrong.append(f"Response {', '.join(missing)} has no {noun}." if len(missing) == 1 else _several(missing, noun))
+        several = f"Responses {', '.join(missing[:-1])} and {missing[-1]} have no {noun}."
+        wrong.append(f"Response {missing[0]} has no {noun}." if len(missing) == 1 else several)
     for place, value in enumerate(found):
         if value is not None and not lowest <= value <= highest:
             which = "the response" if num_responses == 1 else f"response {LETTERS[place]}"
             wrong.append(f"The {noun} of {which} is {value}; it must be {lowest} to {highest}.")
     return [value or 0 for value in found]
-
-
-def _several(letters: Sequence[str], noun: str) -> str:
-    return f"Responses {', '.join(letters[:-1])} and {letters[-1]} have no {noun}."
 
 
 # ---- reading a form ----

@@ -20,7 +20,7 @@ from preferences.leases import LeaseLostError
 from preferences.page import forms
 from preferences.page.config import DECLINES, LabelingConfig
 from preferences.page.forms import Fields, as_text, is_same_text, max_edit
-from preferences.page.search_pages import in_queue, next_in_queue
+from preferences.page.lead_pages import in_queue, next_in_queue
 from preferences.page.security import MAX_SIGN_IN_BYTES, Attempts, TooManyTriesError, sign_in, use_link
 from preferences.page.service import MAX_LEFT, LabelingService, PresentedTask, RefusedError
 from preferences.page.site import Posted, SignInNeededError, Site, fields_of, redirect

@@ -20,8 +20,7 @@ from preferences.page.config import LabelingConfig
 from preferences.page.forms import LETTERS, Fields
 from preferences.page.security import is_storable
 from preferences.page.service import RefusedError, seal
-from preferences.page.shown import show
-from preferences.page.text import arguments_of, as_written, called_tool, task_title
+from preferences.page.text import arguments_of, as_written, called_tool, show, task_title
 from preferences.records import as_moment
 
 COOKIE = "heed_session"

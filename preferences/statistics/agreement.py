@@ -25,14 +25,7 @@ import scipy  # loads each subpackage on first use: scipy.stats takes most of a 
 
 from preferences.records import Ranking
 from preferences.statistics.estimates import LEVEL, Floats, Ints, Share, Z
-from preferences.statistics.intervals import (
-    MANY_ERRORS,
-    Tally,
-    clustered_shares,
-    in_blocks,
-    prompt_numbers,
-    wilson,
-)
+from preferences.statistics.intervals import MANY_ERRORS, Tally, clustered_shares, in_blocks, prompt_numbers, wilson
 from preferences.statistics.panel import PairCounts, Panel
 
 TrueScores = Mapping[str, Sequence[float]] | Callable[[str], Sequence[float]]

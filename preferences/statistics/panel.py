@@ -5,7 +5,7 @@ responses, in the order of `combinations(range(K), 2)`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, combinations
 
 import numpy as np
@@ -89,18 +89,9 @@ class Panel:
 
     def of_answers(self, rows: Ints) -> "Panel":
         """Keeps the answers at these rows. Tasks and labelers keep their indices."""
-        return Panel(
-            tasks=self.tasks,
-            labelers=self.labelers,
-            answers=tuple(self.answers[row] for row in rows),
-            task_J=self.task_J[rows],
-            root_T=self.root_T,
-            prompt_T=self.prompt_T,
-            labeler_J=self.labeler_J[rows],
-            ranks_JK=self.ranks_JK[rows],
-            orders_JK=self.orders_JK[rows],
-            responses_J=self.responses_J[rows],
-        )
+        columns = ("task_J", "labeler_J", "ranks_JK", "orders_JK", "responses_J")
+        kept = {name: getattr(self, name)[rows] for name in columns}
+        return replace(self, answers=tuple(self.answers[row] for row in rows), **kept)
 
 
 @dataclass(frozen=True)

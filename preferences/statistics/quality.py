@@ -24,11 +24,7 @@ from preferences.disagreement import compare_alone
 from preferences.rankings import CurrentJudgments
 from preferences.records import MIN_RESPONSES, GoldAnswer, Judgment, Task
 from preferences.statistics.estimates import Floats, Interval, Ints, Share
-from preferences.statistics.intervals import (
-    Tally,
-    clustered_mean,
-    clustered_shares,
-)
+from preferences.statistics.intervals import Tally, clustered_mean, clustered_shares
 from preferences.statistics.panel import Panel, Signs, count_pairs, padded, pair_signs
 
 # Adults read English non-fiction silently at 238 words per minute on average, most at 175 to 300 (Brysbaert 2019,

@@ -16,12 +16,7 @@ from files.records import as_json
 from preferences.annotations import NO_ANNOTATIONS
 from preferences.rankings import criteria_in, current_judgments, judgment_by
 from preferences.records import MIN_RESPONSES, Judgment, Task
-from preferences.statistics.agreement import (
-    Alpha,
-    ranking_alpha,
-    rating_alpha,
-    share_of_tasks,
-)
+from preferences.statistics.agreement import Alpha, ranking_alpha, rating_alpha, share_of_tasks
 from preferences.statistics.estimates import Share
 from preferences.statistics.panel import Panel, count_pairs, pair_signs
 from preferences.statistics.quality import (

@@ -134,7 +134,8 @@ def _for_page(svg: str, label: str, name: str) -> str:
         element.tail = None
         element.text = element.text if element.tag == "text" else None
         element.attrib = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
-    used = {match for element in root.iter() for match in _references(element)}
+    links = [element.get("href", "") + element.get("clip-path", "") for element in root.iter()]
+    used = {match for link in links for match in re.findall(r"#([\w.-]+)", link)}
     for parent in list(root.iter()):
         for child in list(parent):
             if child.tag in ("style", "metadata") or (child.tag == "defs" and not len(child)):
@@ -143,10 +144,6 @@ def _for_page(svg: str, label: str, name: str) -> str:
     box = root.attrib["viewBox"]
     root.attrib = {"class": "chart", "viewBox": box, "role": "img", "aria-label": label}
     return ElementTree.tostring(root, encoding="unicode")
-
-
-def _references(element: ElementTree.Element) -> list[str]:
-    return re.findall(r"#([\w.-]+)", element.get("href", "") + element.get("clip-path", ""))
 
 
 def _rewrite(element: ElementTree.Element, used: set[str], name: str) -> None:

@@ -4,7 +4,6 @@ import hashlib
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,30 +19,33 @@ HOW = {"batch": "b", "client": "script", "instructions_version": "1"}
 
 # Runs in separate processes, so it is text; the labeler's answer depends only on its name and the task shown.
 SCRIPT = """
-import hashlib, sys, time
+import hashlib, os, signal, sys
 from preferences.scripted import answer_all
 from preferences.records import Answer
 from preferences.store import LabelStore
 
 class Scripted:
-    def __init__(self, name, pause):
-        self.name, self.pause = name, pause
+    num_judged = 0  # by all labelers of this process
+    def __init__(self, name, killed_at):
+        self.name, self.killed_at = name, killed_at
     def judge(self, shown):
-        time.sleep(self.pause)
+        Scripted.num_judged += 1
+        if Scripted.num_judged == self.killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
         digests = [hashlib.sha256(f"{self.name} {response}".encode()).digest()[0] for response in shown.responses]
         return Answer(tuple(1 + digest // 64 for digest in digests), 5)
 
-def main(path, names, pause):
+def main(path, names, killed_at):
     with LabelStore(path) as store:
-        labelers = [Scripted(name, float(pause)) for name in names.split(",")]
+        labelers = [Scripted(name, int(killed_at)) for name in names.split(",")]
         answer_all(store, labelers, batch="b", client="script", instructions_version="1")
 
 main(*sys.argv[1:])
 """
 
 
-def start(path, names="ann,bob,cy", pause=0.0):
-    return subprocess.Popen([sys.executable, "-c", SCRIPT, str(path), names, str(pause)], cwd=ROOT)
+def start(path, names="ann,bob,cy", killed_at=0):
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, str(path), names, str(killed_at)], cwd=ROOT)
 
 
 def finish(process):
@@ -59,20 +61,15 @@ def fill(path, num_tasks, num_labelers=2):
         store.add_tasks(tasks, batch="b", num_labelers=num_labelers)
 
 
-@pytest.mark.parametrize("share", [0.2, pytest.param(0.7, marks=pytest.mark.nightly)])
-def test_a_killed_run_resumes_to_the_content_of_an_undisturbed_one(new_database, share):
+@pytest.mark.parametrize("killed_at", [70, pytest.param(130, marks=pytest.mark.nightly)])  # of 160 judgments
+def test_a_killed_run_resumes_to_the_content_of_an_undisturbed_one(new_database, killed_at):
     undisturbed, killed = new_database(), new_database()
     for url in (undisturbed, killed):
         fill(url, num_tasks=80)
     finish(start(undisturbed))
-    process = start(killed, pause=0.002)
+    assert start(killed, killed_at=killed_at).wait(timeout=120) == -signal.SIGKILL
     with LabelStore(killed) as store:
-        while (before := store.progress("b").num_judgments) < share * 160:
-            assert process.poll() is None, "finished before it could be killed"
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-        assert before <= store.progress("b").num_judgments < 160
+        assert 0 < store.progress("b").num_judgments < killed_at
         kept = {(r.task_id, r.labeler, r.ranks) for r in store.rankings("b")}
         finish(start(killed))
         assert kept <= {(r.task_id, r.labeler, r.ranks) for r in store.rankings("b")}

@@ -20,14 +20,13 @@ import pytest
 import tomli_w
 
 from files.hashes import derive_seed
-from heed.arena.policies import ArenaPolicy, ArenaSampling, arena_policy, open_speaker
-from heed.arena.processes import PolicyProcesses
+from heed.arena import ArenaPolicy, ArenaSampling, PolicyProcesses, arena_policy, open_speaker
 from heed.cli import main
 from heed.commands.arena import arena_config, read_prompts, two_policies
 from preferences.accounts import Account
 from preferences.arena_records import Conversation
 from preferences.formats.merging import clusters_of_arena
-from preferences.page import lockstep
+from preferences.page import arena as arena_module
 from preferences.page.arena import CHOICES, NO_ANSWER, TOO_LONG, Arena, ArenaSetup, Given
 from preferences.page.config import LabelingConfig
 from preferences.records import Message
@@ -246,7 +245,7 @@ def account(name: str) -> Account:
 @pytest.fixture
 def judge(tmp_path: Path, sqlite_tables: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Has people talk to two policies and judge each turn. Returns the store's path."""
-    monkeypatch.setattr(lockstep, "USUAL_PACE", 1e6)
+    monkeypatch.setattr(arena_module, "USUAL_PACE", 1e6)
 
     def talk(writers: PolicyProcesses, people: dict[str, str], turns: tuple[str, ...] = ("Where is the fox?",)) -> str:
         path = str(shutil.copy(sqlite_tables, tmp_path / "labels.db"))

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from cluster.connection import connect, disconnect
 from heed.cli import app
-from heed.commands.inspect import read_shape
+from heed.commands.models import read_shape
 from heed.jobs.job_file import load_job
 from heed.jobs.memory import (
     Layout,

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from preferences.page import lockstep
+from preferences.page import arena as arena_module
+from preferences.page.app import serve
 from preferences.page.arena import ArenaSetup, Listener
 from preferences.page.config import LabelingConfig
-from preferences.page.serve import serve
 from preferences.records import Message
 from tests.preferences.page.arenas import ScriptedWriters
 
@@ -27,6 +27,6 @@ class PartlySlow(ScriptedWriters):
 
 if __name__ == "__main__":
     url, port, config = sys.argv[1:]
-    lockstep.USUAL_PACE = 1e6
+    arena_module.USUAL_PACE = 1e6
     arena = ArenaSetup(PartlySlow(), "arena")
     serve(url, LabelingConfig.load(Path(config)), host="127.0.0.1", port=int(port), announce=print, arena=arena)

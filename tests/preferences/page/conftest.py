@@ -19,9 +19,8 @@ from fastapi.testclient import TestClient
 from benchmarks.label_client import LabelClient
 from cluster.processes import free_port
 from preferences.accounts import Accounts, Role
-from preferences.page.app import make_app
+from preferences.page.app import listening, make_app, server_settings
 from preferences.page.config import LabelingConfig
-from preferences.page.serve import listening, server_settings
 from preferences.records import Answer, Labeler, ShownTask, Skip, Task
 from preferences.store import LabelStore
 

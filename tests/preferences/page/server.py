@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
+from preferences.page.app import serve
 from preferences.page.config import LabelingConfig
-from preferences.page.serve import serve
 
 if __name__ == "__main__":
     url, port, config = sys.argv[1:]

@@ -13,7 +13,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from preferences.page.api_bodies import STORABLE
+from preferences.page.api import STORABLE
 from preferences.page.app import make_app
 from preferences.page.config import LabelingConfig
 from tests.examples import examples

@@ -15,14 +15,13 @@ from sqlalchemy.exc import OperationalError
 
 from preferences.accounts import Account, Accounts
 from preferences.arena_records import Conversations
-from preferences.assignment import set_settings
-from preferences.formats.judges import BOTH_BAD as ARENA_FORMAT_BAD
+from preferences.formats.published import BOTH_BAD as ARENA_FORMAT_BAD
+from preferences.organizing import set_settings
 from preferences.page import arena as arena_module
-from preferences.page import arena_pages, lockstep
+from preferences.page import arena_pages
 from preferences.page.app import make_app
-from preferences.page.arena import BOTH_BAD, CHOICES, Arena, ArenaPrompt, ArenaSetup, Given
+from preferences.page.arena import BOTH_BAD, CHOICES, Arena, ArenaPrompt, ArenaSetup, Given, LockstepTurn
 from preferences.page.config import LabelingConfig, Screening
-from preferences.page.lockstep import LockstepTurn
 from preferences.page.site import COOKIE
 from preferences.records import Answer, Message, Task
 from preferences.statistics.summary import summary
@@ -60,7 +59,7 @@ def person(world: Any, arena: Arena) -> Callable[[str], TestClient]:
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripted answers come whole, so nothing measures a pace."""
-    monkeypatch.setattr(lockstep, "USUAL_PACE", 1e6)
+    monkeypatch.setattr(arena_module, "USUAL_PACE", 1e6)
 
 
 def account(name: str) -> Account:

@@ -13,11 +13,10 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
 from preferences.accounts import Accounts
-from preferences.page import lockstep
-from preferences.page.app import make_app
+from preferences.page import arena as arena_module
+from preferences.page.app import listening, make_app
 from preferences.page.arena import NO_ANSWER, ArenaPrompt, ArenaSetup
 from preferences.page.config import LabelingConfig
-from preferences.page.serve import listening
 from preferences.page.site import COOKIE
 from preferences.records import Message
 from preferences.store import LabelStore
@@ -64,7 +63,7 @@ class Site:
 
 @pytest.fixture
 def site(sqlite_tables: Path, tmp_path: Path, browser: Browser, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.setattr(lockstep, "USUAL_PACE", 1e6)
+    monkeypatch.setattr(arena_module, "USUAL_PACE", 1e6)
     opened = Site(str(shutil.copy(sqlite_tables, tmp_path / "labels.db")), browser)
     yield opened
     opened.close()

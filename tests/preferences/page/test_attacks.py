@@ -18,7 +18,7 @@ import pytest
 from preferences import keys
 from preferences.accounts import IDLE_SECONDS, SESSION_SECONDS, Accounts
 from preferences.keys import HASHES_AT_ONCE, HASHES_WAITING
-from preferences.page.app import make_app
+from preferences.page.app import make_app, server_settings
 from preferences.page.config import LabelingConfig, ServerConfig
 from preferences.page.security import (
     LINKS_PER_ADDRESS,
@@ -29,7 +29,6 @@ from preferences.page.security import (
     PER_NAME,
     PER_NAME_AND_ADDRESS,
 )
-from preferences.page.serve import server_settings
 from preferences.records import Message, Task
 from preferences.store import LabelStore
 from tests.preferences.page.test_pages import form

@@ -12,9 +12,8 @@ from playwright.sync_api import Browser, Page, expect
 from sqlalchemy import event
 
 from preferences.accounts import Accounts
-from preferences.page.app import make_app
+from preferences.page.app import listening, make_app
 from preferences.page.config import LabelCriterion, LabelingConfig
-from preferences.page.serve import listening
 from preferences.page.site import COOKIE
 from preferences.records import Answer, Message, Task
 from preferences.store import LabelStore

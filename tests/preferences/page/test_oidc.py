@@ -18,9 +18,8 @@ from starlette.responses import JSONResponse, RedirectResponse
 from starlette.routing import Route
 
 from preferences.accounts import Accounts
-from preferences.page.app import make_app
+from preferences.page.app import listening, make_app
 from preferences.page.config import LabelingConfig
-from preferences.page.serve import listening
 from preferences.page.site import COOKIE
 from preferences.records import Message, Task
 

@@ -15,8 +15,8 @@ from preferences.accounts import Accounts
 from preferences.backup import backup
 from preferences.database import place_of, require_store
 from preferences.page.app import make_app
+from preferences.page.app import serve as serve_store
 from preferences.page.config import LabelingConfig
-from preferences.page.serve import serve as serve_store
 from preferences.page.site import COOKIE
 from preferences.records import Message, Task
 from preferences.store import LabelStore

@@ -10,11 +10,19 @@ import psutil
 import pytest
 from pygments.lexers import get_lexer_by_name
 
-from preferences.page import shown
+from preferences.page import text as shown
 from preferences.page.config import LabelingConfig
 from preferences.page.rendering import LANGUAGES
-from preferences.page.shown import CPU_SECONDS, FAILED, TOO_LONG, TextCache, show
-from preferences.page.text import MAX_FORMATTED_CHARACTERS, RenderedText, render
+from preferences.page.text import (
+    CPU_SECONDS,
+    FAILED,
+    MAX_FORMATTED_CHARACTERS,
+    TOO_LONG,
+    RenderedText,
+    TextCache,
+    render,
+    show,
+)
 from preferences.records import Message, Task
 
 SLOW_CODE = "```c\n" + "\n " * 9_990 + "\n```"  # Pygments needs minutes

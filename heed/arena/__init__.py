@@ -1,1 +1,0 @@
-"""Live policies for the arena, in processes of their own."""
