@@ -103,10 +103,11 @@ class Generators:
 
     def restore(self, data: bytes) -> None:
         """Continue with the responses of a checkpoint."""
-        schedule = Unfinished.from_bytes(data).schedule
+        found = Unfinished.from_bytes(data)
+        schedule = found.schedule
         self._supply.num_passed, self._supply.num_batches = schedule.next_group, schedule.num_batches
         self.num_dropped = schedule.num_dropped
-        self.ranks.call_all(Generator.restore, data)
+        self.ranks.call_all(Generator.restore, found)
 
     def first_failure(self) -> str:
         """Returns why the first conversation without a score in the last rollout has none; "" if all have one."""
@@ -246,9 +247,9 @@ class Generator(Rank):
     def unfinished(self, version: int) -> Unfinished:
         return self._rounds.unfinished(version)
 
-    def restore(self, data: bytes) -> None:
+    def restore(self, found: Unfinished) -> None:
         """Continue with the responses of a checkpoint."""
-        self._rounds.restore(Unfinished.from_bytes(data))
+        self._rounds.restore(found)
 
     # Placements whose rollouts are sampled whole.
 

@@ -21,7 +21,7 @@ from heed.jobs.job_file import load_job
 from heed.jobs.memory import Layout, Memory, PPOModels, PPOWork, count, forward_pass
 from heed.jobs.models import known_shape
 from heed.jobs.registry import WORLD
-from heed.jobs.times import BANDWIDTH_SHARE, GIB, GPUS, Hardware, Times, hardware
+from heed.jobs.times import GIB, GPUS, Hardware, Times, assumptions, hardware
 from lm.config import ModelConfig
 from lm.hub import is_on_this_machine, shape_and_tokenizer
 from lm.samplers.vllm_engine import GPU_MEMORY_SHARE, GPU_MEMORY_SHARE_OF_GUEST
@@ -552,7 +552,7 @@ def show_plan(
             out.print(f"  CPU memory of a node: {_size(size)}")
         for assumption in stage.assumptions:
             out.print(f"  [dim]{escape(assumption)}")
-    out.print(f"\n[dim]{_how(plan.setting)}")
+    out.print(f"\n[dim]{assumptions(plan.setting.hardware, plan.setting.share_of_peak)}")
     return plan.fits
 
 
@@ -579,20 +579,6 @@ def _memory_table(kind: str, memory: Memory) -> Table:
         table.add_row(f"  + {name} [dim]({phase})[/]", _size(size))
     table.add_row("  [bold]peak[/]", f"[bold]{_size(memory.peak)}[/]")
     return table
-
-
-def _how(setting: Setting) -> str:
-    chosen, share = setting.hardware, setting.share_of_peak
-    read_share, sends = BANDWIDTH_SHARE if chosen.is_gpu else share, ""
-    if chosen.is_gpu:
-        link, network = chosen.link_bytes_per_second / 1e9, chosen.network_bytes_per_second * 8e-9
-        sends = f", and GPUs send {link:,.0f} GB/s in a node and {network:,.3g} Gbit/s between nodes (--network)"
-    return (
-        f"Times and costs are rough: products run at {share:.0%} of {chosen.flops / 1e12:.3g} TFLOP/s (--share), memory"
-        f" is read at {read_share:.0%} of {chosen.bytes_per_second / 1e9:,.0f} GB/s{sends}. A rank costs"
-        f" ${chosen.dollars_per_hour:.2f} per hour (--price). Loading, evaluation, checkpoints, offloading and the"
-        " overhead of each step, which dominates in steps of less than a second, are not counted."
-    )
 
 
 def _size(size: int) -> str:

@@ -200,3 +200,17 @@ class Times:
 
 def _num_layers(model: ModelConfig) -> int:
     return model.num_hidden_layers + model.num_encoder_layers
+
+
+def assumptions(chosen: Hardware, share: float) -> str:
+    """Returns what estimated times and costs assume, and what they leave out. `share` is that of the peak FLOP/s."""
+    read_share, sends = BANDWIDTH_SHARE if chosen.is_gpu else share, ""
+    if chosen.is_gpu:
+        link, network = chosen.link_bytes_per_second / 1e9, chosen.network_bytes_per_second * 8e-9
+        sends = f", and GPUs send {link:,.0f} GB/s in a node and {network:,.3g} Gbit/s between nodes (--network)"
+    return (
+        f"Times and costs are rough: products run at {share:.0%} of {chosen.flops / 1e12:.3g} TFLOP/s (--share), memory"
+        f" is read at {read_share:.0%} of {chosen.bytes_per_second / 1e9:,.0f} GB/s{sends}. A rank costs"
+        f" ${chosen.dollars_per_hour:.2f} per hour (--price). Loading, evaluation, checkpoints, offloading and the"
+        " overhead of each step, which dominates in steps of less than a second, are not counted."
+    )
