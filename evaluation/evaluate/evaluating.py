@@ -155,11 +155,9 @@ def _prepare(wanted: Evaluation) -> _Prepared:
 
 def _logs(wanted: Evaluation) -> tuple[list[LoggedModel], Runs] | None:
     """Returns models as logs: those of other tools, or those of the harness' tasks, which run now. None for suites."""
+    if wanted.data and not wanted.suites:
+        raise ValueError(f"--data {wanted.data[0]}: logs have their items; no --data, or --suite NAME, was expected")
     if not wanted.suites:
-        if wanted.data:
-            raise ValueError(
-                f"--data {wanted.data[0]}: logs have their items; no --data, or --suite NAME, was expected"
-            )
         return open_logs(wanted.models)
     harness = [name for name in wanted.suites if name.startswith("harness:")]
     if not harness:
