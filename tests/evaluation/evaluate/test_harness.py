@@ -73,6 +73,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     for name, text in (("choice", CHOICE_TASK), ("text", TEXT_TASK), ("write", WRITE_TASK)):
         (folder / f"{name}.yaml").write_text(text.format(path=data))
+    (folder / "flock.yaml").write_text("group: flock\ntask: [birds_choice, birds_write]\n")
     return folder
 
 
@@ -167,9 +168,12 @@ def test_tasks_are_evaluated_with_intervals_and_in_pairs_and_asked_once(
     assert code in (0, 2)
     assert "a: harness:birds_choice:0" not in shown
     assert len(list((tmp_path / "harness").iterdir())) == 2 * len(names)
-    code, shown = heed_main(*command[:3], *suites[:4], "--max-items", "2", "--out", str(tmp_path / "fewer"))
-    report = json.loads((tmp_path / "fewer" / "report.json").read_text())
-    assert report["suites"][0]["statistics"]["num_items"] == 2
+    fewer = ["--suite", "harness:flock", "--data", str(tasks), "--max-items", "2", "--out", str(tmp_path / "fewer")]
+    code, shown = heed_main("evaluate", both[0], *fewer)
+    assert code == 0, shown
+    (suite,) = json.loads((tmp_path / "fewer" / "report.json").read_text())["suites"]
+    assert (suite["suite"], suite["statistics"]["num_items"]) == ("flock", 2)
+    assert {value["group"] for value in suite["statistics"]["values"]} == {"", "birds_choice", "birds_write"}
 
 
 def test_data_that_cannot_be_had_is_one_line(
