@@ -55,6 +55,7 @@ heed judge-quality runs/mine/reward/model rankings.jsonl
     "heed evaluate": """
 heed evaluate runs/mine/sft/model runs/mine/ppo/model --suite gsm8k --data grade-school-math
 heed evaluate old=old.jsonl new=runs/mine/ppo/model --suite gsm8k --max-items 200
+heed evaluate runs/mine/sft/model runs/mine/ppo/model --suite harness:hellaswag --max-items 200
 """,
     "heed plan": """
 heed plan mine.toml                                 # on this machine's CPU
@@ -159,10 +160,6 @@ heed measure kl runs/mine/ppo/model runs/mine/sft/model --prompts heldout_prompt
 """,
     "heed measure tax": """
 heed measure tax runs/demo/pretrain/model runs/demo/ppo/model --text heldout.txt --few-shot examples.jsonl
-""",
-    "heed measure harness": """
-heed measure harness runs/mine/ppo/model --task hellaswag --limit 200
-heed measure harness runs/mine/ppo/model --task my_task --include my_tasks
 """,
     "heed inspect": """
 heed inspect runs/mine/sft/model

@@ -1,33 +1,43 @@
-"""Wraps a policy as a model of EleutherAI's lm-evaluation-harness, so that any of its tasks runs on it.
+"""Runs tasks of EleutherAI's lm-evaluation-harness on models in this process, for `heed evaluate --suite harness:TASK`.
 
-The harness is an extra: `pip install '.[harness]'`. Written against `lm_eval.api.model.LM` of 0.4.13.
+The harness is an extra: `pip install '.[harness]'`. Written against `lm_eval.api.model.LM` of 0.4.13. Its tracker
+writes a model's answers next to the cache of answers, and `evaluation.evaluate.logs` reads them as any other log.
 Shape letters: C positions, V vocabulary.
 """
 
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.loggers import EvaluationTracker
+from lm_eval.tasks import TaskManager
 
-from evaluation.evaluate.models import before_stop
+from evaluation.evaluate.logs import LoggedModel, Sample, read_harness
+from evaluation.evaluate.models import Answering, LocalModel, before_stop, open_models
 from evaluation.measures.kl import Policy
 from evaluation.measures.language_modelling import text_logprobs
-from files.hashes import derive_seed
+from files.atomic import atomic_folder
+from files.hashes import derive_seed, json_hash
+from files.rows import hub_reason, require_hub
 from lm.generation import generate
 from lm.model import LanguageModel
 from lm.sampling import Choice, token_logprobs
 from lm.sequence_logprobs import logits_function, position_chunks, predicting_states
 from lm.transfer import batches_by_length
 from reward.sampling import BATCH
-
-log = logging.getLogger(__name__)
+from stages.lineage import path_hash
 
 MAX_NEW_TOKENS = 256  # unless the task or the context size allows fewer, as in the harness' own models
+BUILT_IN = ("json", "csv", "parquet", "text", "arrow")  # `dataset_path` of tasks that name their files
+_SPEC = re.compile(r"harness:(?P<name>[^:]+)(?::(?P<shots>\d+))?(?P<chat>:chat)?")
 GENERATION_KWARGS = ("do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p")
 
 Pair = tuple[list[int], list[int]]  # context, continuation
@@ -50,9 +60,9 @@ class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find
     beginning, as in the harness' own models, and are counted in `num_shortened`.
     """
 
-    def __init__(self, folder: Path, *, chat: bool = False, seed: int = 0) -> None:
+    def __init__(self, policy: Policy, *, chat: bool = False, seed: int = 0) -> None:
         super().__init__()
-        self.policy, self.chat, self.seed = Policy.load(folder), chat, seed
+        self.policy, self.chat, self.seed = policy, chat, seed
         self.num_shortened = 0
 
     @property
@@ -97,12 +107,7 @@ class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find
         return self._shortened(context, room), continuation
 
     def _shortened(self, context: list[int], room: int) -> list[int]:
-        if len(context) > room:
-            if not self.num_shortened:
-                log.warning(
-                    "a context of %d tokens was cut to its last %d; further ones are only counted", len(context), room
-                )
-            self.num_shortened += 1
+        self.num_shortened += len(context) > room
         return context[-room:]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
@@ -194,66 +199,142 @@ def score_pairs(model: LanguageModel, pairs: Sequence[Pair]) -> list[tuple[float
 
 
 @dataclass(frozen=True)
-class TaskResult:
-    """One metric of one task. `error` is the harness' own standard error over documents; NaN if it reports none."""
-
-    task: str
-    metric: str
-    value: float
-    error: float
-    num_documents: int
-
-
-def run_tasks(
-    folder: Path,
-    tasks: Sequence[str],
-    *,
-    include: Path | None = None,
-    num_shots: int | None = None,
-    limit: int | None = None,
-    chat: bool = False,
-    seed: int = 0,
-) -> list[TaskResult]:
-    """Runs tasks of the harness by name, or, with `include`, tasks from a folder of your own task files.
-
-    Raises: ValueError for an unknown task.
+class HarnessTask:
+    """harness:TASK[:SHOTS][:chat]: a task, group or tag, with the task's own number of solved examples unless `shots`
+    says another, and rendered by the chat template if `chat`. `include` is the folder of task files that holds it; ""
+    means that the harness does.
     """
-    from lm_eval.evaluator import simple_evaluate
-    from lm_eval.tasks import TaskManager
 
-    # Indexing the harness' thousands of task files takes most of a minute.
-    manager = TaskManager(include_path=str(include) if include else None, include_defaults=include is None)
-    unknown = [name for name in tasks if name not in manager.all_tasks]
-    if unknown or not tasks:
-        raise ValueError(f"tasks {list(tasks)}: {unknown} not found in {include or 'lm_eval (`lm-eval ls tasks`)'}")
-    model = HeedLM(folder, chat=chat, seed=seed)
+    spec: str
+    name: str
+    shots: int | None
+    chat: bool
+    include: str
+
+    @classmethod
+    def of(cls, spec: str, include: str) -> "HarnessTask":
+        """Raises: ValueError for another spec, and if `include` is no folder."""
+        match = _SPEC.fullmatch(spec)
+        if match is None:
+            raise ValueError(f"--suite {spec}: harness:TASK, harness:TASK:SHOTS or harness:TASK:chat was expected")
+        if include and not Path(include).is_dir():
+            raise ValueError(f"--data {spec}={include}: no such folder; one with the task's YAML file was expected")
+        return cls(spec, match["name"], int(match["shots"]) if match["shots"] else None, bool(match["chat"]), include)
+
+
+def open_tasks(
+    specs: Sequence[str], tasks: Sequence[HarnessTask], max_items: int, how: Answering
+) -> tuple[list[LoggedModel], Mapping[str, Sequence[str]]]:
+    """Asks models what the tasks ask, unless the answers are stored, and returns their logs, and by algorithm the names
+    of its runs. `max_items` 0 means all.
+
+    Raises: ValueError for an unknown task, one whose data cannot be had, and a model that is not sampled here.
+    """
+    models, runs = open_models(specs, how)
+    logs = []
+    for model in models:
+        if not isinstance(model, LocalModel):
+            raise ValueError(f"model {model.name!r} is {model.kind}; {tasks[0].spec} needs a language model's folder")
+        samples: dict[str, dict[str, list[Sample]]] = {}
+        lower = frozenset[str]()
+        for task in tasks:
+            found, found_lower = read_harness(model.name, _log(task, model, max_items, how))
+            if twice := samples.keys() & found.keys():
+                raise ValueError(f"--suite {task.spec}: {min(twice)} is already evaluated; each task once was expected")
+            samples |= found
+            lower |= found_lower
+        model.close()
+        source = ", ".join(f"{task.spec} of {task.include or 'lm_eval ' + version('lm_eval')}" for task in tasks)
+        logs.append(LoggedModel(model.name, model.spec, "lm-evaluation-harness", samples, lower, source, model.folder))
+    return logs, runs
+
+
+def _log(task: HarnessTask, model: LocalModel, max_items: int, how: Answering) -> Path:
+    """Returns the folder with the log of one model on one task, written now unless it is there."""
+    if task.chat and not model.has_chat_template:
+        raise ValueError(f"model {model.name!r} has no chat template, which {task.spec} needs")
+    about = (asdict(task), version("lm_eval"), path_hash(task.include) if task.include else "")
+    settings = (model.sha256, how.seed, how.precision, how.max_new_tokens, max_items)
+    folder = how.asking.cache.with_name("harness") / json_hash("harness", *about, *settings)
+    if not folder.exists():
+        how.tell(f"{model.name}: {task.spec}")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_folder(folder) as aside:
+            _run(task, model, max_items, how, aside)
+    return folder
+
+
+@cache
+def _manager(include: str) -> TaskManager:
+    """Indexing the harness' thousands of task files takes most of a minute, so it is done once."""
+    return TaskManager(include_path=include or None, include_defaults=not include)
+
+
+def _run(task: HarnessTask, model: LocalModel, max_items: int, how: Answering, folder: Path) -> None:
+    loaded = _load(task)
+    tracker = EvaluationTracker(output_path=str(folder))
+    adapter = HeedLM(Policy(model.folder, model.network, model.tokenizer), chat=task.chat, seed=how.seed)
+    groups = [group for group in loaded["groups"].values() if group.name == task.name]
     evaluated = simple_evaluate(
-        model=model,
-        tasks=list(tasks),
-        num_fewshot=num_shots,
-        limit=limit,
-        task_manager=manager,
-        apply_chat_template=chat,
-        bootstrap_iters=1_000,
-        log_samples=False,
-        random_seed=seed,
-        numpy_random_seed=seed,
-        torch_random_seed=seed,
-        fewshot_random_seed=seed,
+        model=adapter,
+        tasks=groups or list(loaded["tasks"].values()),
+        num_fewshot=task.shots,
+        samples=_spread(loaded["tasks"], max_items, together=bool(groups)) if max_items else None,
+        task_manager=_manager(task.include),
+        apply_chat_template=task.chat,
+        gen_kwargs={"max_gen_toks": how.max_new_tokens} if how.max_new_tokens else None,
+        bootstrap_iters=0,
+        evaluation_tracker=tracker,
+        random_seed=how.seed,
+        numpy_random_seed=how.seed,
+        torch_random_seed=how.seed,
+        fewshot_random_seed=how.seed,
     )
     assert evaluated is not None, "only rank 0 gets results, and this is the only rank"
-    return _results(evaluated)
+    samples = evaluated.pop("samples")
+    tracker.save_results_aggregated(results=evaluated, samples=samples)
+    for name, rows in samples.items():
+        tracker.save_results_samples(task_name=name, samples=rows)
+    num_written = len(list(folder.rglob("samples_*.jsonl")))
+    if num_written < len(samples):  # the tracker only warns
+        raise ValueError(f"{task.spec}: lm_eval wrote the logs of {num_written} of {len(samples)} tasks to {folder}")
+    if adapter.num_shortened:
+        how.tell(f"{model.name}: {adapter.num_shortened:,} contexts of {task.spec} lost their beginning")
 
 
-def _results(evaluated: Mapping[str, Any]) -> list[TaskResult]:
-    """Reads metrics, which the harness names "acc,none" (metric, filter), and standard errors, "acc_stderr,none"."""
-    rows = []
-    for task, metrics in evaluated["results"].items():
-        num_documents = int(evaluated.get("n-samples", {}).get(task, {}).get("effective", 0))
-        for name, value in metrics.items():
-            metric, comma, kept_by = name.partition(",")
-            if comma and not metric.endswith("_stderr"):
-                error = metrics.get(f"{metric}_stderr,{kept_by}")
-                error_value = float(error) if isinstance(error, int | float) else float("nan")
-                rows.append(TaskResult(task, metric, float(value), error_value, num_documents))
-    return rows
+def _load(task: HarnessTask) -> Any:
+    """Returns what the harness loads of a task: "tasks" and "groups" by name."""
+    manager = _manager(task.include)
+    if task.name not in manager.task_index:
+        raise ValueError(
+            f"--suite {task.spec}: not found in {task.include or 'lm_eval (`lm-eval ls tasks` lists them)'}"
+        )
+    sources = list(dict.fromkeys(_sources(manager, task.name)))
+    where = f"--suite {task.spec}: its data, {', '.join(sources)}"
+    for source in sources:
+        require_hub(source, where)
+    try:
+        return manager.load([task.name])
+    except Exception as error:  # the hub's clients raise many kinds of errors, which mean the same to the user
+        raise ValueError(f"{where}: {hub_reason(error)}") from error
+
+
+def _sources(manager: TaskManager, name: str) -> Iterator[str]:
+    """Yields the hub ids that a task, or the tasks of a group or a tag, read."""
+    entry = manager.task_index.get(name)
+    if entry is None:
+        return
+    config = entry.cfg or {}
+    if (source := config.get("dataset_path", BUILT_IN[0])) not in BUILT_IN:
+        yield str(source)
+    parts = config.get("task", []) if "group" in config else [] if config else sorted(entry.tags)
+    for part in parts if isinstance(parts, list) else [parts]:
+        yield from _sources(manager, part if isinstance(part, str) else str(part.get("task")))
+
+
+def _spread(tasks: Mapping[str, Any], max_items: int, *, together: bool) -> dict[str, list[int]]:
+    """Returns `max_items` documents, evenly spread over each task, or over all `together`, at least one of each."""
+    sizes = {name: len(task.eval_docs) for name, task in tasks.items()}
+    share = max_items / sum(sizes.values())
+    nums = {name: min(size, max(1, round(share * size)) if together else max_items) for name, size in sizes.items()}
+    return {name: [place * sizes[name] // num for place in range(num)] for name, num in nums.items()}

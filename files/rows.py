@@ -185,10 +185,7 @@ def _load(source: str, split: str, subset: str) -> Rows:
         if path.suffix == ".parquet":
             require_bounded(path)
     unpacked = Unpacked(sum(path.stat().st_size for path in files) if files else None)
-    if not Path(source).exists() and _is_away(source):
-        raise ValueError(
-            f"source {source!r} is neither a local file nor a dataset that the hub provided: {UNREACHABLE}"
-        )
+    require_hub(source, f"source {source!r} is neither a local file nor a dataset that the hub provided")
     try:
         if any((Path(source) / name).is_file() for name in SAVED):
             dataset = datasets.load_from_disk(source)
@@ -207,21 +204,20 @@ def _load(source: str, split: str, subset: str) -> Rows:
         ) from error
 
 
-def _is_away(source: str) -> bool:
-    """Whether nothing of a hub id was downloaded before and the hub does not answer within three seconds: its clients
-    would try for half a minute.
+def require_hub(source: str, what: str) -> None:
+    """Raise ValueError, which begins with `what`, if a source is no path, was never downloaded, and the hub does not
+    answer within three seconds: its clients would try for half a minute.
     """
     from huggingface_hub import constants
 
     was_downloaded = Path(constants.HF_HUB_CACHE, f"datasets--{source.replace('/', '--')}").exists()
-    if constants.HF_HUB_OFFLINE or was_downloaded or getproxies():
-        return False
+    if Path(source).exists() or constants.HF_HUB_OFFLINE or was_downloaded or getproxies():
+        return
     try:
         hub = urlsplit(constants.ENDPOINT)
         socket.create_connection((hub.hostname or "", hub.port or 443), timeout=3).close()
-    except OSError:
-        return True
-    return False
+    except OSError as error:
+        raise ValueError(f"{what}: {UNREACHABLE}") from error
 
 
 def _local_parquet(builder: Any, split: str) -> list[Path]:

@@ -361,8 +361,9 @@ def results_table(report: Mapping[str, Any]) -> Table:
         for pair in judge["algorithms"]:
             runs = f"{pair['num_runs_a']} and {pair['num_runs_b']} runs"
             names = f"{pair['algorithm_a']} against {pair['algorithm_b']}, {runs}"
-            reason, different = pair["reason"], pair["holm_p"] < ALPHA
-            shown = f"cannot tell: {reason}" if reason else "shown" if different else "not shown"
+            kind, reason = pair["conclusion"]["kind"], pair["conclusion"]["reason"]
+            shown = "shown" if pair["holm_p"] < ALPHA else "not shown"
+            shown = f"cannot tell: {reason}" if kind == "none" else shown
             rate = _rate(pair["win_rate"], pair["p"], pair["holm_p"])
             table.add_row(judge["judge"], names, rate, f"{pair['holm_p']:.3g}", f"{pair['num_prompts']:,}", shown)
         for pair in judge["pairs"]:

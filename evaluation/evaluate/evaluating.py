@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from evaluation.evaluate.folder import (
     read_settings,
     write_evaluation,
 )
-from evaluation.evaluate.logs import open_logs, suites_of
+from evaluation.evaluate.logs import LoggedModel, open_logs, suites_of
 from evaluation.evaluate.models import (
     Answering,
     Asked,
@@ -120,9 +121,7 @@ def evaluate(wanted: Evaluation, folder: Path) -> EvaluationReport:
 
 
 def _prepare(wanted: Evaluation) -> _Prepared:
-    if wanted.data and not wanted.suites:
-        raise ValueError(f"--data {wanted.data[0]}: logs have their items; no --data, or --suite NAME, was expected")
-    logs = None if wanted.suites else open_logs(wanted.models)
+    logs = _logs(wanted)
     opened = (
         suites_of(logs[0], wanted.how.tell, every_task=wanted.every_task)
         if logs
@@ -132,7 +131,7 @@ def _prepare(wanted: Evaluation) -> _Prepared:
     names = [suite.name for suite in suites]
     if len(set(names)) < len(names):
         raise ValueError(f"--suite: {', '.join(names)} given; each suite once was expected")
-    data = by_suite(wanted.data, names)
+    data = {} if logs else by_suite(wanted.data, names)
     sources = {suite.name: data.get(suite.name, suite.source) for suite in suites}
     items = {suite.name: _read(suite, sources[suite.name], wanted.max_items) for suite in suites}
     models, runs = logs or open_models(wanted.models, wanted.how)
@@ -152,6 +151,26 @@ def _prepare(wanted: Evaluation) -> _Prepared:
         ready={suite.name: _ready(models, suite, items[suite.name], max_failed_share) for suite in suites},
         training=_training_data(wanted.training_data, models, runs),
     )
+
+
+def _logs(wanted: Evaluation) -> tuple[list[LoggedModel], Runs] | None:
+    """Returns models as logs: those of other tools, or those of the harness' tasks, which run now. None for suites."""
+    if wanted.data and not wanted.suites:
+        raise ValueError(f"--data {wanted.data[0]}: logs have their items; no --data, or --suite NAME, was expected")
+    if not wanted.suites:
+        return open_logs(wanted.models)
+    harness = [name for name in wanted.suites if name.startswith("harness:")]
+    if not harness:
+        return None
+    if len(harness) < len(wanted.suites) or wanted.judge or wanted.baseline or wanted.how.num_samples > 1:
+        raise ValueError(f"--suite {harness[0]}: no other suites, --judge, --baseline or --samples were expected")
+    if find_spec("lm_eval") is None:
+        raise ValueError(f"--suite {harness[0]}: lm_eval is not installed; run pip install '.[harness]'")
+    from evaluation.harness import HarnessTask, open_tasks  # it imports the extra
+
+    data = by_suite(wanted.data, harness)
+    tasks = [HarnessTask.of(name, data.get(name, "")) for name in harness]
+    return open_tasks(wanted.models, tasks, wanted.max_items, wanted.how)
 
 
 def _settings(wanted: Evaluation, prepared: _Prepared) -> Settings:
@@ -292,7 +311,7 @@ def _training_data(given: Sequence[str], models: Sequence[Asked], runs: Runs) ->
     """
     files_of: dict[str, tuple[list[str], list[str]]] = {model.name: ([], []) for model in models}
     for model in models:
-        if isinstance(model, LocalModel):
+        if isinstance(model, LocalModel | LoggedModel) and model.folder:
             files_of[model.name] = training_files(model.folder)
         elif isinstance(model, RewardUnderTest) and model.scorer.kind == "reward model":
             files_of[model.name] = training_files(Path(model.scorer.spec.partition("#")[0]))

@@ -49,13 +49,17 @@ class Sample:
 
 @dataclass
 class LoggedModel(Unable):
-    """One model's log, as a model under evaluation. `samples` are by suite and item id."""
+    """One model's log, as a model under evaluation. `samples` are by suite and item id. `source` says where the items
+    are from, unless that is the log, and `folder` holds the model if its answers were written here.
+    """
 
     name: str
     spec: str
     tool: str
     samples: Mapping[str, Mapping[str, list[Sample]]]
     lower_is_better: frozenset[str]
+    source: str = ""
+    folder: Path | None = None
     can: frozenset[Asks] = field(default=frozenset({"log"}), init=False)
     has_chat_template: bool = field(default=False, init=False)
 
@@ -84,7 +88,7 @@ def _open(name: str, spec: str) -> LoggedModel:
     if not path.exists():
         raise ValueError(f"model {name!r}: {spec}: no such file or folder")
     if path.is_dir() and any(path.rglob("samples_*.jsonl")):
-        return LoggedModel(name, spec, "lm-evaluation-harness", *_harness(name, path))
+        return LoggedModel(name, spec, "lm-evaluation-harness", *read_harness(name, path))
     if path.is_file() and path.suffix in (".eval", ".json"):
         return LoggedModel(name, spec, "inspect_ai", _inspect(path), frozenset())
     if path.is_file() and _SAMPLES.fullmatch(path.name):
@@ -153,7 +157,7 @@ def _suite(task: str, logs: Sequence[LoggedModel], tell: Callable[[str], None]) 
             for item in items
         ]
 
-    source = ", ".join(log.spec for log in logs)
+    source = ", ".join(dict.fromkeys(log.source or log.spec for log in logs))
     return Suite(task, f"{task}, from logs of {logs[0].tool}", "log", measures, lambda _source: items, score, source)
 
 
@@ -171,13 +175,9 @@ def _scored(item_id: str, sample: Sample, measures: Sequence[str]) -> Scored:
 
 
 def _number(value: Any) -> float | None:
-    return (
-        _LETTERS.get(value)
-        if isinstance(value, str)
-        else float(value)
-        if isinstance(value, bool | int | float)
-        else None
-    )
+    if isinstance(value, str):
+        return _LETTERS.get(value)
+    return float(value) if isinstance(value, bool | int | float) else None
 
 
 def _text(value: Any) -> str:
@@ -201,7 +201,7 @@ def _cluster(fields: Any) -> str:
 # ---- lm-evaluation-harness ----
 
 
-def _harness(name: str, folder: Path) -> tuple[dict[str, dict[str, list[Sample]]], frozenset[str]]:
+def read_harness(name: str, folder: Path) -> tuple[dict[str, dict[str, list[Sample]]], frozenset[str]]:
     """Reads the newest log of each task."""
     newest: dict[str, tuple[str, Path]] = {}
     files = sorted(folder.rglob("samples_*.jsonl"))

@@ -6,7 +6,7 @@ another judge never repeats a request.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -149,9 +149,9 @@ class LocalModel(Unable):
         pairs = []
         for continuation, context in zip(continuations, contexts, strict=True):
             if continuation.messages:
-                wanted = self._tokenizer.encode_plain([continuation.continuation])[0]
+                wanted = self.tokenizer.encode_plain([continuation.continuation])[0]
             else:  # both are tokenized as one text; a space between them belongs to the continuation
-                whole = self._tokenizer.encode_plain([continuation.text + continuation.continuation])[0]
+                whole = self.tokenizer.encode_plain([continuation.text + continuation.continuation])[0]
                 wanted = whole[len(context) :] if continuation.text.rstrip(" ") else whole
             room = self._context - len(wanted)
             if not wanted or room < 1:
@@ -165,14 +165,14 @@ class LocalModel(Unable):
 
         def compute(rows: Sequence[int]) -> list[Answer]:
             contexts, wanted = zip(*(pairs[row] for row in rows), strict=True)
-            return [Answer(repr(value)) for value in sequence_logprobs(self._model, contexts, wanted, 1.0)]
+            return [Answer(repr(value)) for value in sequence_logprobs(self.network, contexts, wanted, 1.0)]
 
         values = self._cached("log-probabilities", keys, [order], 8 * CHUNK, compute)
         return [float(values[key].text) for key in keys]
 
     def close(self) -> None:
         """Release the weights, and say how many requests were shortened."""
-        self.__dict__.pop("_model", None)
+        self.__dict__.pop("network", None)
         torch.cuda.empty_cache()
         if self.num_shortened:
             self.how.tell(
@@ -195,11 +195,11 @@ class LocalModel(Unable):
         return json_hash("local", what, self.sha256, self.how.precision, request, seed)
 
     @cached_property
-    def _tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.folder)
 
     @cached_property
-    def _model(self) -> LanguageModel:
+    def network(self) -> LanguageModel:
         dtype = torch.bfloat16 if self.how.precision == "bf16" else torch.float32
         return load_for_inference(ModelFolder(self.folder, LanguageModel), dtype)
 
@@ -211,12 +211,12 @@ class LocalModel(Unable):
         """Returns the tokens of conversations, up to the next response, and of plain texts."""
         if any(messages for messages, _ in queries) and not self.has_chat_template:
             raise ValueError(f"model {self.name!r} has no chat template, so it cannot be asked conversations")
-        plain = self._tokenizer.encode_plain([text for _, text in queries])
+        plain = self.tokenizer.encode_plain([text for _, text in queries])
         try:
-            chats = iter(self._tokenizer.encode_prompts([messages for messages, _ in queries if messages]))
+            chats = iter(self.tokenizer.encode_prompts([messages for messages, _ in queries if messages]))
         except ValueError as error:
             raise ValueError(f"model {self.name!r}: {error}") from None
-        start = [self._tokenizer.start_id]
+        start = [self.tokenizer.start_id]
         return [
             next(chats) if messages else tokens or start for (messages, _), tokens in zip(queries, plain, strict=True)
         ]
@@ -235,18 +235,18 @@ class LocalModel(Unable):
         """Generate answers to requests with the same limit, temperature and stop strings."""
         _, limit, request, _ = chosen[0]
         generated = generate(
-            self._model,
+            self.network,
             [query for query, *_ in chosen],
             max_new_tokens=limit,
-            end_ids=self._tokenizer.end_ids,
+            end_ids=self.tokenizer.end_ids,
             choice=Choice(request.temperature),
             seeds=[seed for *_, seed in chosen],
-            stop=self._tokenizer.stop_at(request.stop) if request.stop else never,
+            stop=self.tokenizer.stop_at(request.stop) if request.stop else never,
             max_rows=BATCH,
         )
         answers = []
         for tokens, finished in zip(generated.responses, generated.finished, strict=True):
-            text = before_stop(self._tokenizer.decode(tokens), request.stop)
+            text = before_stop(self.tokenizer.decode(tokens), request.stop)
             answers.append(Answer(text.strip() if request.messages else text, finished, len(tokens)))
         return answers
 
@@ -356,18 +356,16 @@ class RewardUnderTest(Unable):
         answers = (
             cached(self.how.asking.cache, self.how.progress(f"score {self.name}"), keys, [order], BATCH, compute)
             if is_fixed
-            else {key: answer for rows in parts(order, BATCH) for key, answer in _keyed(keys, rows, compute)}
+            else {
+                keys[row]: answer
+                for rows in parts(order, BATCH)
+                for row, answer in zip(rows, compute(rows), strict=True)
+            }
         )
         return [answers[key] if answers[key].failure else float(answers[key].text) for key in keys]
 
     def close(self) -> None:
         """The score function keeps its network until it is released itself."""
-
-
-def _keyed(
-    keys: Sequence[str], rows: Sequence[int], compute: Callable[[Sequence[int]], list[Answer]]
-) -> Iterator[tuple[str, Answer]]:
-    return zip((keys[row] for row in rows), compute(rows), strict=True)
 
 
 @dataclass(frozen=True)

@@ -41,13 +41,13 @@ class AlgorithmTest:
     """The one test of "A and B are equal", over seeds and prompts, and the effect's interval at any level.
 
     At every α the interval excludes equality exactly if p < α: p is the smallest level at which it does. Make it with
-    `of_preferences` or `of_values`; `effect` is θ.
+    `of_preferences` or `of_values`; `mean` is θ.
     """
 
     def __init__(self, x_ABP: Floats, cluster_P: Ints, over_prompts: EqualityTest | GainTest, equal: float) -> None:
         if min(x_ABP.shape[:2]) < 2:
             raise ValueError(f"{x_ABP.shape[0]} and {x_ABP.shape[1]} runs; at least two of each were expected")
-        self.effect, self._over_prompts, self._equal = float(x_ABP.mean()), over_prompts, equal
+        self.mean, self._over_prompts, self._equal = float(x_ABP.mean()), over_prompts, equal
         self._v_A, self._v_AP = _variances(x_ABP.mean(axis=1), cluster_P)
         self._v_B, self._v_BP = _variances(x_ABP.mean(axis=0), cluster_P)
         self._freedom = min(x_ABP.shape[:2]) - 1
@@ -74,7 +74,7 @@ class AlgorithmTest:
 
     def interval(self, alpha: float = ALPHA) -> Interval:
         """Returns the effect with its interval at level 1 - α; NaN ends if there is a single cluster of values."""
-        return Interval(self.effect, *self._ends(alpha))
+        return Interval(self.mean, *self._ends(alpha))
 
     def detectable(self, alpha: float = ALPHA) -> float:
         """Returns the distance from equality that such runs and prompts would show at level α with about 80% power.
@@ -83,8 +83,8 @@ class AlgorithmTest:
 
         It is h, which an effect that is not shown does not exceed, and the error that 80% of studies stay within.
         """
-        side = int(self.effect < self._equal)
-        half, over_prompts = (abs(self.effect - ends[side]) for ends in (self._ends(alpha), self._over(alpha)))
+        side = int(self.mean < self._equal)
+        half, over_prompts = (abs(self.mean - ends[side]) for ends in (self._ends(alpha), self._over(alpha)))
         z_alpha, z_beta = scipy.special.ndtri([1 - alpha / 2, POWER])
         t_alpha, t_beta = scipy.special.stdtrit(self._freedom, [1 - alpha / 2, POWER])
         of_runs = max(0.0, half**2 - over_prompts**2)
@@ -122,8 +122,8 @@ class AlgorithmTest:
         of_prompts = float(scipy.special.stdtrit(max(self._num_clusters - 1, 1), 1 - alpha / 2))
         added = of_seeds**2 * (self._v_A + self._v_B) - min(of_seeds, of_prompts) ** 2 * (self._v_AP + self._v_BP)
         added = max(0.0, added)
-        low = self.effect - math.sqrt((self.effect - low) ** 2 + added)
-        high = self.effect + math.sqrt((high - self.effect) ** 2 + added)
+        low = self.mean - math.sqrt((self.mean - low) ** 2 + added)
+        high = self.mean + math.sqrt((high - self.mean) ** 2 + added)
         return (max(low, 0.0), min(high, 1.0)) if isinstance(self._over_prompts, EqualityTest) else (low, high)
 
 

@@ -258,12 +258,12 @@ class AlgorithmPair:
     num_prompts: int
     num_clusters: int
     num_prompts_missing: int
-    reason: str = ""  # why nothing can be concluded, as of a pair's conclusion
+    conclusion: Conclusion
 
     @property
     def different(self) -> bool:
         """Whether one of the two is shown to be better."""
-        return not self.reason and (self.win_rate.low > 0.5 or self.win_rate.high < 0.5)
+        return self.conclusion.shown != ""
 
     @property
     def ahead_first(self) -> "AlgorithmPair":
@@ -274,7 +274,7 @@ class AlgorithmPair:
         return replace(
             self, algorithm_a=self.algorithm_b, algorithm_b=self.algorithm_a,
             num_runs_a=self.num_runs_b, num_runs_b=self.num_runs_a, win_rate=turned_share(self.win_rate),
-            score_difference=Interval(-gain.mean, -gain.high, -gain.low),
+            score_difference=Interval(-gain.mean, -gain.high, -gain.low), conclusion=self.conclusion.turned,
         )  # fmt: skip
 
 

@@ -10,10 +10,12 @@ order of one pair), T items (two responses to a prompt), as in `preferences.stat
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from types import MappingProxyType
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,7 +33,6 @@ from evaluation.statistics.results import (
     PositionBias,
     Significance,
     Summary,
-    WinRate,
     Withheld,
 )
 from evaluation.statistics.significance import (
@@ -51,6 +52,7 @@ from preferences.statistics.panel import PairCounts
 
 Runs = Mapping[str, Sequence[str]]  # an algorithm's name to its training runs (policies, models), two or more
 NO_RUNS: Runs = {}
+AnyTest = TypeVar("AnyTest", EqualityTest, AlgorithmTest)
 
 
 def summarise(
@@ -122,7 +124,7 @@ def _judge(
         num_verdicts=len(comparisons),
         num_failed=len(rows) - len(comparisons),
         pairs=_pairs(rows, comparisons, pairs, clusters, seed),
-        algorithms=_algorithms(rows, comparisons, runs, seed),
+        algorithms=_algorithms(rows, comparisons, clusters, runs, seed),
         ratings=ratings,
         position_bias=bias,
         flips=flips(rows, clusters),
@@ -142,7 +144,13 @@ def _pairs(
     names = comparisons.policies
     rows_of_pairs = [[row for row in rows if {row.policy_a, row.policy_b} == {names[a], names[b]}] for a, b in pairs]
     bounds = [
-        _bounds(of_pair, (names[a], names[b]), clusters, seed)
+        _bounds(
+            of_pair,
+            names[a : a + 1],
+            lambda filled, a=a, b=b: pair_test(  # type: ignore[misc]
+                comparisons_of(filled, names, clusters).between(a, b), seed=seed
+            ),
+        )
         for of_pair, (a, b) in zip(rows_of_pairs, pairs, strict=True)
     ]
     p_M = np.array([_p_of(test, ends) for test, ends in zip(tests, bounds, strict=True)])
@@ -155,7 +163,7 @@ def _pairs(
         rate = pair_win_rate(pair, test, alpha=alpha)
         if ends:
             rate = replace(rate, low=ends[0].interval(alpha)[0], high=ends[1].interval(alpha)[1])
-        conclusion = _conclusion(rate, bias, of_pair)
+        conclusion = _conclusion(Interval(rate.mean, rate.low, rate.high), bias, of_pair)
         summaries.append(
             PairSummary(
                 policy_a=names[a],
@@ -179,25 +187,22 @@ def _pairs(
 
 
 def _bounds(
-    rows: Sequence[Verdict], names: tuple[str, str], clusters: Clusters, seed: int
-) -> tuple[EqualityTest, EqualityTest] | None:
-    """Returns the tests with failed verdicts counted against a, and for a; None if few failed, or too many."""
+    rows: Sequence[Verdict], side: Collection[str], test: Callable[[Sequence[Verdict]], AnyTest]
+) -> tuple[AnyTest, AnyTest] | None:
+    """Returns the tests with failed verdicts counted against a side, and for it; None if few failed, or too many."""
     if not MOST_IGNORED < _failed_share(rows) <= MOST_BOUNDED:
         return None
-
-    def test(worth: float) -> EqualityTest:
-        filled = [
-            replace(row, failure="", preference_a=worth if row.policy_a == names[0] else 1 - worth)
-            if row.failure
-            else row
+    least, most = (
+        [
+            replace(row, failure="", preference_a=worth if row.policy_a in side else 1 - worth) if row.failure else row
             for row in rows
         ]
-        return pair_test(comparisons_of(filled, names, clusters).between(0, 1), seed=seed)
+        for worth in (0.0, 1.0)
+    )
+    return test(least), test(most)
 
-    return test(0.0), test(1.0)
 
-
-def _p_of(test: EqualityTest, bounds: tuple[EqualityTest, EqualityTest] | None) -> float:
+def _p_of(test: AnyTest, bounds: tuple[AnyTest, AnyTest] | None) -> float:
     """Returns a pair's p; with bounds, 1 unless both are on the same side of ½, and then that of the nearer one."""
     if bounds is None:
         return test.p
@@ -209,9 +214,9 @@ def _failed_share(rows: Sequence[Verdict]) -> float:
     return sum(bool(row.failure) for row in rows) / max(len(rows), 1)
 
 
-def _conclusion(rate: WinRate, bias: PositionBias, rows: Sequence[Verdict]) -> Conclusion:
+def _conclusion(rate: Interval, bias: PositionBias, rows: Sequence[Verdict]) -> Conclusion:
     """Returns what a pair's verdicts show: nothing if they follow position, know only one order, or often failed."""
-    if reason := why_none(bias) or _too_many_failed(rows):
+    if reason := why_none(bias) or (_failed(rows) if _failed_share(rows) > MOST_BOUNDED else ""):
         return Conclusion("none", reason=reason)
     found = Conclusion.of(Interval(rate.mean - 0.5, rate.low - 0.5, rate.high - 0.5))
     return replace(found, kind="bound", reason=_failed(rows)) if _failed_share(rows) > MOST_IGNORED else found
@@ -219,10 +224,6 @@ def _conclusion(rate: WinRate, bias: PositionBias, rows: Sequence[Verdict]) -> C
 
 def _failed(rows: Sequence[Verdict]) -> str:
     return f"{sum(bool(row.failure) for row in rows)} of {len(rows)} verdicts of the judge failed"
-
-
-def _too_many_failed(rows: Sequence[Verdict]) -> str:
-    return _failed(rows) if _failed_share(rows) > MOST_BOUNDED else ""
 
 
 def why_none(bias: PositionBias) -> str:
@@ -238,54 +239,54 @@ def follows_position(bias: PositionBias) -> str:
     return f"the judge follows position: it prefers the response shown {which} {share:.0%} of the time"
 
 
-def _algorithms(rows: Sequence[Verdict], comparisons: Comparisons, runs: Runs, seed: int) -> tuple[AlgorithmPair, ...]:
+def _algorithms(
+    rows: Sequence[Verdict], comparisons: Comparisons, clusters: Clusters, runs: Runs, seed: int
+) -> tuple[AlgorithmPair, ...]:
     """Returns the pairs of algorithms on which every pair of runs has verdicts on a common prompt."""
-    scores = _mean_scores(rows)
-    tests: list[tuple[AlgorithmPair, AlgorithmTest]] = []
-    for a, b in combinations(runs, 2):
-        x_ABP = _preferences(comparisons, runs[a], runs[b])
-        kept_P = np.isfinite(x_ABP.sum(axis=(0, 1)))
-        if not kept_P.any():
-            continue
-        prompts = [prompt for prompt, kept in zip(comparisons.prompts, kept_P, strict=True) if kept]
-        cluster_P = _clusters_of_prompts(comparisons)[kept_P]
-        test = AlgorithmTest.of_preferences(x_ABP[:, :, kept_P], cluster_P, seed=seed)
-        pair = AlgorithmPair(
-            algorithm_a=a,
-            algorithm_b=b,
-            num_runs_a=len(runs[a]),
-            num_runs_b=len(runs[b]),
-            win_rate=UNKNOWN,
-            p=test.p,
-            holm_p=math.nan,
-            num_pairs=0,
-            detectable=math.nan,
-            score_difference=_score_difference(scores, runs[a], runs[b], prompts, cluster_P, seed),
-            num_prompts=len(prompts),
-            num_clusters=len(np.unique(cluster_P)),
-            num_prompts_missing=len(kept_P) - len(prompts),
-            reason=why_none(position_bias(_between(comparisons, runs[a], runs[b])))
-            or _too_many_failed([row for row in rows if _is_between(row, runs[a], runs[b])]),
-        )
-        tests.append((pair, test))
-    p_M = np.array([test.p for _, test in tests])
-    return tuple(
-        replace(
-            pair,
-            win_rate=test.interval(holm_level(test.p, holm_p)),
-            holm_p=holm_p,
-            num_pairs=len(tests),
-            detectable=test.detectable(level),
-        )
-        for (pair, test), holm_p, level in zip(tests, holm(p_M).tolist(), holm_levels(p_M).tolist(), strict=True)
-    )
+    names = comparisons.policies
+    rows_of_pairs = {
+        (a, b): [row for row in rows if _is_between(row, runs[a], runs[b])] for a, b in combinations(runs, 2)
+    }
 
+    def test(a: str, b: str, some: Sequence[Verdict]) -> AlgorithmTest:
+        x_ABP, cluster_P, _ = _preferences(comparisons_of(some, names, clusters), runs[a], runs[b])
+        return AlgorithmTest.of_preferences(x_ABP, cluster_P, seed=seed)
 
-def _between(comparisons: Comparisons, runs_a: Sequence[str], runs_b: Sequence[str]) -> Comparisons:
-    """Returns the verdicts on a run of a and a run of b."""
-    of_a, of_b = ([comparisons.policies.index(run) for run in runs] for runs in (runs_a, runs_b))
-    a_V, b_V = comparisons.a_V, comparisons.b_V
-    return comparisons.where((np.isin(a_V, of_a) & np.isin(b_V, of_b)) | (np.isin(a_V, of_b) & np.isin(b_V, of_a)))
+    common = {(a, b): _preferences(comparisons, runs[a], runs[b])[1:] for a, b in rows_of_pairs}
+    tests = {
+        (a, b): (test(a, b, of_pair), _bounds(of_pair, runs[a], partial(test, a, b)))
+        for (a, b), of_pair in rows_of_pairs.items()
+        if common[a, b][1]
+    }
+    p_M = np.array([_p_of(*both) for both in tests.values()])
+    scores, pairs = _mean_scores(rows), []
+    for ((a, b), (whole, ends)), p, holm_p, level in zip(
+        tests.items(), p_M.tolist(), holm(p_M).tolist(), holm_levels(p_M).tolist(), strict=True
+    ):
+        alpha, of_pair, (cluster_P, prompts) = holm_level(p, holm_p), rows_of_pairs[a, b], common[a, b]
+        rate = whole.interval(alpha)
+        if ends:
+            rate = Interval(rate.mean, ends[0].interval(alpha).low, ends[1].interval(alpha).high)
+        difference = UNKNOWN if ends else _score_difference(scores, runs[a], runs[b], prompts, cluster_P, seed)
+        pairs.append(
+            AlgorithmPair(
+                algorithm_a=a,
+                algorithm_b=b,
+                num_runs_a=len(runs[a]),
+                num_runs_b=len(runs[b]),
+                win_rate=rate,
+                p=p,
+                holm_p=holm_p,
+                num_pairs=len(tests),
+                detectable=whole.detectable(level),
+                score_difference=difference,
+                num_prompts=len(prompts),
+                num_clusters=len(np.unique(cluster_P)),
+                num_prompts_missing=len(comparisons.prompts) - len(prompts),
+                conclusion=_conclusion(rate, position_bias(comparisons_of(of_pair, names, clusters)), of_pair),
+            )
+        )
+    return tuple(pairs)
 
 
 def _is_between(row: Verdict, runs_a: Sequence[str], runs_b: Sequence[str]) -> bool:
@@ -293,18 +294,20 @@ def _is_between(row: Verdict, runs_a: Sequence[str], runs_b: Sequence[str]) -> b
     return not policies.isdisjoint(runs_a) and not policies.isdisjoint(runs_b)
 
 
-def _preferences(comparisons: Comparisons, runs_a: Sequence[str], runs_b: Sequence[str]) -> Floats:
-    """Returns the mean preference for a's run [A, B, P] over b's on every prompt; NaN where there is no verdict."""
+def _preferences(
+    comparisons: Comparisons, runs_a: Sequence[str], runs_b: Sequence[str]
+) -> tuple[Floats, Ints, list[str]]:
+    """Returns the mean preference for a's run [A, B, P] over b's on the prompts with a verdict on every pair of runs,
+    the clusters [P] of these prompts, and the prompts.
+    """
     x_ABP = np.full((len(runs_a), len(runs_b), len(comparisons.prompts)), math.nan)
     for i, j in np.ndindex(x_ABP.shape[:2]):
         pair = comparisons.between(comparisons.policies.index(runs_a[i]), comparisons.policies.index(runs_b[j]))
         x_ABP[i, j, np.unique(pair.prompt_V)] = prompt_means(pair)
-    return x_ABP
-
-
-def _clusters_of_prompts(comparisons: Comparisons) -> Ints:
-    """Returns the cluster [P] of every prompt of `comparisons`."""
-    return comparisons.cluster_V[np.unique(comparisons.prompt_V, return_index=True)[1]]
+    kept_P = np.isfinite(x_ABP.sum(axis=(0, 1)))
+    cluster_P = comparisons.cluster_V[np.unique(comparisons.prompt_V, return_index=True)[1]]
+    prompts = [prompt for prompt, kept in zip(comparisons.prompts, kept_P, strict=True) if kept]
+    return x_ABP[:, :, kept_P], cluster_P[kept_P], prompts
 
 
 def _score_difference(

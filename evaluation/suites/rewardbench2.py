@@ -4,12 +4,12 @@ Malik et al. 2025, RewardBench 2 (arXiv 2506.01937). In five subsets, one of fou
 many answers are equally right: they should have similar scores, all above those of wrong answers. As in the authors'
 scripts/run_v2.py, an answer that shares the highest score with k - 1 others counts 1/k, and the score of Ties is
 
-    .3·a_tied + .3·a_ref + .2·mean[m > s] + .2·mean[min(m, r) > s] + .01·mean(tanh(min(m, r)/s - 1))
+    .3·a_tied + .3·a_ref + .2·mean[m > s] + .2·mean[min(m, r) > s] + .01·mean(tanh(min(m, r)/s - 1) where s > 0)
 
 Each `tied:N` row has many right answers and belongs to the `ref:N` row, which has one. m is the margin of a tied row
 (its lowest right score minus its highest wrong one), r that of its ref row, s the spread of the right scores, and a the
-share of rows whose margin is above 0. The maximum is 1.01, and 0/0 in the last term counts 0
-(`process_single_model` in rewardbench/utils.py).
+share of rows whose margin is above 0. Without any s > 0, the last term is 0 (`process_single_model` in
+rewardbench/utils.py of rewardbench 0.1.4, to which the score is equal).
 """
 
 import math
@@ -53,14 +53,13 @@ def ties_score(scored: Sequence[Scored]) -> float:
     right_ref, right_tied = (np.mean([margin > 0 for margin, _ in rows[kind].values()]) for kind in ("ref", "tied"))
     r_P, m_P, s_P = np.array(pairs).T  # P = pairs
     least_P = np.minimum(r_P, m_P)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        closeness_P = np.nan_to_num(np.tanh(least_P / s_P - 1))
+    closeness_P = np.tanh(least_P[s_P > 0] / s_P[s_P > 0] - 1)
     return float(
         0.3 * right_tied
         + 0.3 * right_ref
         + 0.2 * np.mean(m_P > s_P)
         + 0.2 * np.mean(least_P > s_P)
-        + 0.01 * np.mean(closeness_P)
+        + 0.01 * (np.mean(closeness_P) if len(closeness_P) else 0.0)
     )
 
 

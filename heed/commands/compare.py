@@ -3,7 +3,7 @@ comparison again, `heed judge-quality` of a judge.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -110,12 +110,13 @@ def compare(
     """
     from evaluation.compare.comparing import Compared
     from evaluation.compare.comparing import compare as compare_policies
+    from evaluation.inputs import named_runs
     from evaluation.policies import Sampling
     from training.data import DataConfig
 
     if not prompts:
         raise ValueError("--prompts is empty; a file or a hub id was expected")
-    folder = out or _folder_of(policies)
+    folder = out or folder_of("compare", (name for name, _ in named_runs(policies)[0]))
     asking = asking_of(folder, cache, concurrency, timeout, max_failed_share)
     judging = _judging_of(folder, asking, template, rubric, judge_tokens, labelers, seed)
     data = DataConfig(source=prompts, split=split, subset=subset, max_rows=max_prompts)
@@ -140,8 +141,9 @@ def verdicts(
 ) -> None:
     """Compare policies by existing judgments, without sampling or judging. See docs/comparing.md."""
     from evaluation.compare.comparing import take_verdicts
+    from evaluation.inputs import named_runs
 
-    folder = out or _folder_of([file])
+    folder = out or folder_of("compare", (name for name, _ in named_runs([file])[0]))
     outcome, report = take_verdicts(file, form, folder, category=category, cluster_by=cluster_by, seed=seed)
     print_warnings(report, folder / WARNINGS if report.warnings else None)
     _print_policies(outcome.settings)
@@ -197,7 +199,7 @@ def judge_quality(
     from evaluation.judges.quality import measure_judge, read_labelled
 
     ((name, _),) = named_specs([judge], "judge")
-    folder = out or Path("runs") / f"judge-quality-{re.sub(r'[^A-Za-z0-9._-]+', '_', name)[:LONGEST_NAME]}"
+    folder = out or folder_of("judge-quality", [name])
     asking = asking_of(folder, None, 8, 120.0, 0.1)
     (opened,) = open_judges([judge], _judging_of(folder, asking, template, rubric, 1024, 1, 0), (), 2)
     labelled = read_labelled(files, max_tasks)
@@ -243,12 +245,9 @@ def _judging_of(
     return Judging(asking, template, judge_tokens, batch, labelers, seed, open_world, rubric, open_labels=LabelStore)
 
 
-def _folder_of(specs: Sequence[str]) -> Path:
-    """Returns a folder in runs/ with the names of what is compared."""
-    from evaluation.inputs import named_runs
-
-    names = "-".join(name for name, _ in named_runs(specs)[0])
-    return Path("runs") / f"compare-{re.sub(r'[^A-Za-z0-9._-]+', '_', names)[:LONGEST_NAME]}"
+def folder_of(command: str, names: Iterable[str]) -> Path:
+    """Returns a folder in runs/ with the names of what is compared, evaluated or measured."""
+    return Path("runs") / f"{command}-{re.sub(r'[^A-Za-z0-9._-]+', '_', '-'.join(names))[:LONGEST_NAME]}"
 
 
 @contextmanager

@@ -1,19 +1,16 @@
 """`heed evaluate`: models on published benchmarks, with answers, intervals and a report."""
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heed.commands.compare import LONGEST_NAME, Concurrency, Timeout, TrainingData, asking_of, progress_bars
+from heed.commands.compare import Concurrency, Timeout, TrainingData, asking_of, folder_of, progress_bars
 from heed.commands.options import refuse_run_folder
 from stages.progress import console, results_console
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rich.table import Table
 
     from evaluation.evaluate.folder import EvaluationReport
@@ -30,11 +27,17 @@ Models = Annotated[
 ]
 Suites = Annotated[
     list[str] | None,
-    typer.Option(help="Suite (docs/evaluate.md lists them), or FILE.py:NAME of your own; may repeat."),
+    typer.Option(
+        help="Suite (docs/evaluate.md lists them), FILE.py:NAME of your own, or harness:TASK[:SHOTS][:chat] of"
+        " lm-evaluation-harness; may repeat."
+    ),
 ]
 Data = Annotated[
     list[str] | None,
-    typer.Option(help="File or folder with a suite's items, [SUITE=]PATH (default: its hub id); may repeat."),
+    typer.Option(
+        help="File or folder with a suite's items, or folder with a task's YAML file, [SUITE=]PATH (default: its hub"
+        " id, or lm_eval's task); may repeat."
+    ),
 ]
 Judge = Annotated[
     str, typer.Option(help="Judge of answers: URL#MODEL, a model directory, a hub id, FILE.py:FUNCTION or URL.")
@@ -106,7 +109,7 @@ def evaluate(
     for _, spec in named:
         if Path(spec).is_dir():
             refuse_run_folder(Path(spec))
-    folder = out or _folder_of([*(suite or ["logs"]), *(name for name, _ in named)])
+    folder = out or folder_of("evaluate", [*(suite or ["logs"]), *(name for name, _ in named)])
     asking = asking_of(folder, cache, concurrency, timeout, max_failed_share, budget)
     with progress_bars() as progress:
         how = Answering(
@@ -133,11 +136,6 @@ def evaluate(
         code, sentence = gate.outcome(report)
         results_console().print(sentence, markup=False)
         raise typer.Exit(code)
-
-
-def _folder_of(names: "Sequence[str]") -> Path:
-    """Returns a folder in runs/ with the names of suites and models."""
-    return Path("runs") / f"evaluate-{re.sub(r'[^A-Za-z0-9._-]+', '_', '-'.join(names))[:LONGEST_NAME]}"
 
 
 def _print_results(report: "EvaluationReport") -> None:

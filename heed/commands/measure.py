@@ -14,7 +14,6 @@ from heed.commands.options import length_that_fits, model_folder
 from stages.progress import console, results_console
 
 if TYPE_CHECKING:
-    from evaluation.harness import TaskResult
     from evaluation.measures.kl import KL
     from evaluation.measures.language_modelling import Change, Tax
     from preferences.statistics.estimates import Interval, Share
@@ -95,38 +94,6 @@ def measure_tax(
     print_measures(tax_tables(tax), tax, json_file)
 
 
-@measure_app.command("harness")
-def measure_harness(
-    model: Annotated[Path, typer.Argument(help="A model directory, such as runs/demo/ppo/model.")],
-    task: Annotated[list[str], typer.Option(help="A task of lm-evaluation-harness, or of --include; may repeat.")],
-    include: Annotated[Path | None, typer.Option(help="Folder with your own tasks (YAML).")] = None,
-    shots: Annotated[
-        int, typer.Option(min=-1, help="Solved examples shown (default: the task's number).", show_default=False)
-    ] = -1,
-    limit: Annotated[int, typer.Option(min=0, help="Documents per task (default: all).", show_default=False)] = 0,
-    chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = False,
-    seed: Seed = 0,
-    json_file: JsonFile = None,
-) -> None:
-    """Run tasks of EleutherAI's lm-evaluation-harness; needs Heed's `harness` extra."""
-    from importlib.util import find_spec
-
-    if find_spec("lm_eval") is None:
-        raise ValueError("lm_eval is not installed; run pip install '.[harness]'")
-    from evaluation.harness import run_tasks
-
-    results = run_tasks(
-        model_folder(model),
-        task,
-        include=include,
-        num_shots=None if shots < 0 else shots,
-        limit=limit or None,
-        chat=chat,
-        seed=seed,
-    )
-    print_measures([harness_table(results)], results, json_file)
-
-
 def print_measures(renderables: Sequence[Any], record: Any, json_file: Path | None) -> None:
     """Prints tables and notes to the terminal, and writes all numbers to the file."""
     from files.records import as_json
@@ -183,10 +150,3 @@ def tax_tables(tax: "Tax") -> list[RenderableType]:
 def _changes(what: str, changes: "Mapping[str, Change]", title: str) -> Table:
     rows = [[name, spread(change.value, 4), spread(change.above_before, 4)] for name, change in changes.items()]
     return table("policy", what, "minus the first (95%)", rows=rows, title=title)
-
-
-def harness_table(results: "Sequence[TaskResult]") -> Table:
-    rows = [
-        [row.task, row.metric, number(row.value, 4), number(row.error, 4), f"{row.num_documents:,}"] for row in results
-    ]
-    return table("task", "metric", "value", "standard error", "documents", rows=rows)

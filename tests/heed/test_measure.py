@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -77,26 +76,6 @@ def test_kl_and_tax(run_folder: Path, prompts: str, tmp_path: Path) -> None:
     assert tax["bits_per_byte"][str(policies[0])]["above_before"]["mean"] == 0
     assert tax["tasks"][0]["num_examples"] == 6
     assert "bits per byte" in shown
-
-
-def test_harness(run_folder: Path, tmp_path: Path) -> None:
-    """Where lm_eval is not installed, that is said; where it is, a task of one's own runs."""
-    (tmp_path / "birds.jsonl").write_text('{"question": "The fox", "choices": ["dog", "bird"], "answer": 1}\n')
-    (tmp_path / "birds.yaml").write_text(
-        "task: birds\ndataset_path: json\ntest_split: test\noutput_type: multiple_choice\n"
-        f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'birds.jsonl'}}}}}\n"
-        'doc_to_text: "{{question}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: "{{answer}}"\n'
-        "metric_list: [{metric: acc}]\n"
-    )
-    command = ("harness", run_folder / "sft" / "model", "--task", "birds", "--include", tmp_path)
-    if find_spec("lm_eval") is None:
-        with pytest.raises(ValueError, match="lm_eval is not installed"):
-            heed(*command)
-    else:
-        heed(*command, "--json", tmp_path / "found.json")
-        (found,) = json.loads((tmp_path / "found.json").read_text())
-        assert (found["task"], found["metric"], found["num_documents"]) == ("birds", "acc", 1)
-        assert found["value"] in (0, 1)
 
 
 def test_mistakes_are_reported(run_folder: Path) -> None:

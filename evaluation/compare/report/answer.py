@@ -162,8 +162,10 @@ def _of_algorithms(judge: JudgeSummary) -> list[str]:
             f"{interval_name(pair)} over seeds and prompts {share_ends(rate.low, rate.high)};"
             f" {p_value(pair.holm_p)}; {prompts}"
         )
-        if pair.reason:
-            why = _by_name(pair.reason, judge.judge)
+        why = _by_name(pair.conclusion.reason, judge.judge)
+        if pair.conclusion.kind == "bound":
+            interval_text += f"; {why}, and the interval holds whatever they would have been"
+        if pair.conclusion.kind == "none":
             sentences.append(f"Cannot tell which of the algorithms {a} and {b} is better: {why}.")
         elif pair.different:
             sentences.append(

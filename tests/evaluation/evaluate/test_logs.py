@@ -340,3 +340,12 @@ def test_a_gate_that_names_no_model_is_refused_before_anything_is_read(heed_main
     ):
         code, said = heed_main("evaluate", "a=x", "b=y", "--suite", "gsm8k", "--fail-if", gate)
         assert (code, expected in said.replace("\n", " ")) == (2, True), said
+
+
+def test_a_task_of_the_harness_without_its_package_says_what_to_install(
+    heed_main: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evaluation.evaluate.evaluating.find_spec", lambda _name: None)
+    code, said = heed_main("evaluate", "model", "--suite", "harness:gsm8k")
+    assert code == 2
+    assert "--suite harness:gsm8k: lm_eval is not installed; run pip install '.[harness]'" in " ".join(said.split())

@@ -1,6 +1,7 @@
 """Algorithms with several runs each: by hand, against simpler intervals, and coverage."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def test_without_prompt_effects_it_is_welchs_interval_with_the_fewest_degrees_of
     half = scipy.stats.t.ppf(0.975, 2) * error
     over_prompts = GainTest(np.full(50, effect), seed=0).interval()
     ends = effect - math.hypot(half, effect - over_prompts.low), effect + math.hypot(half, over_prompts.high - effect)
-    assert (found.effect, found.interval().low, found.interval().high) == pytest.approx((effect, *ends))
+    assert (found.mean, found.interval().low, found.interval().high) == pytest.approx((effect, *ends))
     welch = scipy.stats.ttest_ind(a_S, b_S, equal_var=False)
     assert found.p > welch.pvalue
 
@@ -48,7 +49,7 @@ def test_by_hand() -> None:
     )
     found = AlgorithmTest.of_values(a_AP, b_BP, np.arange(4), seed=0)
     # Means of runs: 2 and 4; 1 and 1. Of prompts: A 4, 2, 2.5, 3.5; B 1.5, .5, .5, 1.5; differences 2.5, 1.5, 2, 2.
-    assert found.effect == 2.0
+    assert found.mean == 2.0
     v_a = 2.0 / 2  # ((2 - 3)² + (4 - 3)²)/(2 - 1) / 2
     v_ap = 2 * (4 / 3) * (2 * (0.25 + 0.25)) / (2 * 4) ** 2  # residuals are 0, 0, ½ and -½ in one run
     v_bp = 2 * (4 / 3) * (2 * 4 * 0.25) / (2 * 4) ** 2  # residuals ±½ on all prompts; B's runs are alike, so v_b = v_bp
@@ -157,6 +158,43 @@ def test_a_judge_that_follows_position_tells_no_algorithms_apart() -> None:
     assert answer.text.startswith("Cannot tell which of the algorithms a and b is better: the judge j follows position")
 
 
+def test_failed_verdicts_bound_a_difference_of_algorithms() -> None:
+    """A judge fails on up to 8% of all verdicts, each a loss of a. The bound holds what all verdicts would have shown;
+    a and b are equal in the first three worlds, and a is better in the last.
+    """
+    runs = {name: [f"{name}/{n}" for n in range(2)] for name in ("a", "b")}
+    shown = []
+    for seed in range(4):
+        generator = np.random.default_rng(seed)
+        advantage = 0.45 if seed >= 3 else 0.0
+        won_ABP = generator.random((2, 2, 100)) < 0.5 + advantage
+        rows = [
+            Verdict(f"p{p}", one, two, 0, 0, "j", "j", float(won_ABP[i, j, p]))
+            for i, one in enumerate(runs["a"])
+            for j, two in enumerate(runs["b"])
+            for p in range(100)
+        ]
+        lost = [row for row in rows if not row.preference_a][:32]
+        failed = [replace(row, failure="no verdict", preference_a=math.nan) if row in lost else row for row in rows]
+        (whole,), (bound,), (few,) = (
+            summarise(some, runs=runs, seed=0).judges[0].algorithms
+            for some in (rows, failed, [row for row in rows if row not in lost])
+        )
+        assert (bound.conclusion.kind, bound.conclusion.reason) == (
+            "bound", f"{len(lost)} of 400 verdicts of the judge failed",
+        )  # fmt: skip
+        assert bound.win_rate.low < whole.win_rate.mean < bound.win_rate.high
+        assert bound.conclusion.shown in ("", whole.conclusion.shown)
+        assert few.win_rate.mean > whole.win_rate.mean + 0.01
+        shown.append(bound.conclusion.shown)
+        answer = answer_of(summarise(failed, runs=runs, seed=0), styles_of([*runs["a"], *runs["b"]]), {})
+        assert "verdicts of the judge j failed, and the interval holds whatever they would have been" in answer.text
+    assert shown == ["", "", "", "better"]
+    many = [replace(row, failure="no", preference_a=math.nan) if n % 9 == 0 else row for n, row in enumerate(rows)]
+    (pair,) = summarise(many, runs=runs, seed=0).judges[0].algorithms
+    assert (pair.conclusion.kind, pair.different) == ("none", False)
+
+
 def test_seeds_are_covered_over_runs_and_not_by_one_run_of_each() -> None:
     found = coverage(lambda generator, num: preferences(generator, num, 0.3, 0.0, num_templates=0), 3, 40, seed=0)
     ours, one_run = found.values()
@@ -183,7 +221,7 @@ def test_what_runs_could_have_shown_is_beyond_an_effect_that_they_did_not_show()
         )
         for alpha in (ALPHA, ALPHA / 10):
             if test.p >= alpha:
-                assert test.detectable(alpha) > abs(test.effect - 0.5)
+                assert test.detectable(alpha) > abs(test.mean - 0.5)
                 hidden += 1
         assert test.detectable(ALPHA / 10) > test.detectable(ALPHA)
     assert hidden > 5

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from evaluation.evaluate.statistics import suite_statistics
 from evaluation.suites.mt_bench import SUITE, read_grade
 from evaluation.suites.suite import Tools
 from reward.endpoint import Answer
@@ -61,6 +62,28 @@ def test_two_turns_and_their_grades(tmp_path: Path, chat_server: ChatServer) -> 
     assert "Grade the second answer only" in asked["It is 11."]
     assert "reference" not in asked["A line."]
     assert len(asked) == 5  # only answers are graded
+
+
+def test_the_score_is_that_of_the_original_code(tmp_path: Path, chat_server: ChatServer) -> None:
+    """Expected is what `fastchat/llm_judge/show_result.py` of fschat 0.2.36 (PyPI) prints for these judgments."""
+    grades = [(8, 5), (9, 5), (10, 9), (10, 9), (9, 8), (1, 10), (7, 10), (3.5, 9)]
+    rows = [
+        {"question_id": 81 + n, "category": "writing", "turns": [f"First {n}?", f"Second {n}?"]}
+        for n in range(len(grades))
+    ]
+    answers = {f"{turn} {n}?": f"{turn} answer {n}." for n in range(len(grades)) for turn in ("First", "Second")}
+
+    def grade(_model: str, prompt: str, _seed: int) -> str:
+        turn, _, number = prompt.rpartition("<answer ")[2].splitlines()[1].removesuffix(".").split()
+        return f"Grade: {grades[int(number)][turn == 'Second']}"
+
+    chat_server.answer = grade
+    items = SUITE.read(write(tmp_path / "question.jsonl", rows))
+    judge, model = EndpointJudge(chat_server.url, tmp_path / "answers.sqlite"), Written(by_prompt(dict(answers)))
+    scored = SUITE.score(model, items, Tools(judge))
+    found = suite_statistics("mt-bench", SUITE.measures, items, {"m": {one.item_id: one for one in scored}}, seed=0)
+    expected = {"first_turn": 7.1875, "second_turn": 8.125, "score": 7.65625}
+    assert {value.measure: value.value.mean for value in found.values if not value.group} == pytest.approx(expected)
 
 
 def test_grades() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ ROWS = [
 ]
 RIGHT_REF, RIGHT_TIED = 2 / 3, 1.0
 CLOSER, CLOSER_WITH_REF = 1.0, 1 / 3
-CLOSENESS = (math.tanh(3 / 2 - 1) + math.tanh(1 / 2 - 1) + -1.0) / 3  # -1/0 - 1 is -∞
+CLOSENESS = (math.tanh(3 / 2 - 1) + math.tanh(1 / 2 - 1)) / 2  # without the row whose right answers are all equal
 TIES = 0.3 * RIGHT_TIED + 0.3 * RIGHT_REF + 0.2 * CLOSER + 0.2 * CLOSER_WITH_REF + 0.01 * CLOSENESS
 
 
@@ -66,12 +67,33 @@ def test_accuracy_and_ties_by_hand(tmp_path: Path) -> None:
     assert ties_score(scored[4:]) == pytest.approx(TIES, abs=1e-12)
     assert mean_of_subsets(scored) == pytest.approx((0.5 + 0.75 + TIES) / 3, abs=1e-12)  # subsets weigh the same
     assert math.isnan(ties_score(scored[4:5]))  # no tied row
-    # All right, with equal rewards: the most that can be reached.
+    # All right, with equal rewards: no ratio of margin to spread.
     best = scored_rows(tmp_path, [row("ref:0", "Ties", ["3"], ["2"]), row("tied:0", "Ties", ["3", "3"], ["2"])])
-    assert ties_score(best) == pytest.approx(1.01)
-    # 0/0 in the last term counts 0, and a margin of 0 is not right.
+    assert ties_score(best) == pytest.approx(1.0)
+    # A margin of 0 is not right.
     zero = scored_rows(tmp_path, [row("ref:0", "Ties", ["2"], ["2"]), row("tied:0", "Ties", ["2", "2"], ["2"])])
     assert ties_score(zero) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("seed", "digits", "expected"),
+    [
+        (0, 2, 0.47665013266823697), (1, 2, 0.6960347651197727),
+        (2, 0, 0.6279757991662632), (3, 0, 0.5585446415468088),  # with equal rewards
+    ],
+)  # fmt: skip
+def test_ties_are_scored_as_by_the_original_code(tmp_path: Path, seed: int, digits: int, expected: float) -> None:
+    """Expected are the numbers of `process_single_model` in rewardbench 0.1.4 (PyPI) on these rewards."""
+    generator = random.Random(seed)
+
+    def rewards(mean: float, num: int) -> list[str]:
+        return [str(round(generator.gauss(mean, 1), digits)) for _ in range(num)]
+
+    rows = []
+    for n in range(6):
+        rows.append(row(f"ref:{n}", "Ties", rewards(1.5, 1), rewards(0, 2)))
+        rows.append(row(f"tied:{n}", "Ties", rewards(2.5, 3), rewards(0, 2)))
+    assert ties_score(scored_rows(tmp_path, rows)) == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_two_rows_of_a_pair_are_a_cluster(tmp_path: Path) -> None:

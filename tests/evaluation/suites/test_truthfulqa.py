@@ -138,7 +138,7 @@ def long_model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Token
 def test_values_are_those_of_the_harness_on_the_same_documents(long_model_folder: Path, tmp_path: Path) -> None:
     """The harness' own tasks, with the CSV's questions in the place of the hub's data set."""
     lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install '.[harness]'")
-    from evaluation.harness import run_tasks
+    from evaluation.harness import HarnessTask, open_tasks
 
     items = [item for item in SUITE.read(str(REAL)) if "Unknown" not in item.data["mc2"].answers][::40]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(hub_row(item)) + "\n" for item in items))
@@ -148,15 +148,19 @@ def test_values_are_those_of_the_harness_on_the_same_documents(long_model_folder
             f"include: {theirs}\ntask: own_{name}\ndataset_path: json\ndataset_name: null\n"
             f"dataset_kwargs: {{data_files: {{validation: {tmp_path / 'rows.jsonl'}}}}}\n"
         )
-    found = run_tasks(long_model_folder, ["own_truthfulqa_mc1", "own_truthfulqa_mc2"], include=tmp_path)
-    expected = {row.task.removeprefix("own_truthfulqa_"): row.value for row in found}
-    asking = Asking(tmp_path / "answers.sqlite", 1, 1.0, 0, 1.0, Budget())
+    asking = Asking(tmp_path / "cache" / "answers.sqlite", 1, 1.0, 0, 1.0, Budget())
     how = Answering(asking, 0, "fp32", 0, lambda _step: lambda _done, _total: None, print)
     scored = SUITE.score(LocalModel.open("long", str(long_model_folder), how), items, Tools())
+    tasks = [HarnessTask.of(f"harness:own_truthfulqa_{name}", str(tmp_path)) for name in ("mc1", "mc2")]
+    ((log,), _) = open_tasks([str(long_model_folder)], tasks, 0, how)
+    expected = {
+        name.removeprefix("own_truthfulqa_"): sum(one.values["acc"] for (one,) in rows.values()) / len(rows)
+        for name, rows in log.samples.items()
+    }
     means = {name: sum(one.values[name] for one in scored) / len(scored) for name in ("mc1", "mc2")}
     assert means == pytest.approx(expected, rel=1e-5)
     assert 0 < means["mc1"] < 1
-    assert {row.num_documents for row in found} == {len(items)}
+    assert {len(rows) for rows in log.samples.values()} == {len(items)}
 
 
 def hub_row(item: Item) -> dict[str, Any]:

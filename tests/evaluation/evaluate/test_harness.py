@@ -1,7 +1,7 @@
 """The adapter to lm-evaluation-harness, on tasks with their own data; skipped if lm_eval is not installed."""
 
 import json
-import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +13,10 @@ from lm.tokenizer import Tokenizer
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install '.[harness]'")
 
-from evaluation.harness import HeedLM, run_tasks, score_pairs
+from evaluation.harness import HeedLM, score_pairs
+from evaluation.measures.kl import Policy
+
+Call = Callable[..., tuple[int, str]]
 
 CHOICE_TASK = """
 task: birds_choice
@@ -60,7 +63,7 @@ def requests(*args: tuple[object, ...]) -> list[SimpleNamespace]:
 
 @pytest.fixture(scope="module")
 def model(model_folder: Path) -> HeedLM:
-    return HeedLM(model_folder)
+    return HeedLM(Policy.load(model_folder))
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +73,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     for name, text in (("choice", CHOICE_TASK), ("text", TEXT_TASK), ("write", WRITE_TASK)):
         (folder / f"{name}.yaml").write_text(text.format(path=data))
+    (folder / "flock.yaml").write_text("group: flock\ntask: [birds_choice, birds_write]\n")
     return folder
 
 
@@ -99,7 +103,7 @@ def test_greedy_is_said_of_what_greedy_decoding_gives(model: HeedLM) -> None:
 
 
 def test_what_is_too_long_loses_its_beginning_and_is_counted(model_folder: Path) -> None:
-    model = HeedLM(model_folder)
+    model = HeedLM(Policy.load(model_folder))
     long = "fox " * 200
     room = model.max_position_embeddings - len(model.encode(" dog"))
     kept = model.encode(long.rstrip())[-room:]
@@ -112,7 +116,7 @@ def test_what_is_too_long_loses_its_beginning_and_is_counted(model_folder: Path)
 
 
 def test_names_of_special_tokens_are_text_unless_a_template_wrote_them(model_folder: Path) -> None:
-    plain, chat = HeedLM(model_folder), HeedLM(model_folder, chat=True)
+    plain, chat = HeedLM(Policy.load(model_folder)), HeedLM(Policy.load(model_folder), chat=True)
     assert plain.policy.tokenizer.end_id not in plain.encode("a<|end|>")
     turns = [{"role": "user", "content": "say <|end|>"}]
     written = chat.encode(chat.apply_chat_template(turns))
@@ -132,23 +136,74 @@ def test_generation_ends_at_the_given_strings(model: HeedLM) -> None:
         model.generate_until(requests(("The", {"max_gen_toks": 96})))
 
 
-def test_the_harness_runs_tasks_of_all_three_kinds(model_folder: Path, tasks: Path) -> None:
-    found = run_tasks(model_folder, ["birds_choice", "birds_text", "birds_write"], include=tasks, num_shots=0)
-    values = {(row.task, row.metric): row.value for row in found}
-    assert values.keys() == {
-        ("birds_choice", "acc"), ("birds_text", "bits_per_byte"), ("birds_write", "exact_match"),
-    }  # fmt: skip
-    assert {row.num_documents for row in found} == {3}
-    # By Heed's own functions: the most likely choice, after the space that the harness inserts.
-    model = HeedLM(model_folder)
-    right = []
-    for row in ROWS:
-        pairs = [(f"Question: {row['question']}\nAnswer:", f" {choice}") for choice in row["choices"]]  # type: ignore[attr-defined]
-        scores = [logprob for logprob, _ in model.loglikelihood(requests(*pairs))]
-        right.append(scores.index(max(scores)) == row["answer"])
-    assert values["birds_choice", "acc"] == pytest.approx(sum(right) / 3)
-    texts = [str(row["question"]) for row in ROWS]
-    bits = -sum(model.loglikelihood_rolling(requests(*[(text,) for text in texts]))) / math.log(2)
-    assert values["birds_text", "bits_per_byte"] == pytest.approx(bits / sum(map(len, texts)), rel=1e-5)
-    with pytest.raises(ValueError, match="no_such_task"):
-        run_tasks(model_folder, ["no_such_task"], include=tasks)
+def test_tasks_are_evaluated_with_intervals_and_in_pairs_and_asked_once(
+    heed_main: Call, models: Path, tasks: Path, tmp_path: Path
+) -> None:
+    names = ("birds_choice", "birds_write")
+    suites = [
+        text for name in names for text in ("--suite", f"harness:{name}:0", "--data", f"harness:{name}:0={tasks}")
+    ]
+    both = [f"a={models / 'one' / 'model'}", f"b={models / 'two' / 'model'}"]
+    command = ["evaluate", *both, *suites, "--out", str(tmp_path / "out")]
+    code, shown = heed_main(*command)
+    assert code == 0, shown
+    assert "a: harness:birds_choice:0" in shown
+    assert "birds_choice, from logs of lm-evaluation-harness" in " ".join(shown.split())
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    found = {suite["suite"]: suite["statistics"] for suite in report["suites"]}
+    assert list(found) == list(names)
+    values = {(v["model"], v["measure"]): v["value"]["mean"] for one in found.values() for v in one["values"]}
+    for name, folder in (("a", "one"), ("b", "two")):  # by Heed's own functions
+        model = HeedLM(Policy.load(models / folder / "model"))
+        right = []
+        for row in ROWS:
+            asked = f"Question: {row['question']}\nAnswer:"
+            pairs = [(asked, f" {choice}") for choice in row["choices"]]  # type: ignore[attr-defined]
+            scores = [logprob for logprob, _ in model.loglikelihood(requests(*pairs))]
+            right.append(scores.index(max(scores)) == row["answer"])
+        assert values[name, "acc"] == pytest.approx(sum(right) / len(ROWS))
+    assert {(d["a"], d["b"], d["num_items"]) for d in found["birds_choice"]["differences"]} == {("a", "b", len(ROWS))}
+    again = ["--fail-if", "b worse than a in acc by .9"]
+    code, shown = heed_main(*command, *again)  # from the stored logs
+    assert code in (0, 2)
+    assert "a: harness:birds_choice:0" not in shown
+    assert len(list((tmp_path / "harness").iterdir())) == 2 * len(names)
+    fewer = ["--suite", "harness:flock", "--data", str(tasks), "--max-items", "2", "--out", str(tmp_path / "fewer")]
+    code, shown = heed_main("evaluate", both[0], *fewer)
+    assert code == 0, shown
+    (suite,) = json.loads((tmp_path / "fewer" / "report.json").read_text())["suites"]
+    assert (suite["suite"], suite["statistics"]["num_items"]) == ("flock", 2)
+    assert {value["group"] for value in suite["statistics"]["values"]} == {"", "birds_choice", "birds_write"}
+
+
+def test_data_that_cannot_be_had_is_one_line(
+    heed_main: Call, models: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object, **__: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr("socket.create_connection", away)
+    for name in ("all_proxy", "http_proxy", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    hub = CHOICE_TASK.format(path="x").replace("birds_choice", "far").replace(": json", ": nobody/no-birds")
+    (tmp_path / "far.yaml").write_text(hub)
+    (tmp_path / "group.yaml").write_text("group: flock\ntask: [far]\n")
+    command = ["evaluate", str(models / "one" / "model"), "--out", str(tmp_path / "out"), "--suite"]
+    for name in ("far", "flock"):
+        code, shown = heed_main(*command, f"harness:{name}", "--data", str(tmp_path))
+        assert code == 2
+        assert f"--suite harness:{name}: its data, nobody/no-birds: the hub cannot be reached" in " ".join(
+            shown.split()
+        )
+    for suite, said in (
+        ("harness:birds_choice:many", "harness:TASK, harness:TASK:SHOTS or harness:TASK:chat was expected"),
+        ("harness:no_such_task", "--suite harness:no_such_task: not found in"),
+    ):
+        code, shown = heed_main(*command, suite, "--data", str(tasks))
+        assert code == 2
+        assert said in " ".join(shown.split())
+    code, shown = heed_main(*command, "harness:birds_choice", "--suite", "gsm8k", "--data", str(tasks))
+    assert "no other suites, --judge, --baseline or --samples were expected" in " ".join(shown.split())
+    assert not list((tmp_path / "harness").iterdir())
