@@ -82,8 +82,8 @@ DECODER = ModelConfig(num_hidden_layers=2, **SHAPE)
 ENCODER = ModelConfig(kind="encoder", num_hidden_layers=2, mlp="gelu", positions="learned", **SHAPE)
 # More ranks than key-value heads may split a sequence: each has a query head of its own.
 GROUPED = ModelConfig(num_hidden_layers=2, attention_sinks=True, **{**SHAPE, "num_attention_heads": 4})
-# A rank has tokens for some of the experts only. Keys and values come from a latent vector. What else a family of mixtures
-# may have is in it, too.
+# A rank has tokens for some of the experts only. Keys and values come from a latent vector. What else mixtures may have
+# is in it, too.
 MIXTURE = ModelConfig(
     num_hidden_layers=2, num_experts=9, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True, n_group=3,
     topk_group=2, kv_lora_rank=8, q_lora_rank=6, qk_nope_head_dim=6, qk_rope_head_dim=2, v_head_dim=5,
