@@ -406,6 +406,9 @@ class ChoiceMeasures:
     def tokens(self, arm: str) -> Floats:
         raise NotImplementedError
 
+    def metrics(self, arm: str) -> Floats:
+        raise NotImplementedError
+
     def bits(self, stage: str) -> tuple[Floats, Floats]:
         raise NotImplementedError
 

@@ -15,6 +15,7 @@ and a later finding reuses the arms that it shares with others.
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ from research.studies.label_choice import (
     num_labels,
 )
 from research.studies.measures import Recorded, SeedMeasures, StoredMeasures, measures_file, stamps_of
+from research.studies.policy_runs import FRESHNESS, ROUTER_REPLAY, PolicyMeasures, policy_stamps
 from research.studies.verdicts import Claim
 from stages.progress import console
 from stages.reports.plots import ROUND_STEPS, draw, tone
@@ -71,6 +73,11 @@ from stages.reports.text import number
 # The debug job's pool and number of policies are too small for a curve.
 TRIAL = "a trial with --quick, which means nothing"
 QUICK = ("compare.best_of=8", "ppo.keep_policies_every=1", "world.num_graded=1800")
+QUICK_POLICIES = (  # of freshness and router-replay, whose jobs differ from the debug job in their reward
+    "pretrain.num_steps=4", "sft.num_epochs=0.1", "world.num_pretrain_texts=300", "world.num_ppo_prompts=40",
+    "world.num_compare_prompts=10", "ppo.num_iterations=18", "ppo.rollout_batch_size=8", "ppo.minibatch.batch_size=8",
+    "ppo.minibatch.micro_batch_size=8", "ppo.keep_policies_every=9",
+)  # fmt: skip
 
 
 def run_study(
@@ -84,20 +91,25 @@ def run_study(
 ) -> list[Found]:
     """Runs unfinished arms, measures them, and writes findings.json, findings.md and figures into `runs`.
 
-    `wanted` names findings, separated by commas, "all" for the first five, or a group: "algorithms", "lora" or
-    "label-choice". Seeds 0, 1, ... replace the job's, except that those of "label-choice" share the policy of the job's
-    own seed. A seed whose measures are in the folder `stored` is not run.
+    `wanted` names findings, separated by commas, "all" for the first five, or a group of `GROUPS`. Seeds 0, 1, ...
+    replace the job's, except that those of "label-choice", "freshness" and "router-replay" share the models that the
+    job's own seed trains. A seed whose measures are in the folder `stored` is not run.
     Raises: ValueError for an unknown finding, an invalid job, or stored measures of another study, before anything
     runs.
     """
     findings = _named(wanted)
-    if any(finding in CHOICES for finding in findings):
+    _require_one_kind(findings)
+    note = TRIAL if set(QUICK) <= set(overrides) or set(QUICK_POLICIES) <= set(overrides) else ""
+    if findings[0] in CHOICES:
         policy = load_job(job_file, overrides, opens_models=False)
-        return _run_choices(findings, policy, runs, num_seeds, stored, TRIAL if set(QUICK) <= set(overrides) else "")
+        return _run_choices(findings, policy, runs, num_seeds, stored, note)
     seeds = [
         (runs / f"seed-{seed}", load_job(job_file, [*overrides, f"seed={seed}"], opens_models=False))
         for seed in range(num_seeds)
     ]
+    if findings[0] in POLICIES:
+        own = load_job(job_file, overrides, opens_models=False).seed
+        return _run_policies(findings, [job for _, job in seeds], own, runs, stored, note)
     arms = {folder: every_arm(job, folder) for folder, job in seeds}
     _check(seeds[0][1], findings)
     names = [name for finding in findings for name in finding.arms]
@@ -110,19 +122,52 @@ def run_study(
         if isinstance(recorded := measures[-1], Recorded):
             recorded.write(measures_file(runs / "measures", job.seed), stamps_of(job))
         # After each seed, so that a stopped study has reported its results.
-        write_findings(runs, results, len(measures), TRIAL if set(QUICK) <= set(overrides) else "")
+        write_findings(runs, results, len(measures), note)
+    return results
+
+
+def _require_one_kind(findings: Sequence[Finding]) -> None:
+    """Check that no findings are asked for together whose arms other jobs make. Raises: ValueError."""
+    for kind, group in {"label-choice": CHOICES, "freshness": FRESHNESS, "router-replay": ROUTER_REPLAY}.items():
+        others = [finding.name for finding in findings if finding not in group]
+        if others and len(others) < len(findings):
+            raise ValueError(f"{', '.join(others)}: only findings of {kind} were expected, since one of them is asked")
+
+
+def _run_policies(
+    findings: Sequence[Finding],
+    jobs: Sequence[JobConfig],
+    start_seed: int,
+    runs: Path,
+    stored: Path | None,
+    note: str,
+) -> list[Found]:
+    """As `run_study`, for findings whose arms run in this process: one finding after another, each at all seeds, so
+    that a stopped study has all seeds of the first findings. `jobs` differ in their seeds.
+    """
+    stamps = {job.seed: policy_stamps(job) for job in jobs}
+    known = _read_stored(stored, stamps)
+    measures: list[Measures] = [
+        known[job.seed]
+        if job.seed in known
+        else Recorded(replace(PolicyMeasures.of(runs / "policy", job), start_seed=start_seed))
+        for job in jobs
+    ]
+    results: list[Found] = []
+    for finding in findings:
+        for of_seed in measures:
+            finding.evaluate([of_seed])  # trains the arms
+            if isinstance(of_seed, Recorded):
+                of_seed.write(measures_file(runs / "measures", of_seed.seed), stamps[of_seed.seed])
+        results.append(finding.evaluate(measures))
+        write_findings(runs, results, len(measures), note)
     return results
 
 
 def _run_choices(
     findings: Sequence[Finding], policy: JobConfig, runs: Path, num_seeds: int, stored: Path | None, note: str
 ) -> list[Found]:
-    """As `run_study`, for findings on the choice of labels. Raises: ValueError if there are others among them."""
-    others = [finding.name for finding in findings if finding not in CHOICES]
-    if others:
-        raise ValueError(
-            f"{', '.join(others)}: only findings of label-choice were expected, since one of them is asked"
-        )
+    """As `run_study`, for findings on the choice of labels."""
     every_arm(policy, runs)  # refuses a job without the sections of a study
     stamps = {seed: choice_stamps(policy, seed) for seed in range(num_seeds)}
     known = _read_stored(stored, stamps)
@@ -193,10 +238,24 @@ def _check(job: JobConfig, findings: Sequence[Finding]) -> None:
         )
 
 
-GROUPS = {"all": FINDINGS, "algorithms": ALGORITHMS, "lora": LORA_FINDINGS, "label-choice": CHOICES}
-OTHERS = (CONTROL, ALARM, *LORA_FINDINGS, JUDGED, *CHOICES)
+GROUPS = {
+    "all": FINDINGS, "algorithms": ALGORITHMS, "lora": LORA_FINDINGS, "label-choice": CHOICES, "freshness": FRESHNESS,
+    "router-replay": ROUTER_REPLAY,
+}  # fmt: skip
+POLICIES = (*FRESHNESS, *ROUTER_REPLAY)
+OTHERS = (CONTROL, ALARM, *LORA_FINDINGS, JUDGED, *CHOICES, *POLICIES)
 KNOWN = {finding.name: finding for finding in (*FINDINGS, *ALGORITHMS, *OTHERS)}
 NAMES = f"{', '.join(KNOWN)}; or a group: {', '.join(GROUPS)}"
+
+
+POLICY_JOBS = ("study-freshness.toml", "study-router-replay.toml")
+
+
+def own_job(wanted: str) -> str:
+    """Returns the name of the job in research/jobs that the findings' arms are made of."""
+    first = _named(wanted)[0]
+    names = {"choice": CHOICES, "judge": (JUDGED,), "freshness": FRESHNESS, "router-replay": ROUTER_REPLAY}
+    return next((f"study-{name}.toml" for name, group in names.items() if first in group), "study.toml")
 
 
 def _named(wanted: str) -> list[Finding]:

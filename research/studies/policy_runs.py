@@ -1,0 +1,328 @@
+"""`research.study freshness` and `router-replay`: policy gradients in this process, on samples of other policies.
+
+An arm is PPO's own controller with all roles in one process (`ppo.roles.Roles.in_process`), which has the bits of the
+placements on several machines: which weights sample which tokens is decided by counts. Two things that no job can ask
+for are planted here: no correction of stale samples, and a sampler of another precision than the learner's. The reward
+is the gold score, so no error of a reward model mixes with what is asked.
+
+    runs/study/policy/base/                      pretraining and SFT of the job's model; dense-base/ that of `DENSE`
+    runs/study/policy/measured/seed-0-ARM-*.npz  what an arm reached, written when it ends; it is not run again
+
+All seeds share these models, since training them is most of the cost. A seed draws prompts, samples and minibatches.
+
+What is called truncated and decoupled has the same decoupled objective (`ppo.algorithm.importance_weights`): its
+weights are cut at 2, as by default, or not at all. IcePop drops the tokens whose weights are not in [.5, 2].
+
+The claims were written down before any run; a later finding uses arms of an earlier one. Shape letters: K policies,
+P prompts, I iterations, M metrics.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evaluation.measures.kl import Policy, response_kls
+from heed.jobs.job import JobConfig
+from heed.jobs.pipeline import run_job
+from lm.samplers.engine import SentWeights, held_tensors, noted, take
+from lm.samplers.heed_engine import HeedSampler
+from ppo.config import PPOConfig
+from ppo.controller import PPOController
+from ppo.experience import Experience
+from ppo.loop import kept_policy
+from ppo.rank import InitialModels, ScoreScale
+from ppo.roles import Roles
+from ppo.rollout import PPOBatch
+from ppo.stage import STAGE as PPO
+from preferences.statistics.estimates import Floats
+from research.over_optimisation.curves import Curve
+from research.studies.arms import Arm, arm_job
+from research.studies.findings import GOLD, NO_SHIFT, Curves, Finding, Measures
+from research.studies.measures import SeedMeasures
+from research.studies.verdicts import Contrast, Rule, bootstrap_mean, last_difference
+from stages.lineage import LINEAGE
+from training.data import DataConfig, read_prompts
+
+NATS_PER_TOKEN = Rule("above", 0.001, "nats per token")
+METRICS = (  # of each iteration that are kept, as PPO logs them; NaN where an arm has none
+    "score", "kl_nats", "effective_share", "importance_max", "token_age", "sampler_difference",
+    "sampler_difference_unreplayed", "routes_changed", "clip_share",
+)  # fmt: skip
+DENSE: Mapping[str, Any] = {  # as many parameters as a token of the mixture uses, without the router's
+    f"model.{name}": None for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+} | {"engine.router_aux_loss_coef": 0.0}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How an arm differs from its job: changes of [ppo], whether stale samples are corrected, the sampler's precision,
+    and the arm whose SFT model it starts from.
+    """
+
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    corrects: bool = True
+    sampler: Literal["fp32", "bf16", "int8"] = "fp32"
+    start: str = "base"
+
+    def config(self, job: JobConfig) -> PPOConfig:
+        return PPOConfig.model_validate(job.section_of(PPO).model_dump(mode="json", exclude_none=True) | self.changes)
+
+
+def _stale(staleness: int, correction: str = "truncated", placement: str = "asynchronous") -> Setting:
+    limits = {"decoupled": {"cap": 1e9}, "icepop": {"kind": "drop_tokens", "floor": 0.5}}
+    placed = {"placement": {"kind": placement, "max_staleness": staleness}}
+    return Setting(placed | {"importance": {"cap": 2.0} | limits.get(correction, {})}, corrects=correction != "none")
+
+
+VALUES: Mapping[str, Any] = {"kind": "gae", "value_optimizer": {"learning_rate": 1e-3, "eps": 1e-5}}
+OF_PPO: Mapping[str, Any] = {"advantage": VALUES, "loss": {"token_weight": "per_token"}}
+SETTINGS: Mapping[str, Setting] = {
+    "fresh": Setting(),
+    **{f"{correction}-{age}": _stale(age, correction) for correction in ("truncated", "decoupled") for age in (4, 16)},
+    **{f"none-{age}": _stale(age, "none") for age in (2, 4, 16)},
+    "within-4": _stale(4, placement="continuous"),
+    **{f"icepop-{age}": _stale(age, "icepop") for age in (4, 16)},
+    "ppo-fresh": Setting(OF_PPO),
+    **{
+        f"ppo-{correction}-{age}": replace(stale, changes=OF_PPO | stale.changes)
+        for age in (4, 16)
+        for correction in ("truncated", "none")
+        for stale in (_stale(age, correction),)
+    },
+    "replay": Setting(sampler="int8"),
+    "no-replay": Setting({"router_replay": False}, sampler="int8"),
+    "same-precision": Setting(),
+    "dense": Setting(start="dense-base"),
+    "bf16-replay": Setting(sampler="bf16"),
+    "bf16-no-replay": Setting({"router_replay": False}, sampler="bf16"),
+}
+
+
+class LowPrecisionSampler(HeedSampler):
+    """Samples with weights that are rounded when they arrive: to bf16, in which it then computes, or the matrices of
+    attention and experts to 255 levels per row, in fp32.
+    """
+
+    def receive(self, sent: Iterable[SentWeights]) -> None:
+        self._digests = {}  # of the weights as they were sent, by which the controller knows them
+        arriving = noted(sent, self._digests)
+        take(self.policy, (SentWeights.of({name: self._rounded(name, of) for name, of in chunk.weights.items()})
+                           for chunk in arriving))  # fmt: skip
+
+    def _rounded(self, name: str, weight: Tensor) -> Tensor:
+        if self._dtype == torch.bfloat16:
+            return weight.to(self._dtype)
+        if not name.endswith(".weight") or weight.dim() < 2 or "embedding" in name or "router" in name:
+            return weight
+        step = weight.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127
+        return (weight / step).round() * step
+
+
+class ArmController(PPOController):
+    """PPO's controller, for samplers that are not the learner's policy."""
+
+    corrects = True
+
+    def _test_draws(self, iteration: int) -> None:
+        """Does nothing: the tokens of a rounded sampler are no draws from the learner's policy."""
+
+    def _estimate_advantages(
+        self, experience: Experience, rewards_BR: Tensor, kl_B: Tensor
+    ) -> tuple[PPOBatch, dict[str, float]]:
+        """Leaves importance weights away unless they are wanted: samples that count as fresh have none."""
+        return super()._estimate_advantages(
+            experience if self.corrects else replace(experience, staleness=0), rewards_BR, kl_B
+        )
+
+
+@dataclass(frozen=True)
+class PolicyMeasures(SeedMeasures):
+    """The measures of one seed. An arm is trained when it is first asked for, from what all seeds share in `folder`:
+    the world and the SFT models of the seed `start_seed`.
+    """
+
+    start_seed: int = 0
+
+    def rl(self, arm: str) -> Curve:
+        kept, start_gold_P = self._of_arm(arm), self._start_gold(SETTINGS[arm].start)
+        names = tuple(f"iteration {number}" for number in kept["iterations_K"].astype(int))
+        return Curve("rl", names, kept["kl_KP"], kept["gold_KP"], kept["gold_KP"], start_gold_P, start_gold_P)
+
+    def metrics(self, arm: str) -> Floats:
+        return self._of_arm(arm)["metrics_MI"]
+
+    def _start(self, name: str) -> Path:
+        """Returns the SFT model that arms start from, after training it if needed. The first one writes the world."""
+        shared = self.job.model_copy(update={"seed": self.start_seed})
+        for start, changes in {"base": {}, name: {} if name == "base" else DENSE}.items():
+            if not (self.folder / start / "sft" / LINEAGE).is_file():
+                run_job(arm_job(shared, Arm(start, ("pretrain", "sft"), changes=changes), self.folder), self.folder)
+        return self.folder / name / "sft" / "model"
+
+    def _start_gold(self, name: str) -> Floats:
+        def make() -> dict[str, Floats]:
+            policy = Policy.load(self._start(name))
+            return {"gold_P": self._measured(policy, policy)[0]}
+
+        return self._kept(f"seed-{self.seed}-{name}.npz", [f"{name}/sft"], make)["gold_P"]
+
+    def _of_arm(self, arm: str) -> dict[str, Floats]:
+        start, setting = self._start(SETTINGS[arm].start), SETTINGS[arm]
+        name = f"seed-{self.seed}-{arm}-{policy_stamps(self.job)[arm][:8]}"
+        return self._kept(
+            f"{name}.npz", [f"{setting.start}/sft"], lambda: self._trained(self.folder / name, setting, start)
+        )
+
+    def _trained(self, folder: Path, setting: Setting, start: Path) -> dict[str, Floats]:
+        """Runs an arm's iterations. Returns KL and gold of the policies that it kept, and metrics of all iterations."""
+        config, kept, logged = setting.config(self.job), list[int](), list[list[float]]()
+        folder.mkdir(exist_ok=True)
+        controller = _controller(self.job, config, setting, start, self._world_file("ppo_prompts"))
+        for done in range(1, config.num_iterations + 1):
+            metrics = controller.step(done - 1)
+            logged.append([metrics.get(name, math.nan) for name in METRICS])
+            if done % config.keep_policies_every == 0:
+                controller.roles.learners.keep_policy(kept_policy(folder, done))
+                kept.append(done)
+        controller.roles.close()
+        reference, policies = Policy.load(start), [Policy.load(kept_policy(folder, done)) for done in kept]
+        gold, kl = zip(*(self._measured(policy, reference) for policy in policies), strict=True)
+        return {
+            "iterations_K": np.array(kept, dtype=np.float64), "gold_KP": np.stack(gold), "kl_KP": np.stack(kl),
+            "metrics_MI": np.array(logged).T,
+        }  # fmt: skip
+
+    def _measured(self, policy: Policy, reference: Policy) -> tuple[Floats, Floats]:
+        """Returns the mean gold score and KL [P] of a policy's samples."""
+        drawn = self._draw(policy, self._num_samples)
+        kls = response_kls(policy.model, reference.model, drawn.queries, drawn.responses, drawn.temperature)
+        gold = np.asarray(self.gold(drawn.conversations, drawn.texts), dtype=np.float64)
+        shape = (-1, drawn.num_samples)
+        return gold.reshape(shape).mean(axis=1), np.asarray(kls.full_N, np.float64).reshape(shape).mean(axis=1)
+
+
+def _controller(job: JobConfig, config: PPOConfig, setting: Setting, start: Path, prompts_file: Path) -> ArmController:
+    assert config.external_reward is not None, "the studies' jobs have a function as reward"
+    prompts, models = (
+        read_prompts(DataConfig(source=str(prompts_file))),
+        InitialModels(start, config.external_reward, ScoreScale(0.0, 1.0), None),
+    )
+    roles = Roles.in_process(config, job.engine, models, [prompt.messages for prompt in prompts])
+    if setting.sampler != "fp32":
+        precision: Literal["bf16", "fp32"] = "bf16" if setting.sampler == "bf16" else "fp32"
+        sampler = LowPrecisionSampler.load(start, precision, end_ids=models.tokenizer.end_ids)
+        sampler.receive([SentWeights.of(held_tensors(sampler.policy))])
+        roles.generators.ranks.kept.sampler = sampler  # type: ignore[attr-defined]  # of a `Local`
+    encoded = models.tokenizer.encode_prompts([prompt.messages for prompt in prompts])
+    controller = ArmController(
+        config, roles, encoded, models.scale, num_pretraining_rows=0, seed=job.seed, max_difference=math.inf
+    )
+    controller.corrects = setting.corrects
+    return controller
+
+
+def policy_stamps(job: JobConfig) -> dict[str, str]:
+    """Returns by arm a hash of what its measures depend on, as `research.studies.measures.stamps_of` does."""
+    values = job.model_dump(mode="json", exclude_defaults=True, exclude={"cluster", "name", "note"})
+
+    def stamp(setting: Setting | None) -> str:
+        own = [] if setting is None else [dict(setting.changes), setting.corrects, setting.sampler, setting.start]
+        return hashlib.sha256(json.dumps([values, own], sort_keys=True).encode()).hexdigest()
+
+    arms: dict[str, Setting | None] = {**SETTINGS, "base": None, "dense-base": Setting(start="dense-base")}
+    return {name: stamp(setting) for name, setting in arms.items()}
+
+
+def _gain(measures: Measures, text: str, rule: Rule, better: str, other: str) -> Contrast:
+    """Compares the gold of two arms' last policies, on the same prompts."""
+    one, two = measures.rl(better), measures.rl(other)
+    return Contrast(f"{text}: gold of the last policy", rule, last_difference("gold_KP", one, two, seed=measures.seed))
+
+
+def _compared(title: str, name: str, source: str, *claims: tuple[str, Rule, str, str]) -> Finding:
+    """Returns a finding whose claims compare the last policies of two arms each: (text, rule, arm, other arm)."""
+    arms = tuple(dict.fromkeys(arm for _, _, *both in claims for arm in both))
+    return Finding(
+        name, title, source, arms,
+        lambda measures: [_gain(measures, *claim) for claim in claims],
+        lambda measures: {arm: measures.rl(arm) for arm in arms},
+    )  # fmt: skip
+
+
+FRESHNESS = (
+    _compared(
+        "With importance weights, samples may be 4 iterations old, but not 16", "freshness-corrected", "Heed",
+        *((f"{name} weights, staleness 4, minus staleness 0", NO_SHIFT, f"{name}-4", "fresh")
+          for name in ("truncated", "decoupled")),
+        *((f"staleness 0 minus {name} weights, staleness 16", GOLD, "fresh", f"{name}-16")
+          for name in ("truncated", "decoupled")),
+    ),
+    _compared(
+        "Without a correction, quality falls from staleness 2", "freshness-uncorrected", "Heed",
+        *((f"staleness 0 minus no correction, staleness {age}", GOLD, "fresh", f"none-{age}") for age in (2, 4, 16)),
+        *((f"truncated weights minus no correction, staleness {age}", GOLD, f"truncated-{age}", f"none-{age}")
+          for age in (4, 16)),
+    ),
+    _compared(
+        "Updates within responses do no harm at staleness 4", "freshness-within", "Heed",
+        ("updates within responses minus between them, staleness 4", NO_SHIFT, "within-4", "truncated-4"),
+        ("updates within responses, staleness 4, minus staleness 0", NO_SHIFT, "within-4", "fresh"),
+    ),
+    _compared(
+        "Dropping tokens does as well as cutting their weights", "freshness-icepop", "arXiv 2510.18855",
+        *((f"IcePop minus truncated weights, staleness {age}", NO_SHIFT, f"icepop-{age}", f"truncated-{age}")
+          for age in (4, 16)),
+    ),
+    _compared(
+        "The same for PPO with a value function", "freshness-ppo", "Heed",
+        ("PPO: truncated weights, staleness 4, minus staleness 0", NO_SHIFT, "ppo-truncated-4", "ppo-fresh"),
+        ("PPO: staleness 0 minus no correction, staleness 4", GOLD, "ppo-fresh", "ppo-none-4"),
+        ("PPO: staleness 0 minus truncated weights, staleness 16", GOLD, "ppo-fresh", "ppo-truncated-16"),
+        ("PPO: staleness 0 minus no correction, staleness 16", GOLD, "ppo-fresh", "ppo-none-16"),
+    ),
+)  # fmt: skip
+
+
+def _replayed(measures: Measures, precision: str, replay: str, no_replay: str) -> list[Contrast]:
+    sampler, unreplayed = (METRICS.index(name) for name in ("sampler_difference", "sampler_difference_unreplayed"))
+    differences_MI = measures.metrics(replay)
+    closer_I = differences_MI[unreplayed] - differences_MI[sampler]
+    return [
+        _gain(measures, f"{precision} sampler: replay minus no replay", GOLD, replay, no_replay),
+        _gain(measures, f"{precision} sampler with replay, minus one of equal precision", NO_SHIFT, replay,
+              "same-precision"),
+        Contrast(f"{precision} sampler: replay brings log-probs closer by", NATS_PER_TOKEN,
+                 bootstrap_mean(closer_I, seed=measures.seed)),
+    ]  # fmt: skip
+
+
+def _of_arms(*arms: str) -> Callable[[Measures], Curves]:
+    return lambda measures: {arm: measures.rl(arm) for arm in arms}
+
+
+ROUTER_REPLAY = (
+    Finding(
+        "replay-int8", "Replaying the sampler's routes helps if it samples with int8 weights", "arXiv 2510.11370",
+        ("replay", "no-replay", "same-precision"),
+        lambda measures: _replayed(measures, "int8", "replay", "no-replay"),
+        _of_arms("same-precision", "replay", "no-replay"),
+    ),
+    _compared(
+        "A mixture is better than a dense model of equal active parameters", "mixture", "arXiv 1701.06538",
+        ("mixture minus dense", GOLD, "same-precision", "dense"),
+    ),
+    Finding(
+        "replay-bf16", "Replaying the sampler's routes helps if it samples in bf16", "arXiv 2510.11370",
+        ("bf16-replay", "bf16-no-replay", "same-precision"),
+        lambda measures: _replayed(measures, "bf16", "bf16-replay", "bf16-no-replay"),
+        _of_arms("same-precision", "bf16-replay", "bf16-no-replay"),
+    ),
+)  # fmt: skip

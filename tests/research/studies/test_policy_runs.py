@@ -1,0 +1,132 @@
+"""`research.study freshness` and `router-replay`: arms that are trained in this process, and their verdicts."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from heed.jobs.job_file import load_job
+from lm.config import ModelConfig
+from lm.model import LanguageModel, init_weights
+from lm.samplers.engine import SentWeights, digests_of, held_tensors
+from lm.tokenizer import Tokenizer
+from lm.weights import save_model
+from research.studies.policy_runs import (
+    FRESHNESS,
+    METRICS,
+    ROUTER_REPLAY,
+    SETTINGS,
+    LowPrecisionSampler,
+    PolicyMeasures,
+)
+from research.studies.study import QUICK_POLICIES, own_job
+from tests.research.studies.test_study import JOBS
+
+PEOPLE = ["Lily", "Ben", "Nina", "Leo", "Kate", "Tom", "Anna", "Max"]
+SMALLER = (
+    "ppo.num_iterations=5", "ppo.keep_policies_every=5", "ppo.rollout_batch_size=8", "ppo.minibatch.batch_size=4",
+    "ppo.minibatch.micro_batch_size=4",
+    "ppo.max_new_tokens=6", "compare.max_new_tokens=6", "ppo.policy_optimizer.learning_rate=0.02",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What seeds share: prompts, and mixtures with random weights."""
+    folder = tmp_path_factory.mktemp("policy")
+    shape = ModelConfig(
+        vocab_size=280, max_position_embeddings=128, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=8,
+    )  # fmt: skip
+    tokenizer = Tokenizer.train([" ".join(PEOPLE[i % 5 :]) for i in range(20)], shape.vocab_size, "chat")
+    model = LanguageModel(shape)
+    init_weights(model, 1)
+    with torch.no_grad():
+        for block in model.decoder.blocks:  # far from even, so that roundings change few routes
+            block.mlp.router.weight.mul_(20)
+    (folder / "base" / "sft").mkdir(parents=True)
+    save_model(folder / "base" / "sft" / "model", model, model.state_dict(), tokenizer)
+    (folder / "base" / "sft" / "lineage.json").write_text(json.dumps({"fingerprint": "planted"}))
+    data = folder / "base" / "world" / "data"
+    data.mkdir(parents=True)
+    for name in ("ppo_prompts", "compare_prompts"):
+        texts = [f"How can {person} mend the black hat of Jack? Give two steps." for person in PEOPLE]
+        (data / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return folder
+
+
+def measures(policy: Path, name: str) -> PolicyMeasures:
+    score = policy / "vowels.py"
+    score.write_text(
+        "def score(prompts, responses):\n    return [sum(c in 'aeiou' for c in r) / 9 for r in responses]\n"
+    )
+    smaller = [*SMALLER, f"ppo.reward.function={score}:score", "seed=3"]
+    return PolicyMeasures.of(policy, load_job(JOBS / name, smaller, opens_models=False))
+
+
+def metric(of_arm: np.ndarray, name: str) -> np.ndarray:
+    return of_arm[METRICS.index(name)]
+
+
+def test_stale_arms_differ_in_what_they_are_named_for(policy: Path) -> None:
+    found = measures(policy, "study-freshness.toml")
+    fresh, stale, plain, within = (found.metrics(name) for name in ("fresh", "truncated-4", "none-4", "within-4"))
+    scores = [metric(metrics_MI, "score") for metrics_MI in (fresh, stale, plain)]
+    assert scores[0][0] == scores[1][0] == scores[2][0]  # the same samples of the same policy
+    assert scores[0][1] != scores[1][1]  # staleness 0 samples with the updated policy, staleness 4 with the first one
+    assert scores[1][1] == scores[2][1]
+    assert (metric(fresh, "effective_share") > 0.999).all()
+    assert metric(stale, "effective_share")[1] < 0.99
+    assert metric(stale, "effective_share")[1] == metric(plain, "effective_share")[1]  # one update has been the same
+    assert metric(stale, "kl_nats")[4] != metric(plain, "kl_nats")[4]  # the weights count only in one of them
+    assert np.isnan(metric(stale, "token_age")).all()
+    assert metric(within, "token_age")[4] > 1
+    curve = found.rl("fresh")
+    assert curve.names == ("iteration 5",)
+    assert curve.kl_KP.mean() > 0
+    assert curve.gold_KP.shape == (1, 8)
+
+
+def test_an_arm_that_has_ended_is_not_run_again(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = measures(policy, "study-freshness.toml").metrics("none-2")
+
+    def again(*_: object) -> None:
+        raise AssertionError("the arm was trained again")
+
+    monkeypatch.setattr(PolicyMeasures, "_trained", again)
+    assert np.array_equal(measures(policy, "study-freshness.toml").metrics("none-2"), first, equal_nan=True)
+
+
+def test_replay_keeps_the_routes_of_a_rounded_sampler(policy: Path) -> None:
+    found = measures(policy, "study-router-replay.toml")
+    same, replay, plain = (found.metrics(name) for name in ("same-precision", "replay", "no-replay"))
+    assert (metric(same, "sampler_difference") < 1e-4).all()
+    assert (metric(replay, "sampler_difference") > 1e-3).all()
+    assert (metric(replay, "routes_changed") > 0).any()
+    assert np.isnan(metric(plain, "routes_changed")).all()
+    assert not np.array_equal(metric(plain, "sampler_difference"), metric(replay, "sampler_difference"))
+
+
+def test_rounded_weights_have_the_digests_of_those_that_were_sent(policy: Path) -> None:
+    folder = policy / "base" / "sft" / "model"
+    sampler = LowPrecisionSampler.load(folder, "fp32")
+    sent = {name: tensor.clone() for name, tensor in held_tensors(sampler.policy).items()}
+    sampler.receive([SentWeights.of(sent)])
+    assert sampler.digests == digests_of(sent)
+    held = held_tensors(sampler.policy)
+    changed = {name for name in sent if not torch.equal(sent[name], held[name])}
+    assert changed == {name for name in sent if ".attention." in name or ".experts." in name}
+    for name in changed:
+        steps = held[name] / (sent[name].abs().amax(dim=-1, keepdim=True) / 127)
+        assert torch.allclose(steps, steps.round(), atol=1e-3)
+        assert (held[name] - sent[name]).abs().max() <= sent[name].abs().max() / 254 + 1e-6
+
+
+def test_arms_of_findings_exist_and_their_settings_are_valid() -> None:
+    for finding in (*FRESHNESS, *ROUTER_REPLAY):
+        job = load_job(JOBS / own_job(finding.name), QUICK_POLICIES, opens_models=False)
+        for arm in finding.arms:
+            config = SETTINGS[arm].config(job)
+            assert config.placement.max_staleness == (int(arm.rpartition("-")[2]) if arm[-1].isdigit() else 0)
