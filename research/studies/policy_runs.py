@@ -3,7 +3,8 @@
 An arm is PPO's own controller with all roles in one process (`ppo.roles.Roles.in_process`), which has the bits of the
 placements on several machines: which weights sample which tokens is decided by counts. Two things that no job can ask
 for are planted here: no correction of stale samples, and a sampler of another precision than the learner's. The reward
-is the gold score, so no error of a reward model mixes with what is asked.
+is the gold score, so no error of a reward model mixes with what is asked; the prompts are those that ask for a list,
+which models of this size can learn to answer.
 
     runs/study/policy/base/                      pretraining and SFT of the job's model; dense-base/ that of `DENSE`
     runs/study/policy/measured/seed-0-ARM-*.npz  what an arm reached, written when it ends; it is not run again
@@ -20,13 +21,13 @@ P prompts, I iterations, M metrics.
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from evaluation.measures.kl import Policy, response_kls
@@ -45,11 +46,11 @@ from ppo.stage import STAGE as PPO
 from preferences.statistics.estimates import Floats
 from research.over_optimisation.curves import Curve
 from research.studies.arms import Arm, arm_job
-from research.studies.findings import GOLD, NO_SHIFT, Curves, Finding, Measures
+from research.studies.findings import GOLD, NO_SHIFT, Finding, Measures
 from research.studies.measures import SeedMeasures
 from research.studies.verdicts import Contrast, Rule, bootstrap_mean, last_difference
 from stages.lineage import LINEAGE
-from training.data import DataConfig, read_prompts
+from training.data import DataConfig, Prompt, read_prompts
 
 NATS_PER_TOKEN = Rule("above", 0.001, "nats per token")
 METRICS = (  # of each iteration that are kept, as PPO logs them; NaN where an arm has none
@@ -69,7 +70,7 @@ class Setting:
 
     changes: Mapping[str, Any] = field(default_factory=dict)
     corrects: bool = True
-    sampler: Literal["fp32", "bf16", "int8"] = "fp32"
+    sampler: Literal["fp32", "int8"] = "fp32"
     start: str = "base"
 
     def config(self, job: JobConfig) -> PPOConfig:
@@ -82,48 +83,33 @@ def _stale(staleness: int, correction: str = "truncated", placement: str = "asyn
     return Setting(placed | {"importance": {"cap": 2.0} | limits.get(correction, {})}, corrects=correction != "none")
 
 
-VALUES: Mapping[str, Any] = {"kind": "gae", "value_optimizer": {"learning_rate": 1e-3, "eps": 1e-5}}
-OF_PPO: Mapping[str, Any] = {"advantage": VALUES, "loss": {"token_weight": "per_token"}}
 SETTINGS: Mapping[str, Setting] = {
     "fresh": Setting(),
     **{f"{correction}-{age}": _stale(age, correction) for correction in ("truncated", "decoupled") for age in (4, 16)},
     **{f"none-{age}": _stale(age, "none") for age in (2, 4, 16)},
     "within-4": _stale(4, placement="continuous"),
     **{f"icepop-{age}": _stale(age, "icepop") for age in (4, 16)},
-    "ppo-fresh": Setting(OF_PPO),
-    **{
-        f"ppo-{correction}-{age}": replace(stale, changes=OF_PPO | stale.changes)
-        for age in (4, 16)
-        for correction in ("truncated", "none")
-        for stale in (_stale(age, correction),)
-    },
     "replay": Setting(sampler="int8"),
     "no-replay": Setting({"router_replay": False}, sampler="int8"),
     "same-precision": Setting(),
     "dense": Setting(start="dense-base"),
-    "bf16-replay": Setting(sampler="bf16"),
-    "bf16-no-replay": Setting({"router_replay": False}, sampler="bf16"),
 }
 
 
-class LowPrecisionSampler(HeedSampler):
-    """Samples with weights that are rounded when they arrive: to bf16, in which it then computes, or the matrices of
-    attention and experts to 255 levels per row, in fp32.
-    """
+class RoundedSampler(HeedSampler):
+    """Samples with the matrices of attention and experts rounded to 255 levels per row (int8), computed in fp32."""
 
     def receive(self, sent: Iterable[SentWeights]) -> None:
         self._digests = {}  # of the weights as they were sent, by which the controller knows them
         arriving = noted(sent, self._digests)
-        take(self.policy, (SentWeights.of({name: self._rounded(name, of) for name, of in chunk.weights.items()})
-                           for chunk in arriving))  # fmt: skip
+        take(self.policy, (SentWeights.of(dict(starmap(_rounded, chunk.weights.items()))) for chunk in arriving))
 
-    def _rounded(self, name: str, weight: Tensor) -> Tensor:
-        if self._dtype == torch.bfloat16:
-            return weight.to(self._dtype)
-        if not name.endswith(".weight") or weight.dim() < 2 or "embedding" in name or "router" in name:
-            return weight
-        step = weight.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127
-        return (weight / step).round() * step
+
+def _rounded(name: str, weight: Tensor) -> tuple[str, Tensor]:
+    if ".attention." not in name and ".experts." not in name:
+        return name, weight
+    step = weight.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127
+    return name, (weight / step).round() * step
 
 
 class ArmController(PPOController):
@@ -167,6 +153,9 @@ class PolicyMeasures(SeedMeasures):
                 run_job(arm_job(shared, Arm(start, ("pretrain", "sft"), changes=changes), self.folder), self.folder)
         return self.folder / name / "sft" / "model"
 
+    def _prompts(self) -> list[Prompt]:
+        return lists(self._world_file("collect_prompts"))  # from which nothing learns here
+
     def _start_gold(self, name: str) -> Floats:
         def make() -> dict[str, Floats]:
             policy = Policy.load(self._start(name))
@@ -209,16 +198,18 @@ class PolicyMeasures(SeedMeasures):
         return gold.reshape(shape).mean(axis=1), np.asarray(kls.full_N, np.float64).reshape(shape).mean(axis=1)
 
 
+def lists(file: Path) -> list[Prompt]:
+    """Returns the prompts of a file that ask for a list."""
+    return [prompt for prompt in read_prompts(DataConfig(source=str(file))) if prompt.kind == "list"]
+
+
 def _controller(job: JobConfig, config: PPOConfig, setting: Setting, start: Path, prompts_file: Path) -> ArmController:
     assert config.external_reward is not None, "the studies' jobs have a function as reward"
-    prompts, models = (
-        read_prompts(DataConfig(source=str(prompts_file))),
-        InitialModels(start, config.external_reward, ScoreScale(0.0, 1.0), None),
-    )
+    prompts = lists(prompts_file)
+    models = InitialModels(start, config.external_reward, ScoreScale(0.0, 1.0), None)
     roles = Roles.in_process(config, job.engine, models, [prompt.messages for prompt in prompts])
-    if setting.sampler != "fp32":
-        precision: Literal["bf16", "fp32"] = "bf16" if setting.sampler == "bf16" else "fp32"
-        sampler = LowPrecisionSampler.load(start, precision, end_ids=models.tokenizer.end_ids)
+    if setting.sampler == "int8":
+        sampler = RoundedSampler.load(start, "fp32", end_ids=models.tokenizer.end_ids)
         sampler.receive([SentWeights.of(held_tensors(sampler.policy))])
         roles.generators.ranks.kept.sampler = sampler  # type: ignore[attr-defined]  # of a `Local`
     encoded = models.tokenizer.encode_prompts([prompt.messages for prompt in prompts])
@@ -242,17 +233,22 @@ def policy_stamps(job: JobConfig) -> dict[str, str]:
 
 
 def _gain(measures: Measures, text: str, rule: Rule, better: str, other: str) -> Contrast:
-    """Compares the gold of two arms' last policies, on the same prompts."""
     one, two = measures.rl(better), measures.rl(other)
     return Contrast(f"{text}: gold of the last policy", rule, last_difference("gold_KP", one, two, seed=measures.seed))
 
 
-def _compared(title: str, name: str, source: str, *claims: tuple[str, Rule, str, str]) -> Finding:
-    """Returns a finding whose claims compare the last policies of two arms each: (text, rule, arm, other arm)."""
+def _compared(
+    title: str,
+    name: str,
+    source: str,
+    *claims: tuple[str, Rule, str, str],
+    more: Sequence[Callable[[Measures], Contrast]] = (),
+) -> Finding:
+    """Returns a finding whose claims compare the gold of two arms' last policies: (text, rule, arm, other arm)."""
     arms = tuple(dict.fromkeys(arm for _, _, *both in claims for arm in both))
     return Finding(
         name, title, source, arms,
-        lambda measures: [_gain(measures, *claim) for claim in claims],
+        lambda measures: [*(_gain(measures, *claim) for claim in claims), *(claim(measures) for claim in more)],
         lambda measures: {arm: measures.rl(arm) for arm in arms},
     )  # fmt: skip
 
@@ -281,48 +277,25 @@ FRESHNESS = (
         *((f"IcePop minus truncated weights, staleness {age}", NO_SHIFT, f"icepop-{age}", f"truncated-{age}")
           for age in (4, 16)),
     ),
-    _compared(
-        "The same for PPO with a value function", "freshness-ppo", "Heed",
-        ("PPO: truncated weights, staleness 4, minus staleness 0", NO_SHIFT, "ppo-truncated-4", "ppo-fresh"),
-        ("PPO: staleness 0 minus no correction, staleness 4", GOLD, "ppo-fresh", "ppo-none-4"),
-        ("PPO: staleness 0 minus truncated weights, staleness 16", GOLD, "ppo-fresh", "ppo-truncated-16"),
-        ("PPO: staleness 0 minus no correction, staleness 16", GOLD, "ppo-fresh", "ppo-none-16"),
-    ),
 )  # fmt: skip
 
 
-def _replayed(measures: Measures, precision: str, replay: str, no_replay: str) -> list[Contrast]:
+def _closer(measures: Measures) -> Contrast:
     sampler, unreplayed = (METRICS.index(name) for name in ("sampler_difference", "sampler_difference_unreplayed"))
-    differences_MI = measures.metrics(replay)
-    closer_I = differences_MI[unreplayed] - differences_MI[sampler]
-    return [
-        _gain(measures, f"{precision} sampler: replay minus no replay", GOLD, replay, no_replay),
-        _gain(measures, f"{precision} sampler with replay, minus one of equal precision", NO_SHIFT, replay,
-              "same-precision"),
-        Contrast(f"{precision} sampler: replay brings log-probs closer by", NATS_PER_TOKEN,
-                 bootstrap_mean(closer_I, seed=measures.seed)),
-    ]  # fmt: skip
-
-
-def _of_arms(*arms: str) -> Callable[[Measures], Curves]:
-    return lambda measures: {arm: measures.rl(arm) for arm in arms}
+    closer_I = measures.metrics("replay")[unreplayed] - measures.metrics("replay")[sampler]
+    value = bootstrap_mean(closer_I, seed=measures.seed)
+    return Contrast("replay brings the sampler's and the learner's log-probs closer by", NATS_PER_TOKEN, value)
 
 
 ROUTER_REPLAY = (
-    Finding(
-        "replay-int8", "Replaying the sampler's routes helps if it samples with int8 weights", "arXiv 2510.11370",
-        ("replay", "no-replay", "same-precision"),
-        lambda measures: _replayed(measures, "int8", "replay", "no-replay"),
-        _of_arms("same-precision", "replay", "no-replay"),
+    _compared(
+        "Replaying the sampler's routes helps if it samples with int8 weights", "replay", "arXiv 2510.11370",
+        ("replay minus no replay", GOLD, "replay", "no-replay"),
+        ("replay with an int8 sampler, minus an fp32 sampler", NO_SHIFT, "replay", "same-precision"),
+        more=(_closer,),
     ),
     _compared(
         "A mixture is better than a dense model of equal active parameters", "mixture", "arXiv 1701.06538",
         ("mixture minus dense", GOLD, "same-precision", "dense"),
-    ),
-    Finding(
-        "replay-bf16", "Replaying the sampler's routes helps if it samples in bf16", "arXiv 2510.11370",
-        ("bf16-replay", "bf16-no-replay", "same-precision"),
-        lambda measures: _replayed(measures, "bf16", "bf16-replay", "bf16-no-replay"),
-        _of_arms("same-precision", "bf16-replay", "bf16-no-replay"),
     ),
 )  # fmt: skip

@@ -18,7 +18,7 @@ from research.studies.policy_runs import (
     METRICS,
     ROUTER_REPLAY,
     SETTINGS,
-    LowPrecisionSampler,
+    RoundedSampler,
     PolicyMeasures,
 )
 from research.studies.study import QUICK_POLICIES, own_job
@@ -111,7 +111,7 @@ def test_replay_keeps_the_routes_of_a_rounded_sampler(policy: Path) -> None:
 
 def test_rounded_weights_have_the_digests_of_those_that_were_sent(policy: Path) -> None:
     folder = policy / "base" / "sft" / "model"
-    sampler = LowPrecisionSampler.load(folder, "fp32")
+    sampler = RoundedSampler.load(folder, "fp32")
     sent = {name: tensor.clone() for name, tensor in held_tensors(sampler.policy).items()}
     sampler.receive([SentWeights.of(sent)])
     assert sampler.digests == digests_of(sent)
