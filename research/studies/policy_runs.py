@@ -22,7 +22,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import starmap
 from pathlib import Path
 from typing import Any, Literal
@@ -74,13 +74,20 @@ class Setting:
     start: str = "base"
 
     def config(self, job: JobConfig) -> PPOConfig:
-        return PPOConfig.model_validate(job.section_of(PPO).model_dump(mode="json", exclude_none=True) | self.changes)
+        return PPOConfig.model_validate(
+            {**job.section_of(PPO).model_dump(mode="json", exclude_none=True), **self.changes}
+        )
+
+
+LIMITS: Mapping[str, Mapping[str, Any]] = {
+    "decoupled": {"cap": 1e9}, "icepop": {"cap": 2.0, "kind": "drop_tokens", "floor": 0.5}
+}  # fmt: skip
 
 
 def _stale(staleness: int, correction: str = "truncated", placement: str = "asynchronous") -> Setting:
-    limits = {"decoupled": {"cap": 1e9}, "icepop": {"kind": "drop_tokens", "floor": 0.5}}
-    placed = {"placement": {"kind": placement, "max_staleness": staleness}}
-    return Setting(placed | {"importance": {"cap": 2.0} | limits.get(correction, {})}, corrects=correction != "none")
+    placed = {"kind": placement, "max_staleness": staleness}
+    changes = {"placement": placed, "importance": LIMITS.get(correction, {"cap": 2.0})}
+    return Setting(changes, corrects=correction != "none")
 
 
 SETTINGS: Mapping[str, Setting] = {
@@ -120,13 +127,9 @@ class ArmController(PPOController):
     def _test_draws(self, iteration: int) -> None:
         """Does nothing: the tokens of a rounded sampler are no draws from the learner's policy."""
 
-    def _estimate_advantages(
-        self, experience: Experience, rewards_BR: Tensor, kl_B: Tensor
-    ) -> tuple[PPOBatch, dict[str, float]]:
+    def _estimate_advantages(self, experience: Experience, *args: Tensor) -> tuple[PPOBatch, dict[str, float]]:
         """Leaves importance weights away unless they are wanted: samples that count as fresh have none."""
-        return super()._estimate_advantages(
-            experience if self.corrects else replace(experience, staleness=0), rewards_BR, kl_B
-        )
+        return super()._estimate_advantages(experience if self.corrects else replace(experience, staleness=0), *args)
 
 
 @dataclass(frozen=True)
@@ -153,8 +156,10 @@ class PolicyMeasures(SeedMeasures):
                 run_job(arm_job(shared, Arm(start, ("pretrain", "sft"), changes=changes), self.folder), self.folder)
         return self.folder / name / "sft" / "model"
 
-    def _prompts(self) -> list[Prompt]:
-        return lists(self._world_file("collect_prompts"))  # from which nothing learns here
+    def _prompts(self, name: str = "collect_prompts") -> list[Prompt]:
+        """Returns prompts that ask for a list; by default those that nothing learns from here."""
+        prompts = read_prompts(DataConfig(source=str(self._world_file(name))))
+        return [prompt for prompt in prompts if prompt.kind == "list"]
 
     def _start_gold(self, name: str) -> Floats:
         def make() -> dict[str, Floats]:
@@ -172,9 +177,9 @@ class PolicyMeasures(SeedMeasures):
 
     def _trained(self, folder: Path, setting: Setting, start: Path) -> dict[str, Floats]:
         """Runs an arm's iterations. Returns KL and gold of the policies that it kept, and metrics of all iterations."""
-        config, kept, logged = setting.config(self.job), list[int](), list[list[float]]()
+        controller, kept, logged = self._controller(setting, start), list[int](), list[list[float]]()
         folder.mkdir(exist_ok=True)
-        controller = _controller(self.job, config, setting, start, self._world_file("ppo_prompts"))
+        config = controller.config
         for done in range(1, config.num_iterations + 1):
             metrics = controller.step(done - 1)
             logged.append([metrics.get(name, math.nan) for name in METRICS])
@@ -189,6 +194,22 @@ class PolicyMeasures(SeedMeasures):
             "metrics_MI": np.array(logged).T,
         }  # fmt: skip
 
+    def _controller(self, setting: Setting, start: Path) -> ArmController:
+        config, prompts = setting.config(self.job), [prompt.messages for prompt in self._prompts("ppo_prompts")]
+        assert config.external_reward is not None, "the studies' jobs have a function as reward"
+        models = InitialModels(start, config.external_reward, ScoreScale(0.0, 1.0), None)
+        roles = Roles.in_process(config, self.job.engine, models, prompts)
+        if setting.sampler == "int8":
+            sampler = RoundedSampler.load(start, "fp32", end_ids=models.tokenizer.end_ids)
+            sampler.receive([SentWeights.of(held_tensors(sampler.policy))])
+            roles.generators.ranks.kept.sampler = sampler  # type: ignore[attr-defined]  # of a `Local`
+        tokens = models.tokenizer.encode_prompts(prompts)
+        controller = ArmController(
+            config, roles, tokens, models.scale, num_pretraining_rows=0, seed=self.seed, max_difference=math.inf
+        )
+        controller.corrects = setting.corrects
+        return controller
+
     def _measured(self, policy: Policy, reference: Policy) -> tuple[Floats, Floats]:
         """Returns the mean gold score and KL [P] of a policy's samples."""
         drawn = self._draw(policy, self._num_samples)
@@ -198,38 +219,14 @@ class PolicyMeasures(SeedMeasures):
         return gold.reshape(shape).mean(axis=1), np.asarray(kls.full_N, np.float64).reshape(shape).mean(axis=1)
 
 
-def lists(file: Path) -> list[Prompt]:
-    """Returns the prompts of a file that ask for a list."""
-    return [prompt for prompt in read_prompts(DataConfig(source=str(file))) if prompt.kind == "list"]
-
-
-def _controller(job: JobConfig, config: PPOConfig, setting: Setting, start: Path, prompts_file: Path) -> ArmController:
-    assert config.external_reward is not None, "the studies' jobs have a function as reward"
-    prompts = lists(prompts_file)
-    models = InitialModels(start, config.external_reward, ScoreScale(0.0, 1.0), None)
-    roles = Roles.in_process(config, job.engine, models, [prompt.messages for prompt in prompts])
-    if setting.sampler == "int8":
-        sampler = RoundedSampler.load(start, "fp32", end_ids=models.tokenizer.end_ids)
-        sampler.receive([SentWeights.of(held_tensors(sampler.policy))])
-        roles.generators.ranks.kept.sampler = sampler  # type: ignore[attr-defined]  # of a `Local`
-    encoded = models.tokenizer.encode_prompts([prompt.messages for prompt in prompts])
-    controller = ArmController(
-        config, roles, encoded, models.scale, num_pretraining_rows=0, seed=job.seed, max_difference=math.inf
-    )
-    controller.corrects = setting.corrects
-    return controller
-
-
 def policy_stamps(job: JobConfig) -> dict[str, str]:
     """Returns by arm a hash of what its measures depend on, as `research.studies.measures.stamps_of` does."""
     values = job.model_dump(mode="json", exclude_defaults=True, exclude={"cluster", "name", "note"})
 
-    def stamp(setting: Setting | None) -> str:
-        own = [] if setting is None else [dict(setting.changes), setting.corrects, setting.sampler, setting.start]
-        return hashlib.sha256(json.dumps([values, own], sort_keys=True).encode()).hexdigest()
-
-    arms: dict[str, Setting | None] = {**SETTINGS, "base": None, "dense-base": Setting(start="dense-base")}
-    return {name: stamp(setting) for name, setting in arms.items()}
+    return {
+        name: hashlib.sha256(json.dumps([values, [*asdict(setting).values()]], sort_keys=True).encode()).hexdigest()
+        for name, setting in SETTINGS.items()
+    }
 
 
 def _gain(measures: Measures, text: str, rule: Rule, better: str, other: str) -> Contrast:

@@ -73,10 +73,9 @@ from stages.reports.text import number
 # The debug job's pool and number of policies are too small for a curve.
 TRIAL = "a trial with --quick, which means nothing"
 QUICK = ("compare.best_of=8", "ppo.keep_policies_every=1", "world.num_graded=1800")
-QUICK_POLICIES = (  # of freshness and router-replay, whose jobs differ from the debug job in their reward
-    "pretrain.num_steps=4", "sft.num_epochs=0.1", "world.num_pretrain_texts=300", "world.num_ppo_prompts=40",
-    "world.num_compare_prompts=10", "ppo.num_iterations=18", "ppo.rollout_batch_size=8", "ppo.minibatch.batch_size=8",
-    "ppo.minibatch.micro_batch_size=8", "ppo.keep_policies_every=9",
+QUICK_POLICIES = (  # of freshness and router-replay, whose jobs the debug job cannot replace
+    "pretrain.num_steps=4", "sft.num_epochs=0.1", "world.num_ppo_prompts=300", "ppo.num_iterations=18",
+    "ppo.keep_policies_every=18", "ppo.rollout_batch_size=32",
 )  # fmt: skip
 
 
@@ -107,20 +106,26 @@ def run_study(
         (runs / f"seed-{seed}", load_job(job_file, [*overrides, f"seed={seed}"], opens_models=False))
         for seed in range(num_seeds)
     ]
-    if findings[0] in POLICIES:
-        own = load_job(job_file, overrides, opens_models=False).seed
-        return _run_policies(findings, [job for _, job in seeds], own, runs, stored, note)
-    arms = {folder: every_arm(job, folder) for folder, job in seeds}
-    _check(seeds[0][1], findings)
+    are_policies = findings[0] in POLICIES  # whose arms are trained when they are measured
+    arms = {} if are_policies else {folder: every_arm(job, folder) for folder, job in seeds}
+    if arms:
+        _check(seeds[0][1], findings)
+    stamps = policy_stamps if are_policies else stamps_of
+    start_seed = load_job(job_file, overrides, opens_models=False).seed
     names = [name for finding in findings for name in finding.arms]
-    known = _read_stored(stored, {job.seed: stamps_of(job) for _, job in seeds} if stored else {})
+    known = _read_stored(stored, {job.seed: stamps(job) for _, job in seeds} if stored else {})
     measures: list[Measures] = []
     results: list[Found] = []
     for folder, job in seeds:
-        measures.append(known[job.seed] if job.seed in known else _run_seed(folder, job, arms[folder], names))
+        if job.seed in known:
+            measures.append(known[job.seed])
+        elif are_policies:
+            measures.append(Recorded(replace(PolicyMeasures.of(runs / "policy", job), start_seed=start_seed)))
+        else:
+            measures.append(_run_seed(folder, job, arms[folder], names))
         results = [finding.evaluate(measures) for finding in findings]
         if isinstance(recorded := measures[-1], Recorded):
-            recorded.write(measures_file(runs / "measures", job.seed), stamps_of(job))
+            recorded.write(measures_file(runs / "measures", job.seed), stamps(job))
         # After each seed, so that a stopped study has reported its results.
         write_findings(runs, results, len(measures), note)
     return results
@@ -132,36 +137,6 @@ def _require_one_kind(findings: Sequence[Finding]) -> None:
         others = [finding.name for finding in findings if finding not in group]
         if others and len(others) < len(findings):
             raise ValueError(f"{', '.join(others)}: only findings of {kind} were expected, since one of them is asked")
-
-
-def _run_policies(
-    findings: Sequence[Finding],
-    jobs: Sequence[JobConfig],
-    start_seed: int,
-    runs: Path,
-    stored: Path | None,
-    note: str,
-) -> list[Found]:
-    """As `run_study`, for findings whose arms run in this process: one finding after another, each at all seeds, so
-    that a stopped study has all seeds of the first findings. `jobs` differ in their seeds.
-    """
-    stamps = {job.seed: policy_stamps(job) for job in jobs}
-    known = _read_stored(stored, stamps)
-    measures: list[Measures] = [
-        known[job.seed]
-        if job.seed in known
-        else Recorded(replace(PolicyMeasures.of(runs / "policy", job), start_seed=start_seed))
-        for job in jobs
-    ]
-    results: list[Found] = []
-    for finding in findings:
-        for of_seed in measures:
-            finding.evaluate([of_seed])  # trains the arms
-            if isinstance(of_seed, Recorded):
-                of_seed.write(measures_file(runs / "measures", of_seed.seed), stamps[of_seed.seed])
-        results.append(finding.evaluate(measures))
-        write_findings(runs, results, len(measures), note)
-    return results
 
 
 def _run_choices(
@@ -248,14 +223,11 @@ KNOWN = {finding.name: finding for finding in (*FINDINGS, *ALGORITHMS, *OTHERS)}
 NAMES = f"{', '.join(KNOWN)}; or a group: {', '.join(GROUPS)}"
 
 
-POLICY_JOBS = ("study-freshness.toml", "study-router-replay.toml")
-
-
 def own_job(wanted: str) -> str:
     """Returns the name of the job in research/jobs that the findings' arms are made of."""
     first = _named(wanted)[0]
-    names = {"choice": CHOICES, "judge": (JUDGED,), "freshness": FRESHNESS, "router-replay": ROUTER_REPLAY}
-    return next((f"study-{name}.toml" for name, group in names.items() if first in group), "study.toml")
+    groups = {"choice": CHOICES, "judge": (JUDGED,), "freshness": FRESHNESS, "router-replay": ROUTER_REPLAY}
+    return next((f"study-{name}.toml" for name, group in groups.items() if first in group), "study.toml")
 
 
 def _named(wanted: str) -> list[Finding]:
