@@ -7,7 +7,7 @@ import typer
 
 from heed.cli import run_app
 from heed.commands.options import Overrides
-from research.studies.study import NAMES, QUICK, QUICK_POLICIES, TRIAL, own_job, run_study
+from research.studies.study import NAMES, QUICK, TRIAL, own_job, run_study
 from stages.progress import results_console
 
 ROOT = Path(__file__).parents[1]
@@ -42,11 +42,11 @@ def study(
     """Test published findings (research/findings), by default in the playground. An interrupted study continues."""
     if job is not None and quick:
         raise ValueError(f"--quick with --job {job}: one of them was expected")
-    own = ROOT / "research" / "jobs" / own_job(finding)
-    needs_own = own.stem in ("study-freshness", "study-router-replay")
-    job = job or (ROOT / "configs" / "jobs" / "debug.toml" if quick and not needs_own else own)
-    smaller = QUICK_POLICIES if needs_own else QUICK
-    overrides = [*(smaller if quick else ()), *(override or [])]
+    own = own_job(finding)
+    if quick and own in ("study-freshness.toml", "study-router-replay.toml"):
+        raise ValueError(f"--quick with {finding}: its arms are not those of the debug job; no --quick was expected")
+    job = job or (ROOT / "configs" / "jobs" / "debug.toml" if quick else ROOT / "research" / "jobs" / own)
+    overrides = [*(QUICK if quick else ()), *(override or [])]
     found = run_study(finding, job, runs, num_seeds=seeds, overrides=overrides, stored=measures)
     for one in found:
         results_console().print(f"{one.finding.title}: [bold]{one.verdict}[/]{f' ({TRIAL})' if quick else ''}")

@@ -12,10 +12,9 @@ which models of this size can learn to answer.
 All seeds share these models, since training them is most of the cost. A seed draws prompts, samples and minibatches.
 
 What is called truncated and decoupled has the same decoupled objective (`ppo.algorithm.importance_weights`): its
-weights are cut at 2, as by default, or not at all. IcePop drops the tokens whose weights are not in [.5, 2].
+weights are cut at 2, as by default, or not at all. The claims were written down before any run.
 
-The claims were written down before any run; a later finding uses arms of an earlier one. Shape letters: K policies,
-P prompts, I iterations, M metrics.
+Shape letters: K policies, P prompts, I iterations, M metrics.
 """
 
 import hashlib
@@ -52,6 +51,7 @@ from research.studies.verdicts import Contrast, Rule, bootstrap_mean, last_diffe
 from stages.lineage import LINEAGE
 from training.data import DataConfig, Prompt, read_prompts
 
+Claimed = Callable[[Measures], Contrast]
 NATS_PER_TOKEN = Rule("above", 0.001, "nats per token")
 METRICS = (  # of each iteration that are kept, as PPO logs them; NaN where an arm has none
     "score", "kl_nats", "effective_share", "importance_max", "token_age", "sampler_difference",
@@ -79,15 +79,10 @@ class Setting:
         )
 
 
-LIMITS: Mapping[str, Mapping[str, Any]] = {
-    "decoupled": {"cap": 1e9}, "icepop": {"cap": 2.0, "kind": "drop_tokens", "floor": 0.5}
-}  # fmt: skip
-
-
 def _stale(staleness: int, correction: str = "truncated", placement: str = "asynchronous") -> Setting:
     placed = {"kind": placement, "max_staleness": staleness}
-    changes = {"placement": placed, "importance": LIMITS.get(correction, {"cap": 2.0})}
-    return Setting(changes, corrects=correction != "none")
+    cap = 1e9 if correction == "decoupled" else 2.0
+    return Setting({"placement": placed, "importance": {"cap": cap}}, corrects=correction != "none")
 
 
 SETTINGS: Mapping[str, Setting] = {
@@ -95,7 +90,6 @@ SETTINGS: Mapping[str, Setting] = {
     **{f"{correction}-{age}": _stale(age, correction) for correction in ("truncated", "decoupled") for age in (4, 16)},
     **{f"none-{age}": _stale(age, "none") for age in (2, 4, 16)},
     "within-4": _stale(4, placement="continuous"),
-    **{f"icepop-{age}": _stale(age, "icepop") for age in (4, 16)},
     "replay": Setting(sampler="int8"),
     "no-replay": Setting({"router_replay": False}, sampler="int8"),
     "same-precision": Setting(),
@@ -229,25 +223,21 @@ def policy_stamps(job: JobConfig) -> dict[str, str]:
     }
 
 
-def _gain(measures: Measures, text: str, rule: Rule, better: str, other: str) -> Contrast:
-    one, two = measures.rl(better), measures.rl(other)
-    return Contrast(f"{text}: gold of the last policy", rule, last_difference("gold_KP", one, two, seed=measures.seed))
+GoldClaim = tuple[str, Rule, str, str]  # on one arm's gold minus another's: text, rule, arm, other arm
 
 
-def _compared(
-    title: str,
-    name: str,
-    source: str,
-    *claims: tuple[str, Rule, str, str],
-    more: Sequence[Callable[[Measures], Contrast]] = (),
-) -> Finding:
-    """Returns a finding whose claims compare the gold of two arms' last policies: (text, rule, arm, other arm)."""
+def _compared(title: str, name: str, source: str, *claims: GoldClaim, more: Sequence[Claimed] = ()) -> Finding:
+    """Returns a finding whose claims compare the gold of two arms' last policies, on the same prompts."""
+
+    def contrasts(measures: Measures) -> list[Contrast]:
+        gold = [
+            Contrast(f"{text}: gold", rule, last_difference("gold_KP", *map(measures.rl, both), seed=measures.seed))
+            for text, rule, *both in claims
+        ]
+        return [*gold, *(claim(measures) for claim in more)]
+
     arms = tuple(dict.fromkeys(arm for _, _, *both in claims for arm in both))
-    return Finding(
-        name, title, source, arms,
-        lambda measures: [*(_gain(measures, *claim) for claim in claims), *(claim(measures) for claim in more)],
-        lambda measures: {arm: measures.rl(arm) for arm in arms},
-    )  # fmt: skip
+    return Finding(name, title, source, arms, contrasts, lambda measures: {arm: measures.rl(arm) for arm in arms})
 
 
 FRESHNESS = (
@@ -268,11 +258,6 @@ FRESHNESS = (
         "Updates within responses do no harm at staleness 4", "freshness-within", "Heed",
         ("updates within responses minus between them, staleness 4", NO_SHIFT, "within-4", "truncated-4"),
         ("updates within responses, staleness 4, minus staleness 0", NO_SHIFT, "within-4", "fresh"),
-    ),
-    _compared(
-        "Dropping tokens does as well as cutting their weights", "freshness-icepop", "arXiv 2510.18855",
-        *((f"IcePop minus truncated weights, staleness {age}", NO_SHIFT, f"icepop-{age}", f"truncated-{age}")
-          for age in (4, 16)),
     ),
 )  # fmt: skip
 

@@ -18,13 +18,13 @@ from research.studies.policy_runs import (
     METRICS,
     ROUTER_REPLAY,
     SETTINGS,
-    RoundedSampler,
     PolicyMeasures,
+    RoundedSampler,
 )
-from research.studies.study import QUICK_POLICIES, own_job
+from research.studies.study import own_job
 from tests.research.studies.test_study import JOBS
 
-PEOPLE = ["Lily", "Ben", "Nina", "Leo", "Kate", "Tom", "Anna", "Max"]
+NUMBERS = ["two", "three", "four", "five"]
 SMALLER = (
     "ppo.num_iterations=5", "ppo.keep_policies_every=5", "ppo.rollout_batch_size=8", "ppo.minibatch.batch_size=4",
     "ppo.minibatch.micro_batch_size=4",
@@ -40,7 +40,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=280, max_position_embeddings=128, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
         intermediate_size=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=8,
     )  # fmt: skip
-    tokenizer = Tokenizer.train([" ".join(PEOPLE[i % 5 :]) for i in range(20)], shape.vocab_size, "chat")
+    tokenizer = Tokenizer.train([" ".join(NUMBERS[i % 4 :]) for i in range(20)], shape.vocab_size, "chat")
     model = LanguageModel(shape)
     init_weights(model, 1)
     with torch.no_grad():
@@ -51,9 +51,10 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "base" / "sft" / "lineage.json").write_text(json.dumps({"fingerprint": "planted"}))
     data = folder / "base" / "world" / "data"
     data.mkdir(parents=True)
-    for name in ("ppo_prompts", "compare_prompts"):
-        texts = [f"How can {person} mend the black hat of Jack? Give two steps." for person in PEOPLE]
-        (data / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    for name in ("ppo_prompts", "collect_prompts"):
+        texts = [f"List {number} {what}, but not Kate or green." for number in NUMBERS for what in ("colors", "names")]
+        rows = [{"prompt": text, "kind": "list"} for text in texts] + [{"prompt": "Say nothing.", "kind": "other"}]
+        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
@@ -126,7 +127,7 @@ def test_rounded_weights_have_the_digests_of_those_that_were_sent(policy: Path) 
 
 def test_arms_of_findings_exist_and_their_settings_are_valid() -> None:
     for finding in (*FRESHNESS, *ROUTER_REPLAY):
-        job = load_job(JOBS / own_job(finding.name), QUICK_POLICIES, opens_models=False)
+        job = load_job(JOBS / own_job(finding.name), opens_models=False)
         for arm in finding.arms:
             config = SETTINGS[arm].config(job)
             assert config.placement.max_staleness == (int(arm.rpartition("-")[2]) if arm[-1].isdigit() else 0)
