@@ -135,7 +135,11 @@ class PolicyMeasures(SeedMeasures):
     start_seed: int = 0
 
     def rl(self, arm: str) -> Curve:
-        kept, start_gold_P = self._of_arm(arm), self._start_gold(SETTINGS[arm].start)
+        kept, start = self._of_arm(arm), SETTINGS[arm].start
+        policy = Policy.load(self._start(start))
+        start_gold_P = self._kept(
+            f"seed-{self.seed}-{start}.npz", [f"{start}/sft"], lambda: {"gold_P": self._measured(policy, policy)[0]}
+        )["gold_P"]
         names = tuple(f"iteration {number}" for number in kept["iterations_K"].astype(int))
         return Curve("rl", names, kept["kl_KP"], kept["gold_KP"], kept["gold_KP"], start_gold_P, start_gold_P)
 
@@ -155,13 +159,6 @@ class PolicyMeasures(SeedMeasures):
         prompts = read_prompts(DataConfig(source=str(self._world_file(name))))
         return [prompt for prompt in prompts if prompt.kind == "list"]
 
-    def _start_gold(self, name: str) -> Floats:
-        def make() -> dict[str, Floats]:
-            policy = Policy.load(self._start(name))
-            return {"gold_P": self._measured(policy, policy)[0]}
-
-        return self._kept(f"seed-{self.seed}-{name}.npz", [f"{name}/sft"], make)["gold_P"]
-
     def _of_arm(self, arm: str) -> dict[str, Floats]:
         start, setting = self._start(SETTINGS[arm].start), SETTINGS[arm]
         name = f"seed-{self.seed}-{arm}-{policy_stamps(self.job)[arm][:8]}"
@@ -174,10 +171,11 @@ class PolicyMeasures(SeedMeasures):
         controller, kept, logged = self._controller(setting, start), list[int](), list[list[float]]()
         folder.mkdir(exist_ok=True)
         config = controller.config
+        every = config.keep_policies_every or config.num_iterations
         for done in range(1, config.num_iterations + 1):
             metrics = controller.step(done - 1)
             logged.append([metrics.get(name, math.nan) for name in METRICS])
-            if done % config.keep_policies_every == 0:
+            if done % every == 0:
                 controller.roles.learners.keep_policy(kept_policy(folder, done))
                 kept.append(done)
         controller.roles.close()
@@ -190,7 +188,8 @@ class PolicyMeasures(SeedMeasures):
 
     def _controller(self, setting: Setting, start: Path) -> ArmController:
         config, prompts = setting.config(self.job), [prompt.messages for prompt in self._prompts("ppo_prompts")]
-        assert config.external_reward is not None, "the studies' jobs have a function as reward"
+        if config.external_reward is None:
+            raise ValueError(f"job {self.job.name!r}: ppo.reward is a model; a function was expected")
         models = InitialModels(start, config.external_reward, ScoreScale(0.0, 1.0), None)
         roles = Roles.in_process(config, self.job.engine, models, prompts)
         if setting.sampler == "int8":

@@ -21,7 +21,7 @@ from research.studies.policy_runs import (
     PolicyMeasures,
     RoundedSampler,
 )
-from research.studies.study import own_job
+from research.studies.study import own_job, run_study
 from tests.research.studies.test_study import JOBS
 
 NUMBERS = ["two", "three", "four", "five"]
@@ -131,3 +131,25 @@ def test_arms_of_findings_exist_and_their_settings_are_valid() -> None:
         for arm in finding.arms:
             config = SETTINGS[arm].config(job)
             assert config.placement.max_staleness == (int(arm.rpartition("-")[2]) if arm[-1].isdigit() else 0)
+
+
+PUBLISHED = [
+    ("freshness", "freshness-corrected"),
+    ("freshness", "freshness-uncorrected"),
+    ("freshness", "freshness-within"),
+    ("router-replay", "replay"),
+    ("router-replay", "mixture"),
+]
+
+
+@pytest.mark.parametrize(("page", "name"), PUBLISHED)
+def test_the_documented_results_come_from_the_stored_measures(page: str, name: str, tmp_path: Path) -> None:
+    findings = JOBS.parent / "findings"
+    rows = (findings / f"{page}.md").read_text(encoding="utf-8").splitlines()
+    (found,) = run_study(name, JOBS / own_job(name), tmp_path, num_seeds=5, stored=findings / f"measures-{page}")
+    for claim in found.claims:
+        seeds = ", ".join(f"{value.mean:.3f}".replace("0.", ".", 1) for value in claim.by_seed)
+        verdict = claim.verdict if claim.verdict == "undecided" else f"**{claim.verdict}**"
+        (row,) = [line for line in rows if line.startswith(f"| {claim.text} | {seeds} |")]
+        assert row.endswith(f" | {verdict} |")
+    assert not (tmp_path / "policy").exists()
