@@ -240,21 +240,26 @@ def _compared(title: str, name: str, source: str, *claims: GoldClaim, more: Sequ
 
 
 FRESHNESS = (
-    _compared(
-        "With importance weights, samples may be 4 iterations old, but not 16", "freshness-corrected", "Heed",
-        *((f"{name} weights, staleness 4, minus staleness 0", NO_SHIFT, f"{name}-4", "fresh")
-          for name in ("truncated", "decoupled")),
-        *((f"staleness 0 minus {name} weights, staleness 16", GOLD, "fresh", f"{name}-16")
-          for name in ("truncated", "decoupled")),
+    *(
+        _compared(
+            f"With {name} importance weights, samples may be 4 iterations old, but not 16", f"{name}-weights", "Heed",
+            (f"{name} weights, staleness 4, minus staleness 0", NO_SHIFT, f"{name}-4", "fresh"),
+            (f"staleness 0 minus {name} weights, staleness 16", GOLD, "fresh", f"{name}-16"),
+        )
+        for name in ("truncated", "decoupled")
     ),
     _compared(
-        "Without a correction, quality falls from staleness 2", "freshness-uncorrected", "Heed",
-        *((f"staleness 0 minus no correction, staleness {age}", GOLD, "fresh", f"none-{age}") for age in (2, 4, 16)),
+        "Without a correction, quality falls at staleness 4 and 16", "no-weights", "Heed",
+        *((f"staleness 0 minus no correction, staleness {age}", GOLD, "fresh", f"none-{age}") for age in (4, 16)),
         *((f"truncated weights minus no correction, staleness {age}", GOLD, f"truncated-{age}", f"none-{age}")
           for age in (4, 16)),
     ),
     _compared(
-        "Updates within responses do no harm at staleness 4", "freshness-within", "Heed",
+        "Without a correction, quality falls from staleness 2", "no-weights-2", "Heed",
+        ("staleness 0 minus no correction, staleness 2", GOLD, "fresh", "none-2"),
+    ),
+    _compared(
+        "Updates within responses do no harm at staleness 4", "within-responses", "Heed",
         ("updates within responses minus between them, staleness 4", NO_SHIFT, "within-4", "truncated-4"),
         ("updates within responses, staleness 4, minus staleness 0", NO_SHIFT, "within-4", "fresh"),
     ),

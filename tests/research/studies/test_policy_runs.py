@@ -21,7 +21,7 @@ from research.studies.policy_runs import (
     PolicyMeasures,
     RoundedSampler,
 )
-from research.studies.study import own_job, run_study
+from research.studies.study import GROUPS, own_job, run_study
 from tests.research.studies.test_study import JOBS
 
 NUMBERS = ["two", "three", "four", "five"]
@@ -134,11 +134,7 @@ def test_arms_of_findings_exist_and_their_settings_are_valid() -> None:
 
 
 PUBLISHED = [
-    ("freshness", "freshness-corrected"),
-    ("freshness", "freshness-uncorrected"),
-    ("freshness", "freshness-within"),
-    ("router-replay", "replay"),
-    ("router-replay", "mixture"),
+    (page, finding.name) for page, group in GROUPS.items() if group in (FRESHNESS, ROUTER_REPLAY) for finding in group
 ]
 
 
