@@ -87,7 +87,11 @@ def _stale(staleness: int, correction: str = "truncated", placement: str = "asyn
 
 SETTINGS: Mapping[str, Setting] = {
     "fresh": Setting(),
-    **{f"{correction}-{age}": _stale(age, correction) for correction in ("truncated", "decoupled") for age in (4, 16)},
+    **{
+        f"{correction}-{age}": _stale(age, correction)
+        for correction in ("truncated", "decoupled")
+        for age in (1, 4, 16)
+    },
     **{f"none-{age}": _stale(age, "none") for age in (2, 4, 16)},
     "within-4": _stale(4, placement="continuous"),
     "replay": Setting(sampler="int8"),
@@ -257,6 +261,10 @@ FRESHNESS = (
     _compared(
         "Without a correction, quality falls from staleness 2", "no-weights-2", "Heed",
         ("staleness 0 minus no correction, staleness 2", GOLD, "fresh", "none-2"),
+    ),
+    _compared(
+        "With truncated importance weights, samples one iteration old cost nothing", "truncated-weights-1", "Heed",
+        ("truncated weights, staleness 1, minus staleness 0", NO_SHIFT, "truncated-1", "fresh"),
     ),
     _compared(
         "Updates within responses do no harm at staleness 4", "within-responses", "Heed",
