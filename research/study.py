@@ -7,7 +7,7 @@ import typer
 
 from heed.cli import run_app
 from heed.commands.options import Overrides
-from research.studies.study import NAMES, QUICK, TRIAL, run_study
+from research.studies.study import NAMES, QUICK, TRIAL, own_job, run_study
 from stages.progress import results_console
 
 ROOT = Path(__file__).parents[1]
@@ -33,8 +33,8 @@ def study(
         Path | None,
         typer.Option(
             "--job",
-            help="Job that the arms are made of (default: research/jobs/study.toml; study-judge.toml for"
-            " judge, study-choice.toml for label-choice).",
+            help="Job that the arms are made of (default: research/jobs/study.toml, or that of the finding:"
+            " study-choice.toml, study-freshness.toml, study-judge.toml, study-router-replay.toml).",
         ),
     ] = None,
     override: Overrides = None,
@@ -42,11 +42,10 @@ def study(
     """Test published findings (research/findings), by default in the playground. An interrupted study continues."""
     if job is not None and quick:
         raise ValueError(f"--quick with --job {job}: one of them was expected")
-    if job is None:
-        is_choice = finding == "label-choice" or finding.startswith("choose-")
-        name = "choice" if is_choice else finding
-        own = f"study-{name}.toml" if name in ("judge", "choice") else "study.toml"
-        job = ROOT / "configs" / "jobs" / "debug.toml" if quick else ROOT / "research" / "jobs" / own
+    own = own_job(finding)
+    if quick and own in ("study-freshness.toml", "study-router-replay.toml"):
+        raise ValueError(f"--quick with {finding}: its arms are not those of the debug job; no --quick was expected")
+    job = job or (ROOT / "configs" / "jobs" / "debug.toml" if quick else ROOT / "research" / "jobs" / own)
     overrides = [*(QUICK if quick else ()), *(override or [])]
     found = run_study(finding, job, runs, num_seeds=seeds, overrides=overrides, stored=measures)
     for one in found:

@@ -23,7 +23,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -173,15 +173,13 @@ class Pool:
         return (1 << (len(self.train).bit_length() - 1)) >> (NUM_ROUNDS - 1)
 
 
-def choices_of_seeds(folder: Path, policy: JobConfig, seeds: Sequence[int]) -> Iterator["ChoiceMeasures"]:
-    """Trains the policy of the job `policy` in `folder`, unless it is there, and yields each seed's measures."""
+def choices_of_seed(folder: Path, policy: JobConfig, seed: int) -> "ChoiceMeasures":
+    """Trains the policy of the job `policy` in `folder`, unless it is there, and returns a seed's measures."""
     run_job(arm_job(policy, Arm("base", ("pretrain", "sft")), folder), folder)
     world = policy.open_world()
     assert world is not None, "basic_arms refuses jobs without a world"
-    pool = read_pool(folder, policy, world)
-    for seed in seeds:
-        console.print(f"[bold]seed {seed}[/]: {', '.join(RULES)}")
-        yield ChoiceMeasures.of(pool, world, seed)
+    console.print(f"[bold]seed {seed}[/]: {', '.join(RULES)}")
+    return ChoiceMeasures.of(read_pool(folder, policy, world), world, seed)
 
 
 def choice_stamps(policy: JobConfig, seed: int) -> dict[str, str]:
@@ -404,6 +402,9 @@ class ChoiceMeasures:
         raise NotImplementedError
 
     def tokens(self, arm: str) -> Floats:
+        raise NotImplementedError
+
+    def metrics(self, arm: str) -> Floats:
         raise NotImplementedError
 
     def bits(self, stage: str) -> tuple[Floats, Floats]:

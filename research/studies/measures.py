@@ -128,6 +128,9 @@ class SeedMeasures:
             np.array([check.policy for check in checks], dtype=np.float64),
         )
 
+    def metrics(self, arm: str) -> Floats:
+        raise NotImplementedError  # only `research.studies.policy_runs` keeps them
+
     def labels(self, arm: str) -> tuple[Floats, Floats]:
         raise NotImplementedError  # only `research.studies.label_choice` chooses labels
 
@@ -336,6 +339,9 @@ class ByName:
 
     def tokens(self, arm: str) -> Floats:
         return self._array("tokens", arm, "0")
+
+    def metrics(self, arm: str) -> Floats:
+        return self._array("metrics", arm, "0")
 
     def bits(self, stage: str) -> tuple[Floats, Floats]:
         return self._array("bits", stage, "0"), self._array("bits", stage, "1")

@@ -14,7 +14,8 @@ and a later finding reuses the arms that it shares with others.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from heed.jobs.job import JobConfig
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
 from ppo.stage import STAGE as PPO
-from preferences.statistics.estimates import Floats, Interval
+from preferences.statistics.estimates import Interval
 from preferences.task_selection import RULES
 from research.over_optimisation.curves import points
 from research.over_optimisation.fits import MIN_POLICIES
@@ -58,11 +59,12 @@ from research.studies.label_choice import (
     CHOICES,
     choice_arm,
     choice_stamps,
-    choices_of_seeds,
+    choices_of_seed,
     gold_by_round,
     num_labels,
 )
 from research.studies.measures import Recorded, SeedMeasures, StoredMeasures, measures_file, stamps_of
+from research.studies.policy_runs import FRESHNESS, ROUTER_REPLAY, PolicyMeasures, policy_stamps
 from research.studies.verdicts import Claim
 from stages.progress import console
 from stages.reports.plots import ROUND_STEPS, draw, tone
@@ -84,68 +86,61 @@ def run_study(
 ) -> list[Found]:
     """Runs unfinished arms, measures them, and writes findings.json, findings.md and figures into `runs`.
 
-    `wanted` names findings, separated by commas, "all" for the first five, or a group: "algorithms", "lora" or
-    "label-choice". Seeds 0, 1, ... replace the job's, except that those of "label-choice" share the policy of the job's
-    own seed. A seed whose measures are in the folder `stored` is not run.
+    `wanted` names findings, separated by commas, "all" for the first five, or a group of `GROUPS`. Seeds 0, 1, ...
+    replace the job's, except that those of "label-choice", "freshness" and "router-replay" share the models that the
+    job's own seed trains. A seed whose measures are in the folder `stored` is not run.
     Raises: ValueError for an unknown finding, an invalid job, or stored measures of another study, before anything
     runs.
     """
     findings = _named(wanted)
-    if any(finding in CHOICES for finding in findings):
-        policy = load_job(job_file, overrides, opens_models=False)
-        return _run_choices(findings, policy, runs, num_seeds, stored, TRIAL if set(QUICK) <= set(overrides) else "")
-    seeds = [
-        (runs / f"seed-{seed}", load_job(job_file, [*overrides, f"seed={seed}"], opens_models=False))
-        for seed in range(num_seeds)
-    ]
-    arms = {folder: every_arm(job, folder) for folder, job in seeds}
-    _check(seeds[0][1], findings)
-    names = [name for finding in findings for name in finding.arms]
-    known = _read_stored(stored, {job.seed: stamps_of(job) for _, job in seeds} if stored else {})
+    _require_one_kind(findings)
+    note = TRIAL if set(QUICK) <= set(overrides) else ""
+    own = load_job(job_file, overrides, opens_models=False)
+    jobs = {seed: load_job(job_file, [*overrides, f"seed={seed}"], opens_models=False) for seed in range(num_seeds)}
+    stamps, run = _kind_of(findings, own, jobs, runs)
+    known = _read_stored(stored, {seed: stamps(job) for seed, job in jobs.items()} if stored else {})
     measures: list[Measures] = []
     results: list[Found] = []
-    for folder, job in seeds:
-        measures.append(known[job.seed] if job.seed in known else _run_seed(folder, job, arms[folder], names))
+    for seed, job in jobs.items():
+        measures.append(known[seed] if seed in known else Recorded(run(job)))
         results = [finding.evaluate(measures) for finding in findings]
+        if findings[0] in CHOICES:
+            write_gold_by_labels(runs, findings, measures)
         if isinstance(recorded := measures[-1], Recorded):
-            recorded.write(measures_file(runs / "measures", job.seed), stamps_of(job))
+            recorded.write(measures_file(runs / "measures", seed), stamps(job))
         # After each seed, so that a stopped study has reported its results.
-        write_findings(runs, results, len(measures), TRIAL if set(QUICK) <= set(overrides) else "")
-    return results
-
-
-def _run_choices(
-    findings: Sequence[Finding], policy: JobConfig, runs: Path, num_seeds: int, stored: Path | None, note: str
-) -> list[Found]:
-    """As `run_study`, for findings on the choice of labels. Raises: ValueError if there are others among them."""
-    others = [finding.name for finding in findings if finding not in CHOICES]
-    if others:
-        raise ValueError(
-            f"{', '.join(others)}: only findings of label-choice were expected, since one of them is asked"
-        )
-    every_arm(policy, runs)  # refuses a job without the sections of a study
-    stamps = {seed: choice_stamps(policy, seed) for seed in range(num_seeds)}
-    known = _read_stored(stored, stamps)
-    computed = choices_of_seeds(runs / "policy", policy, [seed for seed in stamps if seed not in known])
-    measures: list[Measures] = []
-    results: list[Found] = []
-    rules = [rule for rule in RULES if any(choice_arm(rule, 1) in finding.arms for finding in findings)]
-    for seed in stamps:
-        measures.append(known[seed] if seed in known else Recorded(next(computed)))
-        results = [finding.evaluate(measures) for finding in findings]
-        gold = {
-            rule: np.stack([gold_by_round(seed_measures, rule).mean(axis=1) for seed_measures in measures])
-            for rule in rules
-        }
-        sizes = num_labels(measures[-1], "uniform")
-        if isinstance(recorded := measures[-1], Recorded):
-            recorded.write(measures_file(runs / "measures", seed), stamps[seed])
         write_findings(runs, results, len(measures), note)
-        write_gold_by_labels(runs, sizes, gold)
     return results
 
 
-def _run_seed(folder: Path, job: JobConfig, arms: Mapping[str, Arm], names: Sequence[str]) -> Recorded:
+def _kind_of(
+    findings: Sequence[Finding], own: JobConfig, jobs: Mapping[int, JobConfig], runs: Path
+) -> tuple[Callable[[JobConfig], dict[str, str]], Callable[[JobConfig], Measures]]:
+    """Returns what stamps the measures of a seed's job, and what runs it. `own` is the job with its own seed.
+
+    Raises: ValueError for jobs that lack what the findings need.
+    """
+    folder = runs / "policy"
+    if findings[0] in POLICIES:  # arms are trained when they are measured
+        return policy_stamps, lambda job: replace(PolicyMeasures.of(folder, job), start_seed=own.seed)
+    if findings[0] in CHOICES:
+        every_arm(own, runs)
+        return lambda job: choice_stamps(own, job.seed), lambda job: choices_of_seed(folder, own, job.seed)
+    arms = {seed: every_arm(job, runs / f"seed-{seed}") for seed, job in jobs.items()}
+    _check(jobs[0], findings)
+    names = [name for finding in findings for name in finding.arms]
+    return stamps_of, lambda job: _run_seed(runs / f"seed-{job.seed}", job, arms[job.seed], names)
+
+
+def _require_one_kind(findings: Sequence[Finding]) -> None:
+    """Check that no findings are asked for together whose arms other jobs make. Raises: ValueError."""
+    for kind, group in {"label-choice": CHOICES, "freshness": FRESHNESS, "router-replay": ROUTER_REPLAY}.items():
+        others = [finding.name for finding in findings if finding not in group]
+        if others and len(others) < len(findings):
+            raise ValueError(f"{', '.join(others)}: only findings of {kind} were expected, since one of them is asked")
+
+
+def _run_seed(folder: Path, job: JobConfig, arms: Mapping[str, Arm], names: Sequence[str]) -> Measures:
     """Runs the named arms of a seed, and those that they read. Returns their measures, each computed on first use."""
     needed = with_those_before(arms, names)
     for position, arm in enumerate(needed, 1):
@@ -155,7 +150,7 @@ def _run_seed(folder: Path, job: JobConfig, arms: Mapping[str, Arm], names: Sequ
             write_cuts(folder)
         if arm.name == "reward-full" and not indifferent(folder).is_dir():
             write_indifferent(folder)
-    return Recorded(SeedMeasures.of(folder, job))
+    return SeedMeasures.of(folder, job)
 
 
 def _read_stored(folder: Path | None, stamps: Mapping[int, Mapping[str, str]]) -> dict[int, StoredMeasures]:
@@ -193,10 +188,21 @@ def _check(job: JobConfig, findings: Sequence[Finding]) -> None:
         )
 
 
-GROUPS = {"all": FINDINGS, "algorithms": ALGORITHMS, "lora": LORA_FINDINGS, "label-choice": CHOICES}
-OTHERS = (CONTROL, ALARM, *LORA_FINDINGS, JUDGED, *CHOICES)
+GROUPS = {
+    "all": FINDINGS, "algorithms": ALGORITHMS, "lora": LORA_FINDINGS, "label-choice": CHOICES, "freshness": FRESHNESS,
+    "router-replay": ROUTER_REPLAY,
+}  # fmt: skip
+POLICIES = (*FRESHNESS, *ROUTER_REPLAY)
+OTHERS = (CONTROL, ALARM, *LORA_FINDINGS, JUDGED, *CHOICES, *POLICIES)
 KNOWN = {finding.name: finding for finding in (*FINDINGS, *ALGORITHMS, *OTHERS)}
 NAMES = f"{', '.join(KNOWN)}; or a group: {', '.join(GROUPS)}"
+
+
+def own_job(wanted: str) -> str:
+    """Returns the name of the job in research/jobs that the findings' arms are made of."""
+    first = _named(wanted)[0]
+    groups = {"choice": CHOICES, "judge": (JUDGED,), "freshness": FRESHNESS, "router-replay": ROUTER_REPLAY}
+    return next((f"study-{name}.toml" for name, group in groups.items() if first in group), "study.toml")
 
 
 def _named(wanted: str) -> list[Finding]:
@@ -313,17 +319,23 @@ def draw_curves(name: str, title: str, by_seed: Sequence[Curves]) -> str:
     )  # fmt: skip
 
 
-def write_gold_by_labels(folder: Path, num_labels: Sequence[int], gold: Mapping[str, Floats]) -> None:
+def write_gold_by_labels(folder: Path, findings: Sequence[Finding], measures: Sequence[Measures]) -> None:
     """Writes figures/label-choice.svg: gold by number of labels, for each rule [seeds, rounds] the mean over seeds."""
+    num_labels_R = num_labels(measures[-1], "uniform")
+    gold = {
+        rule: np.stack([gold_by_round(of_seed, rule).mean(axis=1) for of_seed in measures])
+        for rule in RULES
+        if any(choice_arm(rule, 1) in finding.arms for finding in findings)
+    }
 
     def paint(axes: Any) -> None:
         for place, (rule, gold_SR) in enumerate(gold.items()):
             colour = tone(TONES_OF_MANY[place])
             axes.plot(
-                num_labels, gold_SR.mean(axis=0), marker="o", markersize=3, linewidth=1.4, color=colour, label=rule
+                num_labels_R, gold_SR.mean(axis=0), marker="o", markersize=3, linewidth=1.4, color=colour, label=rule
             )
         axes.set_xscale("log", base=2)
-        axes.set_xticks(num_labels, [f"{size:,}" for size in num_labels])
+        axes.set_xticks(num_labels_R, [f"{size:,}" for size in num_labels_R])
         axes.set_xlabel("labels", loc="right")
         axes.set_ylabel("gold score of best-of-n")
         axes.legend(frameon=False, fontsize=9, loc="best")
@@ -332,6 +344,7 @@ def write_gold_by_labels(folder: Path, num_labels: Sequence[int], gold: Mapping[
         paint, width=640, height=400, margins=(64, 16, 40, 12), name="label-choice",
         label="Gold score of best-of-n by number of labels, one line per rule that chose them, mean over seeds.",
     )  # fmt: skip
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
     (folder / "figures" / "label-choice.svg").write_text(standalone(chart), encoding="utf-8")
 
 
