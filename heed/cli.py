@@ -258,6 +258,15 @@ def plan(
     rows: Annotated[
         int, typer.Option(help="Number of rows to assume for data that cannot be counted here.", min=1)
     ] = 100_000,
+    response_tokens: Annotated[
+        str,
+        typer.Option(
+            help="Lengths of PPO's responses with weights, such as 100:9,1000:1, for which the plan also predicts how"
+            " long workers wait for each other (default: all as long as they may be).",
+            metavar="TOKENS:WEIGHT,...",
+            show_default=False,
+        ),
+    ] = "",
 ) -> None:
     """Estimate a job without running it: batch sizes, memory per rank, time and cost, placement. If the job does not
     fit, suggest changes.
@@ -269,7 +278,7 @@ def plan(
     overrides = all_overrides(override, workers)
     if not show_plan(
         out, job, overrides, gpu=gpu, gpus_per_node=gpus_per_node, price=price, network_gbit=network,
-        share_of_peak=share, assumed_rows=rows,
+        share_of_peak=share, assumed_rows=rows, response_tokens=response_tokens,
     ):  # fmt: skip
         raise typer.Exit(1)
 

@@ -1,7 +1,7 @@
 """What `heed plan` estimates an iteration of PPO from: the shapes of all models, and the lengths of the responses."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lm.config import ModelConfig
@@ -11,7 +11,7 @@ from ppo.config import PPOConfig
 from reward.external import ModelReward
 from stages.plan import Planner, Work
 from stages.run import JobView, StageRun
-from stages.sizes import Lengths, mixed
+from stages.sizes import Lengths, ResponseTokens, mixed
 from training.data import DataConfig
 
 
@@ -34,12 +34,13 @@ class RewardSection(Protocol):
 class PPOIteration(Work):
     """An iteration. The reference has the policy's shape, the value function the reward model's.
 
-    `lengths` are those of prompts with responses. `shared_adapter` is the reward model's adapter on a shared body; None
-    if it has a body of its own. Each pretraining row has `ptx_tokens`.
+    `lengths` are those of prompts with responses, and `responses` those of responses alone. `shared_adapter` is the
+    reward model's adapter on a shared body; None if it has a body of its own. Each pretraining row has `ptx_tokens`.
     """
 
     config: PPOConfig
     lengths: Lengths
+    responses: ResponseTokens
     policy: ModelConfig
     critic: ModelConfig
     shared_adapter: LoRAConfig | None
@@ -50,13 +51,21 @@ class PPOIteration(Work):
 
 def plan(planner: Planner, config: PPOConfig) -> PPOIteration:
     """Describe an iteration: sampling, the passes before the updates, and the updates."""
-    lengths = _lengths(planner, config)
-    planner.sizes.assume("assumes that every response is max_new_tokens long")
+    lengths, responses = _lengths(planner, config), planner.sizes.response_tokens
+    if responses is None:
+        responses = ResponseTokens({config.max_new_tokens: 1.0})
+        planner.sizes.assume("assumes that every response is max_new_tokens long (--response-tokens)")
+    elif max(responses.weights) > config.max_new_tokens:
+        raise ValueError(
+            f"--response-tokens: a response of {max(responses.weights)} tokens, with ppo.max_new_tokens"
+            f" {config.max_new_tokens}; at most that was expected"
+        )
     if config.environment is not None:
         planner.sizes.assume("counts an environment's tokens as the policy's, and not the time that it takes")
     work = PPOIteration(
         config,
-        lengths,
+        replace(lengths, mean=lengths.mean - config.max_new_tokens + responses.mean),
+        responses,
         planner.model,
         _critic(planner, config),
         _shared_adapter(planner, config),

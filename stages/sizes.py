@@ -7,9 +7,11 @@ underestimated.
 
 import heapq
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
 from typing import Any, Generic, TypeVar
 
 from files.rows import InvalidRows
@@ -44,12 +46,39 @@ class Measures:
         return value
 
 
+@dataclass(frozen=True)
+class ResponseTokens:
+    """Lengths of responses, each drawn with a probability in proportion to its weight."""
+
+    weights: Mapping[int, float]
+
+    @classmethod
+    def parse(cls, text: str) -> "ResponseTokens":
+        """Read lengths with weights, such as "100:9,1000:1". Raises: ValueError naming the option."""
+        pairs = [re.fullmatch(r"([1-9]\d*):(\d+(?:\.\d+)?)", part.strip()) for part in text.split(",")]
+        weights = {int(pair[1]): float(pair[2]) for pair in pairs if pair is not None}
+        if len(weights) < len(pairs) or not sum(weights.values()):
+            raise ValueError(
+                f"--response-tokens {text!r}: lengths with weights, TOKENS:WEIGHT,TOKENS:WEIGHT,... were expected, such"
+                " as 100:9,1000:1"
+            )
+        return cls(weights)
+
+    @property
+    def mean(self) -> float:
+        return sum(tokens * weight for tokens, weight in self.weights.items()) / sum(self.weights.values())
+
+    def draw(self, number: int, chance: Random) -> list[int]:
+        return chance.choices([*self.weights], [*self.weights.values()], k=number)
+
+
 class Sizes:
     """Rows and tokens of one job's data. A source that cannot be counted is assumed to have `assumed_rows`.
 
-    `measures` keeps counts for other plans of the same job. `world_rows` returns the rows that the world's section
-    gives for a source, and `stage_size` what a stage of the job will write for it; both return None for any other
-    source. `longest` bounds the tokens of the conversations that the job teaches; 0 = bounded only by the context.
+    `response_tokens` are the lengths of PPO's responses; None = all as long as they may be. `measures` keeps counts for
+    other plans of the same job. `world_rows` returns the rows that the world's section gives for a source, and
+    `stage_size` what a stage of the job will write for it; both return None for any other source. `longest` bounds the
+    tokens of the conversations that the job teaches; 0 = bounded only by the context.
     """
 
     def __init__(
@@ -58,12 +87,13 @@ class Sizes:
         assumed_rows: int,
         *,
         longest: int = 0,
+        response_tokens: ResponseTokens | None = None,
         measures: Measures | None = None,
         world_rows: Callable[[str], int | None] = lambda _: None,
         stage_size: Callable[[str], SourceSize | None] = lambda _: None,
     ) -> None:
         self.max_position_embeddings, self.assumed_rows, self.longest = max_position_embeddings, assumed_rows, longest
-        self.world_rows, self.stage_size = world_rows, stage_size
+        self.response_tokens, self.world_rows, self.stage_size = response_tokens, world_rows, stage_size
         self.measures = measures or Measures()
         self.assumptions: list[str] = []
 

@@ -22,6 +22,7 @@ from heed.jobs.memory import Layout, Memory, PPOModels, PPOWork, count, forward_
 from heed.jobs.models import known_shape
 from heed.jobs.registry import WORLD
 from heed.jobs.times import GIB, GPUS, Hardware, Times, assumptions, hardware
+from heed.jobs.waiting import Speeds, Waiting, simulate
 from lm.config import ModelConfig
 from lm.hub import is_on_this_machine, shape_and_tokenizer
 from lm.samplers.vllm_engine import GPU_MEMORY_SHARE, GPU_MEMORY_SHARE_OF_GUEST
@@ -34,7 +35,7 @@ from stages.data import PROMPTS_AT_ONCE
 from stages.plan import Planner, Sampling, Training, Work
 from stages.reports.text import count_of
 from stages.run import StageRun
-from stages.sizes import Measures, Sizes, SourceSize
+from stages.sizes import Measures, ResponseTokens, Sizes, SourceSize
 from training.config import BatchConfig, FineTuningConfig
 
 RANK = "rank"  # the kind of every rank, if all are alike
@@ -57,6 +58,7 @@ class StagePlan:
     once_seconds: float = 0.0
     name: str = ""
     assumptions: tuple[str, ...] = ()
+    waiting: Waiting | None = None  # of ranks for each other, if it was simulated
 
     @property
     def peak(self) -> int:
@@ -175,11 +177,11 @@ def _ppo(work: PPOIteration, times: Times) -> StagePlan:
         roles = {"learner": per_rank.learner, "generator": per_rank.generator, "scorer": per_rank.scorer}
         memory = {name: role(models, layout, rank) for name, role in roles.items()}
     at_once = max(needed.sampled_at_once for needed in memory.values())
-    sampling = times.sampling(models.policy, rank.rollout_rows, at_once, mean, config.max_new_tokens, rank.team_size)
-    if config.placement.samples_rounds:  # responses in progress end later, and are read again with new weights
-        read = rank.rollout_rows * (mean - config.max_new_tokens / 2)
-        sampling *= config.sampled_batch_size / config.rows_in_progress
-        sampling += times.forward(models.policy.config, read / rank.team_size, mean, 0.0)
+    if len(work.responses.weights) > 1 or config.placement.samples_rounds:
+        waiting = simulate(work, Speeds.of(work, models.policy, times, at_once, learning))
+        return StagePlan("responses", numbers, memory, config.num_iterations, waiting.seconds, waiting=waiting)
+    of = rank.rollout_rows, at_once, mean, round(work.responses.mean), rank.team_size
+    sampling = times.sampling(models.policy, *of)
     seconds = max(learning, sampling) if config.placement.max_staleness else learning + sampling
     return StagePlan("responses", numbers, memory, config.num_iterations, seconds)
 
@@ -235,7 +237,7 @@ def _learning_seconds(work: PPOIteration, models: PPOModels, rank: PPOWork, time
     Heads read only the responses.
     """
     config, seq_len, ranks = work.config, round(work.lengths.mean), times.layout.ranks
-    tokens, head_share = config.rollout_batch_size * seq_len / ranks, config.max_new_tokens / seq_len
+    tokens, head_share = config.rollout_batch_size * seq_len / ranks, work.responses.mean / seq_len
     passes = [(model, tokens, head_share) for model in (models.policy, models.policy, *models.teachers)]
     graded = config.advantage.oversample * tokens
     passes += [(models.reward, graded, 0.0)] if models.reward else []
@@ -268,6 +270,7 @@ class Setting:
     share_of_peak: float
     assumed_rows: int
     gpus_per_node: int = 8
+    response_tokens: ResponseTokens | None = None  # of PPO; None = as many as may be
     measures: Measures = field(default_factory=Measures, compare=False)  # of the data; plans of one job share them
 
 
@@ -323,6 +326,7 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
         model.max_position_embeddings,
         setting.assumed_rows,
         longest=_longest_conversation(job),
+        response_tokens=setting.response_tokens,
         measures=setting.measures,
         world_rows=lambda source: _world_rows(job, source),
         stage_size=lambda source: _stage_size(job, source, sizes),
@@ -517,11 +521,12 @@ def show_plan(
     network_gbit: float | None,
     share_of_peak: float | None,
     assumed_rows: int,
+    response_tokens: str,
 ) -> bool:
     """Print a job file's plan, verdict first, and changes that make it fit if it does not. Returns whether it fits.
     None stands for the hardware's own value.
 
-    Raises: ValueError for an invalid job or GPU.
+    Raises: ValueError for an invalid job, GPU or `response_tokens`.
     """
     job = load_job(path, overrides, opens_models=False)
     chosen = hardware(gpu, job.workers, job.engine.resolved_precision())
@@ -529,7 +534,9 @@ def show_plan(
         chosen = replace(chosen, dollars_per_hour=price)
     if network_gbit is not None:
         chosen = replace(chosen, network_bytes_per_second=network_gbit * 1e9 / 8)
-    plan = make_plan(job, Setting(chosen, share_of_peak or chosen.usual_share, assumed_rows, gpus_per_node))
+    responses = ResponseTokens.parse(response_tokens) if response_tokens else None
+    share = share_of_peak or chosen.usual_share
+    plan = make_plan(job, Setting(chosen, share, assumed_rows, gpus_per_node, responses))
     largest = max(plan.stages, key=lambda stage: stage.peak)
     nodes, layout = math.ceil(job.num_ranks / gpus_per_node), plan.layout
     machines = f"{count_of(nodes, 'node')} x {min(gpus_per_node, layout.ranks)} {gpu}"
@@ -550,6 +557,8 @@ def show_plan(
             out.print(_memory_table(kind, memory))
         if size := plan.node_bytes(stage):
             out.print(f"  CPU memory of a node: {_size(size)}")
+        if stage.waiting:
+            out.print(f"  waiting, in shares of an iteration: {stage.waiting}")
         for assumption in stage.assumptions:
             out.print(f"  [dim]{escape(assumption)}")
     out.print(f"\n[dim]{assumptions(plan.setting.hardware, plan.setting.share_of_peak)}")

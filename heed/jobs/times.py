@@ -179,23 +179,33 @@ class Times:
         self, counts: Counts, rows: int, at_once: int, seq_len: int, response_tokens: int, team_size: int = 1
     ) -> float:
         """Returns the seconds in which each rank samples `rows` responses; `team_size` ranks sample theirs together,
-        `at_once` at a time, each with its part of the weights and heads.
-
-        For each token, a batch of rows reads all weights and the cache. On a GPU, a step computes while it reads, and
-        two all-reduces per layer add up the parts of a team.
+        `at_once` at a time.
         """
-        model, c, rows = counts.config, self.layout.compute_bytes, rows * team_size
+        rows *= team_size
         num_steps = math.ceil(rows / at_once) * response_tokens
-        at_once = min(rows, at_once)
-        read = c * (counts.total - num_unread(model, at_once)) + cache_bytes_per_token(model, c) * at_once * seq_len
-        flops = self._flops(model, seq_len, 1.0) / (self.hardware.flops * self.share_of_peak * team_size)
+        step = num_steps * self.decoding_step(counts, min(rows, at_once), seq_len, team_size)
+        return self.prefill(counts, rows * (seq_len - response_tokens), seq_len, team_size) + step
+
+    def prefill(self, counts: Counts, tokens: float, seq_len: int, team_size: int = 1) -> float:
+        """Returns the seconds in which a team reads `tokens` of prompts, whose keys and values it keeps."""
+        flops = self._flops(counts.config, seq_len, 1.0)
+        return tokens * flops / (self.hardware.flops * self.share_of_peak * team_size)
+
+    def decoding_step(self, counts: Counts, rows: int, seq_len: int, team_size: int = 1) -> float:
+        """Returns the seconds in which a team draws one token in each of `rows`. Each rank has its part of the weights
+        and heads.
+
+        A step reads all weights and the cache. A GPU computes meanwhile, and two all-reduces per layer add up the parts
+        of a team.
+        """
+        model, c = counts.config, self.layout.compute_bytes
+        read = c * (counts.total - num_unread(model, rows)) + cache_bytes_per_token(model, c) * rows * seq_len
+        computed = self.prefill(counts, rows, seq_len, team_size)
         if not self.layout.is_gpu:
-            reading = num_steps * read / (self.hardware.bytes_per_second * self.share_of_peak)
-            return reading + rows * seq_len * flops
-        step = max(self._reading(read / team_size), at_once * flops)
+            return read / (self.hardware.bytes_per_second * self.share_of_peak) + computed
+        step = max(self._reading(read / team_size), computed)
         step += STEP_SECONDS * (_num_layers(model) + 2)
-        step += 2 * EXCHANGE_SECONDS * _num_layers(model) * (team_size > 1)
-        return rows * (seq_len - response_tokens) * flops + num_steps * step
+        return step + 2 * EXCHANGE_SECONDS * _num_layers(model) * (team_size > 1)
 
 
 def _num_layers(model: ModelConfig) -> int:

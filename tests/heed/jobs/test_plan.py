@@ -452,7 +452,7 @@ def test_sampling_ahead_costs_the_longer_of_sampling_and_learning() -> None:
     assert longer == one
     assert 0 < both - longer <= longer  # the shorter of the two is left out
     continued = ("ppo.placement.kind=continuous", "ppo.placement.num_generators=4")
-    assert seconds(*continued) > longer  # responses in progress are read again
+    assert seconds(*continued) == pytest.approx(longer, rel=1e-3)  # of responses of equal length, none is in progress
     rows = [seconds(*continued, f"ppo.placement.num_rows={number}") for number in (8, 64)]
     assert rows[0] > rows[1]  # fewer at once take more steps
     slow = seconds("ppo.placement.kind=disaggregated", "ppo.placement.num_generators=1")
