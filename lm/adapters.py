@@ -53,6 +53,8 @@ A, B = ".lora_A.weight", ".lora_B.weight"  # after them
 # The parameters that stack experts in transformers 5, by Heed's names. PEFT wraps the module that holds them: "up"
 # first, so the other is the outer one if both are adapted.
 STACKED = {"up": "gate_up_proj", "down": "down_proj"}
+# A layer's module of stacked experts, by the model's type, where `transformers` does not call it mlp.experts.
+OWNERS = dict.fromkeys(("granitemoe", "granitemoeshared"), "block_sparse_moe.experts")
 
 # Fields that change nothing once an adapter is trained. PEFT has many more, which Heed does not support: they must be
 # off.
@@ -329,15 +331,22 @@ class StackedMaps(NamedTuple):
 
 def stacked_maps(config: AdapterConfig, model: nn.Module) -> dict[str, StackedMaps]:
     """Returns the maps of experts that a config targets, by Heed's names."""
-    found = dict[str, StackedMaps]()
+    found, of_layer = dict[str, StackedMaps](), _experts_of_layer(model)
     for name, module, place in linear_maps(model) if config.target_parameters else ():
         if isinstance(module, ExpertMaps):
             _, _, number, *_, kind = name.split(".")
-            owner = f"model.layers.{number}.mlp.experts"
+            owner = f"model.layers.{number}.{of_layer}"
             parameter, layers = f"{owner}.{STACKED[kind]}", config.experts(owner)
             if kind in layers:
                 found[name] = StackedMaps(module, layers[kind], config.rank(parameter), config.scale(parameter), place)
     return found
+
+
+def _experts_of_layer(model: nn.Module) -> str:
+    """Returns what `transformers` calls a layer's module of stacked experts."""
+    shape = model.config
+    assert isinstance(shape, ModelConfig)
+    return OWNERS.get(family_of(shape, PURPOSES[type(model)]).model_type, "mlp.experts")
 
 
 def places_of(model: nn.Module) -> dict[str, Stored]:
@@ -497,7 +506,8 @@ def save_adapter(
     stored, adapted, is_transposed = dict[str, Tensor](), set[str](), False
     purpose = PURPOSES[type(plain)]
     family = family_of(plain.config, purpose)
-    parameters = [f"mlp.experts.{name}" for name in STACKED.values()] if lora.targets == "experts" else None
+    module = _experts_of_layer(plain)
+    parameters = [f"{module}.{name}" for name in STACKED.values()] if lora.targets == "experts" else None
     sizes: dict[str, Any] = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha}
     stacked = stacked_maps(AdapterConfig(**sizes, target_modules=None, target_parameters=parameters), network)
     for name, experts in stacked.items():

@@ -382,16 +382,17 @@ class ExpertMaps(nn.Module):
         y_SF = grouped_linear(x_SD, self.weight, ends_E)
         if self.bias is None:
             return y_SF
-        return _WithBiases.apply(y_SF, _as_computed(self.bias, y_SF.dtype), ends_E)  # type: ignore[no-untyped-call]
+        return _WithBiases.apply(y_SF, as_computed(self.bias, y_SF.dtype), ends_E)  # type: ignore[no-untyped-call]
 
 
 def grouped_linear(x_SD: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
     """x W_eᵀ, [S, F], by expert: its rows end before row `ends_E[e]`, and its matrix is in weight [E · F, D]."""
     dtype = compute_dtype(x_SD)
-    return _Grouped.apply(x_SD.to(dtype), _as_computed(weight, dtype), ends_E)  # type: ignore[no-untyped-call]
+    return _Grouped.apply(x_SD.to(dtype), as_computed(weight, dtype), ends_E)  # type: ignore[no-untyped-call]
 
 
-def _as_computed(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def as_computed(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a weight in the dtype that products compute in; see `cast_weight`."""
     return weight if weight.dtype == dtype else cast_weight(weight)
 
 

@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from lm.config import ModelConfig
 from lm.families import family_of
 from lm.families.family import Stored
-from lm.layers import ExpertMaps, Linear, grouped_linear, linear
+from lm.layers import ExpertMaps, Linear, as_computed, compute_dtype, grouped_linear, linear
 from lm.source import ModelSource, on_meta
 from lm.weights import PURPOSES
 
@@ -139,10 +139,11 @@ class LoRAExperts(ExpertMaps):
 
     def added(self, x_SD: Tensor, ends_E: Tensor) -> Tensor:
         """Returns scale (x A_eᵀ) B_eᵀ, [S, F]."""
-        padding = -self.rank % 8  # PyTorch's grouped products need rows of 16 bytes
-        down = pad(self.lora_a.unflatten(0, (self.num_experts, -1)), (0, 0, 0, padding)).flatten(0, 1)
+        padding, dtype = -self.rank % 8, compute_dtype(x_SD)  # PyTorch's grouped products need rows of 16 bytes
+        a, b = as_computed(self.lora_a, dtype), as_computed(self.lora_b, dtype)
+        down = pad(a.unflatten(0, (self.num_experts, -1)), (0, 0, 0, padding)).flatten(0, 1)
         low_SP = self.scale * grouped_linear(x_SD, down, ends_E)
-        return grouped_linear(low_SP, pad(self.lora_b, (0, padding)), ends_E)
+        return grouped_linear(low_SP, pad(b, (0, padding)), ends_E)
 
     def addition(self, down: Tensor, up: Tensor) -> Tensor:
         """Returns scale B A, [E · F, D], in fp32, for these values of A and B."""

@@ -26,7 +26,9 @@ _COMPUTED = r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$|final_
 _UNUSED = r"\.EncDecAttention\.relative_attention_bias\.weight$"
 _COPIES = r"^lm_head\.weight$|^cls\.predictions\.(decoder\.|bias$)|\.embed_tokens\.weight$"
 _OTHER_HEADS = r"^cls\.seq_relationship\.|^(bert\.)?pooler\."
-_OF_FURTHER = "eh_proj.weight"  # of layers that predict more than the next token (DeepSeek-V3, GLM-4.5), left out whole
+_OF_FURTHER = (
+    ".eh_proj.weight"  # of layers that predict more than the next token (DeepSeek-V3, GLM-4.5), left out whole
+)
 # MXFP4 (OCP Microscaling Formats 1.0, section 5.3): two tensors of bytes for one of numbers.
 BLOCKS, SCALES = "_blocks", "_scales"
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, by its lowest three bits; the fourth is the sign
@@ -270,7 +272,7 @@ def _check_fit(checkpoint: Checkpoint, places: Mapping[str, Stored], shapes: Map
         for name, rows in place.parts.items()
     }
     wrong = [f"{name}: expected {expected[name]}, missing" for name in sorted(set(expected) - checkpoint.names)]
-    further = tuple(name.removesuffix(_OF_FURTHER) for name in checkpoint.names if name.endswith(_OF_FURTHER))
+    further = tuple(name.removesuffix(_OF_FURTHER) + "." for name in checkpoint.names if name.endswith(_OF_FURTHER))
     for name in sorted(checkpoint.names - set(expected)):
         if name.startswith(further):
             continue

@@ -57,10 +57,10 @@ class ResponseTokens:
         """Read lengths with weights, such as "100:9,1000:1". Raises: ValueError naming the option."""
         pairs = [re.fullmatch(r"([1-9]\d*):(\d+(?:\.\d+)?)", part.strip()) for part in text.split(",")]
         weights = {int(pair[1]): float(pair[2]) for pair in pairs if pair is not None}
-        if len(weights) < len(pairs) or not sum(weights.values()):
+        if len(weights) < len(pairs) or not all(weights.values()):
             raise ValueError(
-                f"--response-tokens {text!r}: lengths with weights, TOKENS:WEIGHT,TOKENS:WEIGHT,... were expected, such"
-                " as 100:9,1000:1"
+                f"--response-tokens {text!r}: different lengths with weights above 0, TOKENS:WEIGHT,TOKENS:WEIGHT,...,"
+                " were expected, such as 100:9,1000:1"
             )
         return cls(weights)
 

@@ -300,6 +300,7 @@ class Engine(Generic[AnyModule]):
             self._count_skipped(loss, norm)
             self._step_routers()
             return loss, norm
+        self._copies.drop()  # before AdamW's first step takes memory for its states
         parameters = self.module.parameters()
         with deterministic_kernels(self.config.deterministic):
             norm_tensor = nn.utils.clip_grad_norm_(parameters, self.optimizer_config.max_grad_norm)
@@ -308,7 +309,6 @@ class Engine(Generic[AnyModule]):
                 if math.isfinite(norm):
                     optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-        self._copies.drop()
         self._count_skipped(loss, norm)
         self._step_routers()
         return loss, norm

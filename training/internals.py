@@ -183,9 +183,10 @@ def gradient_norm(deepspeed_engine: Any) -> float:
 
 def find_overflow_in_norm(zero_optimizer: Any) -> None:
     """Keep ZeRO-1 and 2 from searching each gradient for infinities and NaN: 13 kernels per tensor, and a wait. The
-    norm, which is computed next, shows them too and skips the step. An offloaded optimizer's are counted otherwise.
+    norm, which is computed next, shows them too and skips the step. An offloaded optimizer tracks overflow itself.
     """
     if not zero_optimizer.cpu_offload:
+        assert zero_optimizer.compute_grad_norm, "without the norm, nothing finds overflow"
         zero_optimizer.check_overflow = lambda **_: None
 
 

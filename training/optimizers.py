@@ -18,7 +18,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, by J
 NUM_ITERATIONS = 5
 EPS = 1e-7
 BUFFER = "momentum_buffer"  # its name in checkpoints
-# Gradients of as many numbers wait in bf16 to be added: 64 MB, and 128 MB in fp32 while they are.
+# Gradients of as many numbers wait in bf16 to be added: 64 MB. While they are added, fp32 copies take 128 MB more.
 AT_ONCE = 2**25
 
 
@@ -115,9 +115,9 @@ class Muon(torch.optim.Optimizer):
         return momentum
 
 
-def _gradient(matrix: Tensor) -> Tensor:
-    assert matrix.grad is not None
-    return matrix.grad
+def _gradient(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
@@ -174,7 +174,7 @@ class RoundedCopies:
 
     @torch.no_grad()
     def add_gradients(self) -> None:
-        """Add to the weights' gradients what the copies have got; the end of every backward pass needs it."""
+        """Add to the weights' gradients what the copies received; the end of every backward pass needs it."""
         if not self._waiting:
             return
         widened = [torch.empty_like(weight, requires_grad=False) for weight, _ in self._waiting]

@@ -130,7 +130,7 @@ class SharedMixtureFamily(MixtureFamily):
             "scoring_func": "sigmoid",
             "router_bias": True,
             "routed_scaling_factor": raw["routed_scaling_factor"],
-            "shared_expert_intermediate_size": raw["n_shared_experts"] * raw["moe_intermediate_size"],
+            "shared_expert_intermediate_size": (raw["n_shared_experts"] or 0) * raw["moe_intermediate_size"],
             "mlp_only_layers": list(range(raw["first_k_dense_replace"])),
         }
 

@@ -65,6 +65,7 @@ MIXTURES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         **EXPERTS, n_routed_experts=5, moe_intermediate_size=24, first_k_dense_replace=1, head_dim=8
     ),
     "gpt_oss": lambda: transformers.GptOssConfig(**EXPERTS, head_dim=8, num_local_experts=5),
+    "granitemoe": lambda: transformers.GraniteMoeConfig(**EXPERTS, num_local_experts=5),
 }
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all linear maps": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
@@ -108,11 +109,11 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "eva": {"r": 2, "lora_alpha": 2, "target_modules": ["v_proj"], "init_lora_weights": "eva"},
     "mica": {"r": 2, "lora_alpha": 2, "target_modules": ["v_proj"], "init_lora_weights": "mica"},
 }
-STACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+STACKED = ["experts.gate_up_proj", "experts.down_proj"]
 OF_EXPERTS: dict[str, dict[str, Any]] = {
     "experts and queries": {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": STACKED},
     "one layer's experts": {
-        "r": 2, "lora_alpha": 4, "target_modules": [], "target_parameters": ["layers.1." + name for name in STACKED]
+        "r": 2, "lora_alpha": 4, "target_modules": [], "target_parameters": ["layers.1.mlp." + name for name in STACKED]
     },
     "experts' last maps": {"r": 8, "lora_alpha": 80, "target_modules": [], "target_parameters": STACKED[1:]},
     "experts' first maps, rank-stabilised": {

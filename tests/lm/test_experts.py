@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from lm import decoding
+from lm import decoding, layers
 from lm.config import ModelConfig
 from lm.decoding import decoding_steps, fixed_steps, prepacked
 from lm.experts import Mixture, Replay, Routers, balance_biases, has_route, no_routes
@@ -197,6 +197,18 @@ def test_a_joint_pass_gives_each_part_of_a_batch_its_readers_adapters() -> None:
     for part, expected in zip(found, (second(tokens), mixture()(tokens), first(tokens)), strict=True):
         torch.testing.assert_close(part, expected, atol=2e-5, rtol=1e-5)
     assert not torch.allclose(found[0], found[2], atol=1e-2)
+
+
+def test_cached_casts_are_those_of_weights_alone() -> None:
+    """A further pass casts nothing, or the cache would keep each pass's tensors until the optimizer's step."""
+    model, tokens = with_adapters(5), torch.arange(20).view(2, 10)
+    with layers.cache_weight_casts(), torch.autocast("cpu", torch.bfloat16):
+        model(tokens)
+        known = layers._rounded.get()
+        assert known is not None
+        num_known = len(known)
+        model(tokens)
+        assert len(known) == num_known > 0
 
 
 def test_what_experts_do_not_go_with_is_refused() -> None:

@@ -80,9 +80,11 @@ def test_long_responses_delay_what_waits_for_them() -> None:
     assert found["continuous"].shares["learners"] < 0.3 < found["asynchronous"].shares["learners"]
 
 
-@pytest.mark.parametrize("text", ["100", "100:9,", "0:1", "100:-1", "100:0", "a:1"])
+@pytest.mark.parametrize("text", ["100", "100:9,", "0:1", "100:-1", "100:0", "a:1", "100:9,100:1"])
 def test_malformed_lengths_name_the_option(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^--response-tokens '.*': lengths with weights, .* were expected, such as"):
+    with pytest.raises(
+        ValueError, match=r"^--response-tokens '.*': different lengths with weights above 0, .* were expected, such"
+    ):
         ResponseTokens.parse(text)
 
 
