@@ -49,7 +49,7 @@ BUDGETS = {
     "stages": Budget(3_370, 17, 0),
     "cluster": Budget(2_490, 14, 6),
     "training": Budget(4_150, 15, 42),
-    "lm": Budget(14_970, 67, 70),
+    "lm": Budget(14_990, 67, 70),
     "preferences": Budget(15_590, 63, 33),
     "files": Budget(2_410, 11, 0),
     "configs": Budget(130, 2, 0),
@@ -60,7 +60,7 @@ MAX_WORDS = 75_000  # of README, CONTRIBUTING, CHANGELOG, benchmarks/README.md, 
 MAX_WORDS_PER_PAGE = 2_500
 # Files whose functions a new reader enters (`python -m benchmarks.files_entered --list`).
 MAX_FILES_ENTERED = {"one PPO iteration": 42, "a forward pass of two layers": 9, "rankings to a reward model": 60}
-MAX_CLOSURE_OF_PPO = 42_510  # lines that `ppo/stage.py` imports, itself included
+MAX_CLOSURE_OF_PPO = 42_530  # lines that `ppo/stage.py` imports, itself included
 
 
 def source_files(package: str) -> list[Path]:
