@@ -506,8 +506,8 @@ def save_adapter(
     stored, adapted, is_transposed = dict[str, Tensor](), set[str](), False
     purpose = PURPOSES[type(plain)]
     family = family_of(plain.config, purpose)
-    module = _experts_of_layer(plain)
-    parameters = [f"{module}.{name}" for name in STACKED.values()] if lora.targets == "experts" else None
+    of_layer = _experts_of_layer(plain)
+    parameters = [f"{of_layer}.{name}" for name in STACKED.values()] if lora.targets == "experts" else None
     sizes: dict[str, Any] = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha}
     stacked = stacked_maps(AdapterConfig(**sizes, target_modules=None, target_parameters=parameters), network)
     for name, experts in stacked.items():

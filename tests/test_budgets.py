@@ -39,7 +39,7 @@ class Budget(NamedTuple):
 
 BUDGETS = {
     "heed": Budget(13_330, 56, 27),
-    "evaluation": Budget(14_310, 64, 14),
+    "evaluation": Budget(14_330, 64, 14),
     "classify": Budget(1_550, 8, 30),
     "sft": Budget(840, 4, 36),
     "dpo": Budget(1_460, 7, 25),

@@ -8,8 +8,9 @@ A task that all logs have becomes a suite, and tasks of one group of the harness
 """
 
 import json
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -145,12 +146,18 @@ def _suite(task: str, logs: Sequence[LoggedModel], tell: Callable[[str], None]) 
     passes = with_pass_at(measures, num_samples)
     measures += [measure for measure, _, _ in passes]
     items = [Item(item_id, s.messages, s.group, s.cluster) for item_id, s in first.items()]
+    of_group: dict[str, set[str]] = {}
+    for _, sample in samples:
+        of_group.setdefault(sample.group, set()).update(sample.values)
 
     def score(model: Model, items: Sequence[Item], _tools: Tools) -> list[Scored]:
         assert isinstance(model, LoggedModel)
         found = model.samples[task]
         every = [measure.name for measure in measures[: len(measures) - len(passes)]]
-        rows = {item_id: [_scored(item_id, one, every) for one in several] for item_id, several in found.items()}
+        rows = {
+            item_id: [_scored(item_id, one, every, of_group[one.group]) for one in several]
+            for item_id, several in found.items()
+        }
         missing = dict.fromkeys(every, "the log has no such item")
         return [
             averaged(item.item_id, rows.get(item.item_id) or [Scored(item.item_id, {}, "", missing)], passes)
@@ -169,9 +176,13 @@ def _measure(name: str, samples: Sequence[tuple[str, Sample]], logs: Sequence[Lo
     return Measure(name, f"The log's {name}, mean over items.", higher_is_better=not lower, is_share=is_share)
 
 
-def _scored(item_id: str, sample: Sample, measures: Sequence[str]) -> Scored:
-    failures = dict.fromkeys(measures, sample.failure) if sample.failure else sample.failures
-    return Scored(item_id, {} if sample.failure else sample.values, sample.answer, failures)
+def _scored(item_id: str, sample: Sample, measures: Sequence[str], expected: Set[str]) -> Scored:
+    """`expected` are the measures that other samples of its group have numbers for."""
+    if sample.failure:
+        return Scored(item_id, {}, sample.answer, dict.fromkeys(measures, sample.failure))
+    missing = expected - sample.values.keys()
+    failures = {name: sample.failures.get(name, f"{sample.where}: no number for {name}") for name in missing}
+    return Scored(item_id, sample.values, sample.answer, failures)
 
 
 def _number(value: Any) -> float | None:
@@ -246,12 +257,18 @@ def _harness_rows(file: Path, group: str) -> dict[str, Sample]:
             raise ValueError(f"{where}: doc_id {doc_id} with filter {kept_by!r} is already in {before}")
         suffix = "" if kept_by == "none" else f",{kept_by}"
         metrics = row.get("metrics") or [key for key in row if key != "doc_id"]
-        numbers = {name: row[name] for name in metrics if isinstance(row.get(name), bool | int | float)}
-        values = {f"{name}{suffix}": float(value) for name, value in numbers.items()}
+        numbers = {name: float(row[name]) for name in metrics if isinstance(row.get(name), bool | int | float)}
+        values = {f"{name}{suffix}": value for name, value in numbers.items() if math.isfinite(value)}
+        failures = {
+            f"{name}{suffix}": f"{where}: {name} is {shown(row.get(name))}; a number was expected"
+            for name in row.get("metrics", ())
+            if f"{name}{suffix}" not in values
+        }
         item_id = f"{group}/{doc_id}" if group else doc_id
-        earlier = found[item_id].values if item_id in found else {}
+        if item_id in found:
+            values, failures = {**found[item_id].values, **values}, {**found[item_id].failures, **failures}
         found[item_id] = Sample(
-            where, _harness_prompt(row), _harness_answer(row), {**earlier, **values}, cluster=_cluster(row.get("doc")),
+            where, _harness_prompt(row), _harness_answer(row), values, failures, cluster=_cluster(row.get("doc")),
             group=group, digest=str(row.get("doc_hash", "")),
         )  # fmt: skip
     if not found:

@@ -159,9 +159,9 @@ def conclusions(suite: SuiteReport) -> list[tuple[bool, str]]:
     apart = [row for row in rows if row.conclusion.reason and not row.better]
     sentences = [(True, f"{suite.suite}: {in_words(row, suite)}") for row in clear]
     if open_rows and not clear:
-        which = "the two models" if len(rows) == 1 else f"any of {number(len(open_rows))} pairs of models"
-        which += _on_clean_items(open_rows[0]) if len(rows) == 1 else ""
-        sentences.append((False, f"{suite.suite}: no difference in {rows[0].measure} is shown between {which}."))
+        which = f"any of {number(len(open_rows))} pairs of models"
+        none = f"no difference in {rows[0].measure} is shown between {which}."
+        sentences.append((False, f"{suite.suite}: {in_words(rows[0], suite) if len(rows) == 1 else none}"))
     sentences += [(False, f"{suite.suite}: {in_words(row, suite)}") for row in apart]
     sentences += [
         (False, f"{suite.suite}: {a} and {b} gave the same answers: they are one model, and there is no comparison.")
@@ -187,9 +187,13 @@ def other_conclusions(suite: SuiteReport) -> list[str]:
     """Says what measures other than the most important one show, each corrected for its own pairs only."""
     by_measure = _by_measure(suite.statistics.algorithms or suite.statistics.differences, suite)
     others = {measure: by_measure[measure] for measure in list(by_measure)[1:]}
-    clear = [f"{suite.suite}: {in_words(row, suite)}" for rows in others.values() for row in rows if row.better]
-    unclear = [measure for measure, rows in others.items() if not any(row.better for row in rows)]
-    return [*clear, *([f"{suite.suite}: no difference in {listed(unclear)} is shown."] if unclear else [])]
+    told = [row for rows in others.values() for row in rows if row.better or row.conclusion.reason]
+    open_rows = [rows[0] for rows in others.values() if not any(row in told for row in rows)]
+    sentences = [f"{suite.suite}: {in_words(row, suite)}" for row in told]
+    if open_rows:
+        which = f"{listed([row.measure for row in open_rows])} is shown{_on_clean_items(open_rows[0])}"
+        sentences.append(f"{suite.suite}: no difference in {which}.")
+    return sentences
 
 
 def _first_known(suite: SuiteReport) -> ReportedMeasure:

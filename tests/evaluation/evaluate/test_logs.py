@@ -135,6 +135,38 @@ def test_malformed_logs_are_refused_by_file_and_line(
     assert str(file) in said.replace("\n", "")
 
 
+def spoilt(tmp_path: Path, spoil: Callable[[list[dict[str, Any]]], Any]) -> tuple[list[str], Path]:
+    """Returns an evaluation's arguments of two logs of 40 items, of which the second is spoilt, and its file."""
+    for name, right in (("a", [1] * 20 + [0] * 20), ("b", [1] * 30 + [0] * 10)):
+        harness_log(tmp_path / name, right)
+    (file,) = (tmp_path / "b").glob("*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    spoil(rows)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["evaluate", f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}", "--out", str(tmp_path / "out")], file
+
+
+def test_a_log_without_numbers_gives_no_verdict(heed_main: Call, tmp_path: Path) -> None:
+    command, _ = spoilt(tmp_path, lambda rows: [row.update(exact_match="right") for row in rows])
+    code, said = heed_main(*command)
+    assert code == 0, said
+    assert "no verdict on a and b in exact_match,strict-match: " in " ".join(said.split())
+    code, said = heed_main(*command, "--fail-if", "b worse than a")
+    assert code == 2, said
+
+
+@pytest.mark.parametrize("value", ["yes", None, float("nan")])
+def test_a_value_that_is_no_number_is_a_failure_with_file_and_line(
+    heed_main: Call, tmp_path: Path, value: object
+) -> None:
+    command, file = spoilt(tmp_path, lambda rows: rows[0].update(exact_match=value))
+    code, said = heed_main(*command)
+    assert code == 0, said
+    report = (tmp_path / "out" / "report.json").read_text()
+    assert f"{file}: line 1: exact_match is " in json.dumps(json.loads(report))
+    assert statistics_in(tmp_path / "out")["differences"][0]["num_items"] == 39
+
+
 def test_every_measure_has_a_sentence_the_page_agrees_in_sign_and_a_gate_may_name_one(
     heed_main: Call, tmp_path: Path
 ) -> None:
@@ -156,7 +188,9 @@ def test_every_measure_has_a_sentence_the_page_agrees_in_sign_and_a_gate_may_nam
     assert strict in said
     assert strict in page
     assert "gsm8k: a is better than b in f1,strict-match, whatever the missing answers are worth: +63.9 points" in said
-    assert "gsm8k: no difference in exact_match,flexible-extract and f1,flexible-extract is shown." in said
+    for measure in ("exact_match,flexible-extract", "f1,flexible-extract"):
+        open_one = f"gsm8k: no difference in {measure} is shown between a and b, with what is missing counted as worst"
+        assert open_one in said
     assert "25.0%" in said
     assert "4 without a value" in said
     assert "4 failed" not in said + page
