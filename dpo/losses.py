@@ -464,5 +464,13 @@ class KTO(PreferenceLoss):
 
 DEFAULT = Sigmoid()
 LOSSES: Mapping[str, PreferenceLoss] = {
-    loss.name: loss for loss in (DEFAULT, IPO(), LengthNormalised(), LengthNormalisedIPO(), SimPO(), KTO())
+    loss.name: loss
+    for loss in (
+        DEFAULT,
+        IPO(),
+        LengthNormalised(),
+        LengthNormalisedIPO(),
+        SimPO(),
+        KTO(),
+    )
 }
