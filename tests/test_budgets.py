@@ -42,7 +42,7 @@ BUDGETS = {
     "evaluation": Budget(14_330, 64, 14),
     "classify": Budget(1_550, 8, 30),
     "sft": Budget(840, 4, 36),
-    "dpo": Budget(1_460, 7, 25),
+    "dpo": Budget(1_470, 7, 25),
     "ppo": Budget(9_325, 35, 164),
     "reward": Budget(6_130, 24, 71),
     "pretrain": Budget(580, 3, 12),
