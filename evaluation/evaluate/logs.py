@@ -261,7 +261,7 @@ def _harness_rows(file: Path, group: str) -> dict[str, Sample]:
         values = {f"{name}{suffix}": value for name, value in numbers.items() if math.isfinite(value)}
         failures = {
             f"{name}{suffix}": f"{where}: {name} is {shown(row.get(name))}; a number was expected"
-            for name in row.get("metrics", ())
+            for name in row.get("metrics") or ()
             if f"{name}{suffix}" not in values
         }
         item_id = f"{group}/{doc_id}" if group else doc_id

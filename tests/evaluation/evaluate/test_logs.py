@@ -113,6 +113,7 @@ def test_tasks_of_a_group_are_one_suite_and_the_results_say_which_direction_is_b
         (lambda rows: rows[2].update(doc_id=0), "line 3: doc_id 0 with filter 'strict-match' is already in"),
         (lambda rows: [row.update(doc_hash="other") for row in rows], "asks something else than in"),
         (lambda rows: [row.update(metrics=["bleu"], bleu=["x", "y"]) for row in rows], ""),
+        (lambda rows: [row.update(metrics=None) for row in rows], ""),
         (lambda rows: [row.update(arguments={"gen_args_0": ["What is it?"]}) for row in rows], ""),
     ],
 )
