@@ -20,7 +20,7 @@ from files.atomic import write_json
 from lm.config import ModelConfig
 from lm.encoder import EncoderModel, SequenceClassifier, SpanPredictor, TokenClassifier
 from lm.families import family_of
-from lm.families.family import Stored
+from lm.families.family import Family, Stored
 from lm.hub import ADAPTER_CONFIG, hub_name
 from lm.layers import ExpertMaps, Linear
 from lm.lora import (
@@ -331,7 +331,7 @@ class StackedMaps(NamedTuple):
 
 def stacked_maps(config: AdapterConfig, model: nn.Module) -> dict[str, StackedMaps]:
     """Returns the maps of experts that a config targets, by Heed's names."""
-    found, of_layer = dict[str, StackedMaps](), _experts_of_layer(model)
+    found, of_layer = dict[str, StackedMaps](), _experts_of_layer(_family_of(model))
     for name, module, place in linear_maps(model) if config.target_parameters else ():
         if isinstance(module, ExpertMaps):
             _, _, number, *_, kind = name.split(".")
@@ -342,20 +342,22 @@ def stacked_maps(config: AdapterConfig, model: nn.Module) -> dict[str, StackedMa
     return found
 
 
-def _experts_of_layer(model: nn.Module) -> str:
+def _experts_of_layer(family: Family) -> str:
     """Returns what `transformers` calls a layer's module of stacked experts."""
-    shape = model.config
-    assert isinstance(shape, ModelConfig)
-    return OWNERS.get(family_of(shape, PURPOSES[type(model)]).model_type, "mlp.experts")
+    return OWNERS.get(family.model_type, "mlp.experts")
+
+
+def _family_of(model: nn.Module) -> Family:
+    assert isinstance(model.config, ModelConfig)
+    return family_of(model.config, PURPOSES[type(model)])
 
 
 def places_of(model: nn.Module) -> dict[str, Stored]:
     """Returns where PEFT stores the weights, by Heed's names. An embedding that the head shares is left out: an adapter
     with its full weights would untie the model.
     """
-    shape = model.config
+    shape, family = model.config, _family_of(model)
     assert isinstance(shape, ModelConfig)
-    family = family_of(shape, PURPOSES[type(model)])
     is_tied = shape.tie_word_embeddings and hasattr(model, "head")
     names = [name for name, _ in model.named_parameters() if not is_adapter(name)]
     untied = [name for name in names if not (is_tied and name.endswith("coder.embedding.weight"))]
@@ -506,7 +508,7 @@ def save_adapter(
     stored, adapted, is_transposed = dict[str, Tensor](), set[str](), False
     purpose = PURPOSES[type(plain)]
     family = family_of(plain.config, purpose)
-    of_layer = _experts_of_layer(plain)
+    of_layer = _experts_of_layer(family)
     parameters = [f"{of_layer}.{name}" for name in STACKED.values()] if lora.targets == "experts" else None
     sizes: dict[str, Any] = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha}
     stacked = stacked_maps(AdapterConfig(**sizes, target_modules=None, target_parameters=parameters), network)

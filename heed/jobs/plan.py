@@ -180,8 +180,8 @@ def _ppo(work: PPOIteration, times: Times) -> StagePlan:
     if len(work.responses.weights) > 1 or config.placement.samples_rounds:
         waiting = simulate(work, Speeds.of(work, models.policy, times, at_once, learning))
         return StagePlan("responses", numbers, memory, config.num_iterations, waiting.seconds, waiting=waiting)
-    of = rank.rollout_rows, at_once, mean, round(work.responses.mean), rank.team_size
-    sampling = times.sampling(models.policy, *of)
+    new = round(work.responses.mean)
+    sampling = times.sampling(models.policy, rank.rollout_rows, at_once, mean, new, rank.team_size)
     seconds = max(learning, sampling) if config.placement.max_staleness else learning + sampling
     return StagePlan("responses", numbers, memory, config.num_iterations, seconds)
 
@@ -535,8 +535,7 @@ def show_plan(
     if network_gbit is not None:
         chosen = replace(chosen, network_bytes_per_second=network_gbit * 1e9 / 8)
     responses = ResponseTokens.parse(response_tokens) if response_tokens else None
-    share = share_of_peak or chosen.usual_share
-    plan = make_plan(job, Setting(chosen, share, assumed_rows, gpus_per_node, responses))
+    plan = make_plan(job, Setting(chosen, share_of_peak or chosen.usual_share, assumed_rows, gpus_per_node, responses))
     largest = max(plan.stages, key=lambda stage: stage.peak)
     nodes, layout = math.ceil(job.num_ranks / gpus_per_node), plan.layout
     machines = f"{count_of(nodes, 'node')} x {min(gpus_per_node, layout.ranks)} {gpu}"

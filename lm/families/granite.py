@@ -5,6 +5,7 @@ from typing import Any
 
 from lm.config import ModelConfig
 from lm.families.family import Fields, Stored
+from lm.families.mixtures import MixtralFamily
 from lm.families.rotary import RotaryFamily
 
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
@@ -31,28 +32,21 @@ class GraniteFamily(RotaryFamily):
         return {**super().from_hf(raw), "query_pre_attn_scalar": divisor, **factors}
 
 
-class GraniteMoeFamily(GraniteFamily):
-    """Granite with experts in every layer, whose weights are divided by their sum; in Granite-MoE-Shared, each token
-    also uses an MLP of `shared_intermediate_size`.
+class GraniteMoeFamily(GraniteFamily, MixtralFamily):
+    """Granite with Mixtral's experts, stored whole; in Granite-MoE-Shared, each token also uses an MLP of
+    `shared_intermediate_size`.
     """
 
     def to_hf(self, config: ModelConfig) -> Fields:
         shared = config.shared_expert_intermediate_size
         return {
             **super().to_hf(config),
-            "intermediate_size": config.moe_intermediate_size,
-            "num_local_experts": config.num_experts,
-            "num_experts_per_tok": config.num_experts_per_tok,
             **({"shared_intermediate_size": shared} if self.model_type == "granitemoeshared" else {}),
         }
 
     def from_hf(self, raw: Mapping[str, Any]) -> Fields:
         return {
             **super().from_hf(raw),
-            "num_experts": raw.get("num_local_experts", 8),
-            "num_experts_per_tok": raw.get("num_experts_per_tok", 2),
-            "moe_intermediate_size": raw["intermediate_size"],
-            "norm_topk_prob": True,
             "shared_expert_intermediate_size": raw.get("shared_intermediate_size", 0),
         }
 
