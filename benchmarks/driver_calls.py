@@ -23,10 +23,11 @@ from lm.samplers.draws import Draws, evidence
 from ppo.controller import PPOController
 from ppo.generator import Generators
 from ppo.learner import Learners
+from ppo.prompts import Asked
 from ppo.rank import ScoreScale
 from ppo.roles import Roles, WeightTransport
 from ppo.rollout import Rollout
-from ppo.scorer import Asked, Scorers
+from ppo.scorer import Scorers
 from training.config import BatchConfig
 
 NUM_RESPONSES, NUM_TOKENS = 1024, 1024  # tokens per prompt and per response

@@ -13,7 +13,7 @@ Shape letters: N examples, B packed rows, T tokens of a row, C counted positions
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -28,7 +28,7 @@ from classify.rows import LabelledText, Question, TaggedWords, read_labelled
 from lm.model import segment_positions
 from lm.tokenizer import Tokenizer
 from lm.transfer import upload
-from stages.sizes import Lengths, RowSample
+from stages.sizes import Lengths, Measured, RowSample
 from training.data import SourceRows, untold
 from training.packing import IntArray, packed_rows
 from training.tokens import FITS, SKIPPED, TRUNCATED, Part, Sequences, chunks, read_array, unusual_rows
@@ -235,24 +235,12 @@ def example_lengths(tokenizer: Tokenizer, config: ClassifyConfig, labels: Sequen
     sample, encoder = RowSample[tuple[str, Any]](), Encoder(tokenizer, config, labels)
     for where, row in read_labelled(config.task, config.labels, config.data, [], []):
         sample.add((where, row), row.num_bytes)
-    kept = list[Sequence[EncodedExample]]()  # of the measured rows that are not skipped; those spread evenly come first
 
-    def encode(rows: Sequence[tuple[str, Any]]) -> Iterator[tuple[int, int, int]]:
-        for where, row in rows:
-            examples, fate = encoder.encode(where, row)
-            kept.extend([examples] if fate != SKIPPED else [])
-            yield max((len(example.tokens) for example in examples), default=0), 0, fate
+    def encode(rows: Sequence[tuple[str, Any]]) -> Iterator[list[Measured]]:
+        for examples, fate in (encoder.encode(where, row) for where, row in rows):
+            yield [(len(example.tokens), 0, fate) for example in examples] or [(0, 0, fate)]
 
-    lengths = sample.lengths(encode, config.seq_len)
-    spread = kept[: len(lengths.spread)]
-    examples = [example for of_row in spread for example in of_row]
-    if not examples:
-        return lengths
-    num_measured, per_row = sum(map(len, kept)), len(examples) / len(spread)
-    is_all = lengths.num_measured == lengths.num_rows
-    num_examples = num_measured if is_all else round(lengths.num_rows * per_row)
-    mean = sum(len(example.tokens) for example in examples) / len(examples)
-    return replace(lengths, num_rows=num_examples, num_measured=num_measured, mean=mean)
+    return sample.lengths(encode, config.seq_len)
 
 
 @dataclass(frozen=True)

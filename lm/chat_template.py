@@ -15,6 +15,8 @@ import jinja2.sandbox
 from lm.chat_encoding import Names, Rendered, Turn, marked_throughout
 
 SHOWN_CHARACTERS = 200  # of a rendering, in an error message
+THINKING = "enable_thinking"  # the variable by which templates (Qwen3, GLM-4.5, Nemotron 3) turn thoughts off
+NON_THINKING = f"{{% set {THINKING} = false %}}"
 
 # Each message has a `role` and `content`. As in OpenAI's API, an assistant's may have `tool_calls`, next to which
 # `content` may be None, and a message of the role `tool` has the result of a call. The first message may have `tools`:
@@ -153,33 +155,37 @@ class ChatTemplate:
                 **variables, documents=None, add_generation_prompt=add_generation_prompt, **self._tokens
             )
         except Exception as error:  # a template is code, which may also raise TypeError and others
-            filled = [{**message, "content": message["content"] or ""} for message in variables["messages"]]
-            if filled != variables["messages"]:  # Qwen3's and gpt-oss's look for thoughts in the content next to a call
-                return self._rendered({**variables, "messages": filled}, add_generation_prompt)
             # In one line, and without the template: published templates have dozens of lines.
             raise ValueError(f"chat_template refuses the conversation: {' '.join(str(error).split())}") from None
 
-    def render_with_turns(self, messages: Messages) -> tuple[str, list[Turn]]:
-        """Returns the rendering, and the place of each response in it.
+    def renderings(self, messages: Messages) -> list[tuple[str, list[Turn]]]:
+        """Returns the rendering of the conversation, and the places of its responses. A response that the template
+        writes differently once messages follow (gpt-oss's end, Qwen3's thoughts) has its place in a further rendering,
+        of the conversation up to it: each is in one of them, as a policy samples it.
 
-        Raises: ValueError if the rendering of a conversation does not extend the rendering of its beginning.
+        Raises: ValueError if the rendering of a response does not extend that of what comes before it.
         """
-        beginnings = list(self.beginnings(messages))
-        if messages and messages[-1]["role"] == "assistant":
-            text = beginnings[-1].whole
-        else:
-            text = self.render(messages, add_generation_prompt=False)
-        turns: list[Turn] = []
-        for beginning in beginnings:
-            turn = beginning.turn_in(text)
-            if turn is None:
-                wrong = beginning.before if not text.startswith(beginning.before) else beginning.whole
+        missing = list(self.beginnings(messages))
+        ends_in_response = bool(messages) and messages[-1]["role"] == "assistant"
+        text = missing[-1].whole if ends_in_response else self.render(messages, add_generation_prompt=False)
+        found = list[tuple[str, list[Turn]]]()
+        while True:
+            turns = [beginning.turn_in(text) for beginning in missing]
+            found.append((text, [turn for turn in turns if turn is not None]))
+            missing = [beginning for beginning, turn in zip(missing, turns, strict=True) if turn is None]
+            if not missing:
+                return found
+            text, before = missing[-1].whole, missing[-1].before
+            if not text.startswith(before):
                 raise ValueError(
-                    f"chat_template: the rendering {_end(text)} does not start with {_end(wrong)};"
-                    " a template must only append when a message is added"
+                    f"chat_template: the rendering {_end(text)} does not start with {_end(before)};"
+                    f" a template must only append when a message is added{self._hint(before)}"
                 )
-            turns.append(turn)
-        return text, turns
+
+    def _hint(self, before: str) -> str:
+        if THINKING in self.text and not self.text.startswith(NON_THINKING):
+            return ' (chat_template = "non-thinking" trains without thoughts)'
+        return " (the prompt opens thoughts, which the message lacks)" if before.rstrip().endswith("<think>") else ""
 
     def closing_token(self) -> int | None:
         """Returns the special token that the template writes after an assistant's answer; None if it writes none there.
@@ -214,32 +220,51 @@ class ChatTemplate:
                 " expected, since a conversation continues after one"
             )
         try:
-            before = self.render(question, add_generation_prompt=True)
+            befores = [self.render(question, add_generation_prompt=prompt) for prompt in (True, False)]
         except ValueError:
             question.insert(0, {"role": "system", "content": "Be brief."})
-            before = self.render(question, add_generation_prompt=True)
+            befores = [self.render(question, add_generation_prompt=prompt) for prompt in (True, False)]
         text = self.render([*question, turn, *messages], add_generation_prompt=True)
         appended = self._names.read(text).text.partition(answer)[2]
         contents = [message["content"].strip() for message in messages]
-        if not text.startswith(before) or not all(
+        # A prompt may open thoughts that are not written of earlier turns, whose tokens are kept as sampled.
+        if not text.startswith(tuple(befores)) or not all(
             content in appended or _escaped(content) in appended for content in contents
         ):
             raise ValueError(
-                f"chat_template: the rendering {_end(text)} does not append messages to {_end(before)}; a template must"
-                " only append when a message is added"
+                f"chat_template: the rendering {_end(text)} does not append messages to {_end(befores[0])}; a template"
+                " must only append when a message is added"
             )
-        return text, Turn(len(before), len(text))
+        return text, Turn(text.index(answer), len(text))
 
     def beginnings(self, messages: Messages) -> Iterator["Beginning"]:
         """Yields, for each response, the rendering before it and the rendering up to the next message."""
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
                 names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
-                yield Beginning(
-                    self.render(messages[:index], add_generation_prompt=True),
-                    self.render(messages[: index + 1], add_generation_prompt=False),
-                    [self._names.marked(message.get("content") or "").strip(), *names],
-                )
+                content = self._names.marked(message.get("content") or "")
+                before = self.render(messages[:index], add_generation_prompt=True)
+                whole = self.render(messages[: index + 1], add_generation_prompt=False)
+                yield Beginning(before, with_thoughts(before, whole, content), [content.strip(), *names])
+
+
+def with_thoughts(before: str, whole: str, content: str) -> str:
+    """Returns `whole` with the response's thoughts, if the template leaves them out although the prompt opens them.
+
+    DeepSeek-R1's prompt ends with "<think>\n", and it writes of "<think>\nHm.\n</think>\n\nYes." only "Yes." and an
+    end. Whoever samples continues the prompt, so the rendering is the prompt, the content after what the prompt opens,
+    and that end.
+    """
+    if whole.startswith(before):
+        return whole
+    length = next((length for length in range(len(content), 0, -1) if before.endswith(content[:length])), 0)
+    opening = content[:length].strip()
+    thoughts, closing, answer = content.partition(opening.replace("<", "</", 1)) if opening else (content, "", "")
+    place = whole.rfind(answer.strip())
+    if not closing or place < 0:
+        return whole
+    end = whole[place + len(answer.strip()) :]
+    return f"{before}{thoughts[length:]}{closing}{answer.rstrip()}{end}"
 
 
 class Beginning(NamedTuple):
@@ -287,7 +312,7 @@ def _variables(messages: Messages) -> dict[str, Any]:
     ]
     for place, message in enumerate(messages):
         if message.get("tool_calls"):
-            given[place]["content"] = message.get("content") or None
+            given[place]["content"] = message.get("content") or ""  # GLM's would write None as a word
             calls = enumerate(message["tool_calls"])
             given[place]["tool_calls"] = [_call(f"messages[{place}].tool_calls[{n}]", call) for n, call in calls]
     functions = [

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as BPE
 
 from lm.chat_encoding import Conversation, Names, Section, SectionEncoder, Turn, encode_texts
 from lm.chat_template import CHAT_TEMPLATES as CHAT_TEMPLATES  # also for users of this module
-from lm.chat_template import ChatTemplate
+from lm.chat_template import NON_THINKING, THINKING, ChatTemplate
 from lm.chat_template import Messages as Messages
 from lm.tool_calls import CALL_TOKENS, AssistantMessage, read_tool_calls
 
@@ -236,7 +236,18 @@ class Tokenizer:
         return int(self._bpe.get_vocab_size())
 
     def with_template(self, chat_template: str) -> "Tokenizer":
-        """Returns this vocabulary with another template: a name of CHAT_TEMPLATES, Jinja text, or "" for its own."""
+        """Returns this vocabulary with another template: a name of CHAT_TEMPLATES, Jinja text, "" for its own, or
+        "non-thinking" for its own with thoughts turned off.
+
+        Raises: ValueError for "non-thinking" if its own has no such switch.
+        """
+        if chat_template == "non-thinking":
+            if THINKING not in self.chat_template:
+                raise ValueError(
+                    f'chat_template = "non-thinking": the model\'s own chat template has no {THINKING}; "" (its'
+                    ' own as it is), "chat" or a Jinja template was expected'
+                )
+            chat_template = NON_THINKING + self.chat_template.removeprefix(NON_THINKING)
         template = CHAT_TEMPLATES.get(chat_template, chat_template) or self.chat_template
         return self._changed(chat_template=template)
 
@@ -435,10 +446,19 @@ class Tokenizer:
         """Returns each conversation's tokens, and per token whether it belongs to a response, including its end token.
 
         They are the tokens of the whole rendering, and a prompt's tokens are always a prefix of them;
-        `lm.chat_encoding` explains how. Many conversations at once are encoded on all the library's threads.
-        Raises: ValueError for a template whose rendering of a conversation does not extend that of its beginning.
+        `lm.chat_encoding` explains how. Many conversations at once are encoded on all the library's threads. A response
+        that the template writes differently once messages follow is not marked.
+        Raises: ValueError for a template whose rendering of a response does not extend that of its prompt.
         """
-        return self._encode_all([self._template.render_with_turns(messages) for messages in conversations])
+        return self._encode_all([self._template.renderings(messages)[0] for messages in conversations])
+
+    def encode_responses(self, conversations: Sequence[Messages]) -> list[list[tuple[list[int], list[bool]]]]:
+        """As `encode_conversations`, with further sequences for the responses that are not marked in a conversation's
+        first, so that each is marked once, after the tokens that a policy would see before it.
+        """
+        renderings = [self._template.renderings(messages) for messages in conversations]
+        encoded = iter(self._encode_all([one for of_one in renderings for one in of_one]))
+        return [[next(encoded) for _ in of_one] for of_one in renderings]
 
     def _encode_all(self, marked: Sequence[tuple[str, Sequence[Turn]]]) -> list[tuple[list[int], list[bool]]]:
         """Returns tokens and response marks of renderings with turns (in characters), on all the library's threads."""

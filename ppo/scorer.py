@@ -26,16 +26,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cluster.remote import Handle, Pending
-from files.rows import Row
 from lm.attention import Attention
 from lm.experts import Mixture
 from lm.layers import MLP, align_heads, round_products
 from lm.model import LanguageModel
 from lm.progress import note_progress
 from lm.source import PartialSource, load, on_meta
-from lm.tokenizer import Messages, Tokenizer
+from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
 from ppo.config import PPOConfig
+from ppo.prompts import Asked
 from ppo.rank import InitialModels, Rank
 from ppo.rollout import Rollout, joined, shares_by_update, shares_of, start_on_groups
 from reward.external import ExternalReward
@@ -57,21 +57,6 @@ AnyModule_co = TypeVar("AnyModule_co", bound=nn.Module, covariant=True)
 
 ALIGNMENT = 256  # bytes; each weight starts at a multiple of it, as a separately allocated tensor would
 TEXTS_PER_CALL = 16  # for a reward that reads texts, if `micro_batch_size` is not set
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a reward that reads texts, or an environment, knows of prompts: their messages and, if it reads them, fields
-    of their rows of data. Both are empty if the reward reads tokens.
-    """
-
-    conversations: Sequence[Messages] = ()
-    rows: Sequence[Row] = ()
-
-    def of(self, numbers: Sequence[int]) -> "Asked":
-        """Returns these prompts, by their row numbers. They are sent with each rollout, instead of all the job's."""
-        conversations = [self.conversations[number] for number in numbers] if self.conversations else []
-        return Asked(conversations, [self.rows[number] for number in numbers] if self.rows else [])
 
 
 class Scorers:

@@ -25,9 +25,10 @@ from lm.source import ModelSource, load, on_meta
 from lm.weights import ModelFolder, WithNewHead
 from ppo.config import PPOConfig
 from ppo.learner import Learner
+from ppo.prompts import Asked
 from ppo.rank import InitialModels, PackedRollout, joined_heads
 from ppo.rollout import Drawn, Rollout
-from ppo.scorer import Asked, HeldModel, Scorer
+from ppo.scorer import HeldModel, Scorer
 from training.config import EngineConfig
 
 ROUNDING = 1e-6  # relative to the largest weight: another machine may have merged the adapter in another order

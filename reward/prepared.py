@@ -27,7 +27,7 @@ from stages.data import token_folder
 from stages.plan import Planner
 from stages.progress import console
 from stages.run import StageRun
-from stages.sizes import Lengths, RowSample
+from stages.sizes import Lengths, Measured, RowSample
 from training.data import OnOverlong, SourceRows, read_rows, report_rows, untold
 from training.tokens import (
     CHECKED_SEQUENCES,
@@ -435,11 +435,11 @@ def ranking_lengths(
             alone = [replace(task[0], responses=(response,))]
             sample.add((where, alone), prompt_bytes + len(response.encode()))
 
-    def count(responses: Sequence[Judged]) -> Iterator[tuple[int, int, int]]:
+    def count(responses: Sequence[Judged]) -> Iterator[list[Measured]]:
         for _, sequences, fate in fit_tasks(
             tokenizer, responses, most_tokens, on_overlong, section, keeps_end=keeps_end
         ):
             of = sequences[0] if sequences else Encoded((), 0)
-            yield len(of.tokens), of.response_tokens, fate
+            yield [(len(of.tokens), of.response_tokens, fate)]
 
     return sample.lengths(count, most_tokens)

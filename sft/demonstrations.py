@@ -9,7 +9,7 @@ import numpy as np
 from files.conversations import TEXT_ROLE, num_bytes
 from files.fields import shown
 from lm.tokenizer import Messages, Tokenizer
-from stages.sizes import Lengths, RowSample
+from stages.sizes import Lengths, Measured, RowSample
 from training.data import DataConfig, OnOverlong, SourceRows, read_conversations, untold
 from training.tokens import FITS, SKIPPED, TRUNCATED, Part, chunks, encode_rows, sequence_arrays, unusual_rows
 
@@ -57,7 +57,7 @@ def demonstration_parts(
     read = enumerate(read_conversations(sources, lines.append, takes_texts=not limit.has_source, count=counted.append))
     for chunk in chunks(itertools.islice(read, first_row, None)):
         chosen = [conversation for number, conversation in chunk if rows.have(number)]
-        encoded = list(encode_demonstrations(tokenizer, chosen, limit))
+        encoded = [one for of_one in encode_demonstrations(tokenizer, chosen, limit) for one in of_one]
         kept = sequence_arrays((tokens, is_response) for tokens, is_response, fate in encoded if fate != SKIPPED)
         yield Part(len(chunk), {**kept, "overlong": np.array([fate for *_, fate in encoded])})
     for line in lines:
@@ -67,39 +67,44 @@ def demonstration_parts(
 
 def encode_demonstrations(
     tokenizer: Tokenizer, conversations: Sequence[tuple[str, Messages]], limit: Limit
-) -> Iterator[tuple[Sequence[int], Sequence[bool], int]]:
-    """Yields, for each (where, messages): its tokens, which of them are the assistant's, and whether they fit, were
-    truncated or skipped.
+) -> Iterator[list[tuple[Sequence[int], Sequence[bool], int]]]:
+    """Yields the sequences of each (where, messages): tokens, which of them are the assistant's, and whether they fit,
+    were truncated or skipped.
 
     Raises: ValueError naming file and line of a conversation that has no response or is too long or, with a source,
     has nothing before its last response.
     """
-    encoded = encoded_all(tokenizer, conversations)
-    for (where, _), (tokens, is_response) in zip(conversations, encoded, strict=True):
-        if not any(is_response):
+    for (where, _), sequences in zip(conversations, encoded_all(tokenizer, conversations), strict=True):
+        marked = [(tokens, is_response) for tokens, is_response in sequences if any(is_response)]
+        if not marked:
             raise ValueError(
                 f"{where}: sft.chat_template {shown(tokenizer.chat_template)} leaves out the assistant's responses"
             )
-        parts = split_pair(tokens, is_response) if limit.has_source else (tokens,)
-        if not parts[0]:
-            raise ValueError(f"{where}: nothing comes before the response; a text for the encoder was expected")
-        if max(map(len, parts)) <= limit.seq_len:
-            yield tokens, is_response, FITS
-        elif limit.on_overlong == "refuse":
-            what, lengths = "source and target have" if limit.has_source else "the conversation has", map(len, parts)
-            raise ValueError(
-                f"{where}: {what} {' and '.join(map(str, lengths))} tokens; sft.seq_len allows {limit.seq_len}"
-                ' (sft.on_overlong = "skip" or "truncate" accepts longer ones)'
-            )
-        else:
-            yield _shortened(tokens, is_response, limit)
+        yield [_fitted(where, tokens, is_response, limit) for tokens, is_response in marked]
+
+
+def _fitted(
+    where: str, tokens: Sequence[int], is_response: Sequence[bool], limit: Limit
+) -> tuple[Sequence[int], Sequence[bool], int]:
+    parts = split_pair(tokens, is_response) if limit.has_source else (tokens,)
+    if not parts[0]:
+        raise ValueError(f"{where}: nothing comes before the response; a text for the encoder was expected")
+    if max(map(len, parts)) <= limit.seq_len:
+        return tokens, is_response, FITS
+    if limit.on_overlong == "refuse":
+        what, lengths = "source and target have" if limit.has_source else "the conversation has", map(len, parts)
+        raise ValueError(
+            f"{where}: {what} {' and '.join(map(str, lengths))} tokens; sft.seq_len allows {limit.seq_len}"
+            ' (sft.on_overlong = "skip" or "truncate" accepts longer ones)'
+        )
+    return _shortened(tokens, is_response, limit)
 
 
 def encoded_all(
     tokenizer: Tokenizer, conversations: Sequence[tuple[str, Messages]]
-) -> Iterator[tuple[list[int], list[bool]]]:
-    """Yields each conversation's tokens and which of them are the assistant's: in a plain text all, the end token
-    included.
+) -> Iterator[list[tuple[list[int], list[bool]]]]:
+    """Yields the sequences of each conversation, as `Tokenizer.encode_responses`; of a plain text all tokens are the
+    assistant's, the end token included.
 
     Raises: ValueError naming file and line of a plain text that contains a special token's name, or of a conversation
     that the chat template refuses.
@@ -114,11 +119,11 @@ def encoded_all(
             )
     of_texts = iter(tokenizer.encode_plain(texts))
     with_turns = [row for row, plain in zip(conversations, is_text, strict=True) if not plain]
-    of_turns = iter(encode_rows(tokenizer.encode_conversations, with_turns))
+    of_turns = iter(encode_rows(tokenizer.encode_responses, with_turns))
     for plain in is_text:
         if plain:
             tokens = [*next(of_texts), tokenizer.end_id]
-            yield tokens, [True] * len(tokens)
+            yield [(tokens, [True] * len(tokens))]
         else:
             yield next(of_turns)
 
@@ -134,9 +139,9 @@ def demonstration_lengths(
     for where, turns in read_conversations(sources, tell, takes_texts=True):
         sample.add((where, turns), num_bytes(turns))
 
-    def count(conversations: Sequence[tuple[str, Messages]]) -> Iterator[tuple[int, int, int]]:
-        for tokens, is_response, fate in encode_demonstrations(tokenizer, conversations, limit):
-            yield len(tokens), sum(is_response), fate
+    def count(conversations: Sequence[tuple[str, Messages]]) -> Iterator[list[Measured]]:
+        for sequences in encode_demonstrations(tokenizer, conversations, limit):
+            yield [(len(tokens), sum(is_response), fate) for tokens, is_response, fate in sequences]
 
     return sample.lengths(count, limit.seq_len)
 

@@ -24,7 +24,7 @@ from lm.chat_template import with_tools
 from lm.tokenizer import Messages, Tokenizer
 from stages.lineage import path_hash
 from stages.run import StageRun
-from stages.sizes import Lengths, RowSample
+from stages.sizes import Lengths, Measured, RowSample
 from training.data import (
     NO_FIELDS,
     DataConfig,
@@ -287,11 +287,11 @@ def prompt_lengths(
     for where, prompt in stream_prompts(data, tell):
         sample.add((where, prompt), num_bytes(prompt.messages))
 
-    def count(prompts: Sequence[tuple[str, Prompt]]) -> Iterator[tuple[int, int, int]]:
+    def count(prompts: Sequence[tuple[str, Prompt]]) -> Iterator[list[Measured]]:
         encoded = encode_rows(tokenizer.encode_prompts, [(where, prompt.messages) for where, prompt in prompts])
         for row, tokens in zip(prompts, encoded, strict=True):
             _, kept, fate = limit.fit(tokenizer, *row, tokens)
-            yield len(kept), 0, fate
+            yield [(len(kept), 0, fate)]
 
     return sample.lengths(count, limit.room)
 

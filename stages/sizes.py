@@ -203,6 +203,9 @@ def mixed(parts: Sequence[Lengths], weights: Sequence[float]) -> Lengths:
     )
 
 
+Measured = tuple[int, int, int]  # tokens of a sequence, of its response, and its fate
+
+
 class RowSample(Generic[Row]):
     """The longest rows of a stream, in bytes of text, and rows spread evenly over it. A short stream is kept whole."""
 
@@ -225,33 +228,33 @@ class RowSample(Generic[Row]):
         elif num_bytes > self._longest[0][0]:
             heapq.heapreplace(self._longest, (num_bytes, -number, row))
 
-    def lengths(self, encode: Callable[[Sequence[Row]], Iterable[tuple[int, int, int]]], most_tokens: int) -> Lengths:
-        """Returns the lengths of the rows that are not skipped. `encode` returns, for each of the given rows, how many
-        tokens it keeps, at most `most_tokens`, how many of them are the response's, and its fate: FITS, TRUNCATED or
-        SKIPPED.
+    def lengths(self, encode: Callable[[Sequence[Row]], Iterable[Sequence[Measured]]], most_tokens: int) -> Lengths:
+        """Returns the lengths of the sequences that are not skipped. `encode` returns, for each of the given rows, its
+        sequences: how many tokens are kept, at most `most_tokens`, how many of them are the response's, and the fate:
+        FITS, TRUNCATED or SKIPPED. A row has one sequence at least.
         """
         rows = self._spread | {-number: (num_bytes, row) for num_bytes, number, row in self._longest}
         counted = list(zip(rows, encode([row for _, row in rows.values()]), strict=True))
-        fates = [fate for _, (*_, fate) in counted]
+        fates = [fate for _, sequences in counted for *_, fate in sequences]
         overlong = Overlong(len(fates), fates.count(TRUNCATED), fates.count(SKIPPED))
-        kept = {number: (total, response) for number, (total, response, fate) in counted if fate != SKIPPED}
-        if not kept:
+        kept = {number: [of[:2] for of in sequences if of[2] != SKIPPED] for number, sequences in counted}
+        sizes = [of for sequences in kept.values() for of in sequences]
+        if not sizes:
             return Lengths(0, 0, 0.0, 0, 0, overlong=overlong)
-        tokens = {number: total for number, (total, _) in kept.items()}
-        spread = tuple(tokens[number] for number in self._spread if number in tokens)
+        spread = tuple(total for number in self._spread for total, _ in kept[number])
         num_others, is_sample = self.num_rows - len(rows), len(rows) < self.num_rows
+        longest = max(total for total, _ in sizes)
         if is_sample:
-            longest = most_tokens if overlong else self._bound({n: (rows[n][0], tokens[n]) for n in tokens})
-        else:
-            longest = max(tokens.values())
+            of_rows = {number: max(total for total, _ in of) for number, of in kept.items() if of}
+            longest = most_tokens if overlong else self._bound({n: (rows[n][0], of_rows[n]) for n in of_rows})
         return Lengths(
-            num_rows=len(kept) + round(num_others * len(spread) / len(self._spread)),
-            num_measured=len(kept),
+            num_rows=len(sizes) + round(num_others * len(spread) / len(self._spread)),
+            num_measured=len(sizes),
             mean=sum(spread) / max(1, len(spread)),
-            shortest=min(tokens.values()),
+            shortest=min(total for total, _ in sizes),
             longest=min(longest, most_tokens),
-            longest_response=max(response for _, response in kept.values()),
-            response_share=1.0 if is_sample else max(response / total for total, response in kept.values() if total),
+            longest_response=max(response for _, response in sizes),
+            response_share=1.0 if is_sample else max(response / total for total, response in sizes if total),
             spread=spread,
             overlong=overlong,
         )

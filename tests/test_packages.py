@@ -85,3 +85,9 @@ def test_the_wheel_has_the_packages_and_nothing_else() -> None:
     assert sorted(find_packages(str(ROOT), exclude=options["exclude"])) == sorted(
         ".".join(path.parts) for path in paths
     )
+
+
+def test_a_generator_imports_neither_accelerate_nor_deepspeed() -> None:
+    """vLLM's environment has neither (docs/samplers.md)."""
+    script = "import sys; sys.modules |= {'accelerate': None, 'deepspeed': None}; import cluster.worker, ppo.generator"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pytest
 
-from stages.sizes import Lengths, Measures, RowSample
+from stages.sizes import Lengths, Measured, Measures, RowSample
 from training.tokens import FITS, SKIPPED, TRUNCATED
 
 Row = tuple[int, int, int]  # bytes, tokens, tokens of the response
@@ -16,10 +16,10 @@ def lengths_of(rows: Iterable[Row], limit: int, most_tokens: int = 10**6, *, ski
     for row in rows:
         sample.add(row, row[0])
 
-    def encode(chosen: Sequence[Row]) -> Iterable[tuple[int, int, int]]:
+    def encode(chosen: Sequence[Row]) -> Iterable[list[Measured]]:
         for _, tokens, response in chosen:
             fate = FITS if tokens <= most_tokens else SKIPPED if skips else TRUNCATED
-            yield min(tokens, most_tokens), min(response, most_tokens), fate
+            yield [(min(tokens, most_tokens), min(response, most_tokens), fate)]
 
     return sample.lengths(encode, most_tokens)
 

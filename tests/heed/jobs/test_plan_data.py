@@ -227,7 +227,7 @@ def test_rows_of_sft_are_counted_as_they_are_packed(folder: Path, tokenizer: Tok
         ("", [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}])
         for row in rows
     ]
-    lengths = [len(tokens) for tokens, _ in encoded_all(tokenizer, turns)]
+    lengths = [len(tokens) for sequences in encoded_all(tokenizer, turns) for tokens, _ in sequences]
     trained = [length for number, length in enumerate(lengths) if number % 20]
     assert stage.num_steps == pytest.approx(len(best_fit(trained, 512)) / 2, abs=1)
     assert f"demos.jsonl: 400 conversations of {np.mean(lengths):,.0f} tokens on average, {max(lengths)} at most" in (
