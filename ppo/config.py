@@ -186,8 +186,8 @@ class PPOConfig(Config):
     on_overlong: OnOverlong = overlong_field()
     chat_template: str = Field(
         default="",
-        description="Chat template to use, such as for a model without one: `chat`, `plain` or a Jinja template;"
-        " empty = the model's own.",
+        description="Chat template: `chat`, `plain`, a Jinja template, or `non-thinking`, the model's own with thoughts"
+        " turned off; empty = the model's own.",
     )
     num_iterations: int = Field(ge=1, description="Iterations of sampling and learning.")
     rollout_batch_size: int = Field(

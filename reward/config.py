@@ -41,8 +41,8 @@ class ComparisonsConfig(FineTuningConfig):
 
     chat_template: str = Field(
         default="",
-        description="Chat template to use, such as for a model without one: `chat`, `plain` or a Jinja template;"
-        " empty = the model's own.",
+        description="Chat template: `chat`, `plain`, a Jinja template, or `non-thinking`, the model's own with thoughts"
+        " turned off; empty = the model's own.",
     )
     rankings: RankingsConfig = Field(description="Rankings to learn from.")
     on_overlong: OnOverlong = overlong_field()

@@ -59,8 +59,8 @@ class RejectionConfig(FineTuningConfig):
     on_overlong: OnOverlong = overlong_field()
     chat_template: str = Field(
         default="",
-        description="Chat template to use, such as for a model without one: `chat`, `plain` or a Jinja template;"
-        " empty = the model's own.",
+        description="Chat template: `chat`, `plain`, a Jinja template, or `non-thinking`, the model's own with thoughts"
+        " turned off; empty = the model's own.",
     )
     reward_from: str = Field(
         default="", description="Model directory or hub id of the reward model that chooses; empty = [reward]'s."

@@ -61,7 +61,8 @@ class SFTConfig(LayersConfig):
     )
     chat_template: str = Field(
         default="",
-        description="`chat`, `continuation`, `plain`, or a Jinja template; empty = the initial model's own.",
+        description="Chat template: `chat`, `continuation`, `plain`, a Jinja template, or `non-thinking`, the initial"
+        " model's own with thoughts turned off; empty = its own.",
     )
     seq_len: int = Field(
         ge=2, description="Tokens per packed row; for an encoder-decoder, the limit of source and response, each."
