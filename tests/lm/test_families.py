@@ -345,7 +345,10 @@ def test_drawn_shapes_have_the_logits_tokens_and_gradients_of_transformers(
         theirs.save_pretrained(tmp_path / "theirs")
         ours = load_model(tmp_path / "theirs", case.our_class).eval()
         expected, found = their_logits(theirs), our_logits(ours)
-        assert (found - expected).abs().max() < 1e-4, f"seed {seed}"
+        if (found - expected).abs().max() >= 1e-4:  # float32 may round logits of 11 by 2e-4
+            exact = our_logits(ours.double()) - their_logits(theirs.double())
+            assert exact.abs().max() < 1e-4, f"seed {seed}"
+            ours, theirs = ours.float(), theirs.float()
         save_model(tmp_path / "ours", ours, ours.state_dict(), tokenizer)
         again = case.their_class.from_pretrained(tmp_path / "ours").eval()
         assert type(again) is type(theirs), f"seed {seed}"
