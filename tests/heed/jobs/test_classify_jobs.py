@@ -4,16 +4,13 @@ import json
 import random
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 
-from cluster.connection import connect, disconnect
 from heed.cli import main
-from heed.jobs import recovery
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
 from heed.worlds.corpus import DRAWN, draw_rows
@@ -23,18 +20,11 @@ from lm.weights import purpose_of
 JOBS = Path(__file__).parents[3] / "configs" / "jobs"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _ray_stays() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        patch.setattr(recovery, "disconnect", lambda: None)
-        connect(1)
-        yield
-    disconnect()
+pytestmark = pytest.mark.usefixtures("one_worker")
 
 
 @pytest.fixture(scope="module")
-def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pretrained(one_worker: None, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ARG001
     """The run of the first job."""
     return run_job(load_job(JOBS / "classify.toml"), tmp_path_factory.mktemp("runs"))
 

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from cluster.connection import connect, disconnect
 from heed.cli import main
-from heed.jobs import recovery
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
 from heed.jobs.submission import named_paths
@@ -33,16 +31,7 @@ SMALL = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _workers() -> Iterator[None]:
-    """One Ray for all jobs of this file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        patch.setenv("no_proxy", "127.0.0.1")
-        patch.setattr(recovery, "disconnect", lambda: None)
-        connect(1)
-        yield
-        disconnect()
+pytestmark = pytest.mark.usefixtures("one_worker")
 
 
 @pytest.mark.long
@@ -99,7 +88,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
     with serving(Endpoint(("127.0.0.1", 0), Handler)) as server:
         yield server
 
@@ -113,7 +103,7 @@ def ppo_job(tmp_path: Path, model_folder: Path, **changes: Any) -> Path:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"Where is {i}?"}) + "\n" for i in range(16)))
     values = tomllib.loads((JOBS / "debug.toml").read_text())
-    kept = {key: values[key] for key in ("name", "engine")}
+    kept = {key: values[key] for key in ("name", "engine", "cluster")}
     start = {"init_from": str(model_folder), "prompts": {"source": str(prompts)}, "num_iterations": 1}
     values["ppo"].pop("ptx")
     path = tmp_path / "job.toml"

@@ -2,16 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.connection import connect, disconnect
 from evaluation.compare.stage import _title as start_title
 from files.hashes import derive_seed
-from heed.jobs import recovery
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
 from heed.jobs.plan import Setting, make_plan
@@ -130,17 +127,8 @@ def test_rounds_that_could_not_learn_are_refused(base: Path, overrides: list[str
         load_job(base, overrides)
 
 
-@pytest.fixture
-def one_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setattr(recovery, "disconnect", lambda: None)
-    connect(1)
-    yield
-    disconnect()
-
-
 @pytest.mark.nightly
-@pytest.mark.usefixtures("one_ray")
+@pytest.mark.usefixtures("one_worker")
 def test_two_rounds_are_run_recorded_shown_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = load_job(job_file(tmp_path, TWO_ROUNDS, base=JOBS / "debug.toml"))
     run = run_job(job, tmp_path / "runs")

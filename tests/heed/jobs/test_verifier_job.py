@@ -3,13 +3,11 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.connection import connect, disconnect
 from evaluation.compare.stage import start_of
 from heed.jobs import recovery
 from heed.jobs.job_file import load_job
@@ -24,16 +22,7 @@ from reward.verifiers.verifier import Verifier
 from tests.heed.jobs.test_external_reward import JOBS, SMALL, ppo_job
 from training.metrics import read_metrics
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _workers() -> Iterator[None]:
-    """One Ray for all jobs of this file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        patch.setattr(recovery, "disconnect", lambda: None)
-        connect(1)
-        yield
-        disconnect()
+pytestmark = pytest.mark.usefixtures("one_worker")
 
 
 def job_with(tmp_path: Path, model: Path, rows: list[dict[str, Any]], **changes: Any) -> Path:
