@@ -160,38 +160,6 @@ def _no_ray_is_left_to_the_next_file() -> Iterator[None]:
     local_ray.close()
 
 
-@pytest.fixture(scope="module")
-def one_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One Ray and one worker for all small jobs that a file runs in this process: to start one takes longer than a job.
-
-    Jobs of other sizes, or with other settings of the cluster, have workers of their own on the same Ray.
-    """
-    from cluster.config import ClusterConfig
-    from cluster.connection import connect, disconnect
-    from heed.jobs import pipeline, recovery, replay
-
-    own = recovery.Workers
-    shared = own((1,), tmp_path_factory.mktemp("workers"), ClusterConfig(cpu_threads=1))
-    give_back = shared.close
-
-    def workers_of(sizes: Any, folder: Path, config: ClusterConfig, extra: int = 0, models: Any = ()) -> Any:
-        if (tuple(sizes), config, extra, *models) == ((1,), shared.config, 0):
-            return shared
-        give_back()
-        return own(sizes, folder, config, extra, models)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        patch.setattr(recovery, "disconnect", lambda: None)
-        patch.setattr(shared, "close", lambda: None)
-        for module in (pipeline, replay):
-            patch.setattr(module, "Workers", workers_of)
-        connect(1)
-        yield
-        give_back()
-    disconnect()
-
-
 @pytest.fixture
 def heed_label(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -17,6 +17,7 @@ from heed.jobs.pipeline import run_job
 from heed.jobs.submission import named_paths
 from ppo.rollout_log import NUM_FOLLOWED
 from reward.external import RewardFunction
+from tests.rows import jsonl
 from tests.serving import serving
 from training.metrics import read_metrics
 
@@ -31,7 +32,7 @@ SMALL = (
 )  # fmt: skip
 
 
-pytestmark = pytest.mark.usefixtures("one_worker")
+pytestmark = pytest.mark.usefixtures("one_ray")
 
 
 @pytest.mark.long
@@ -88,8 +89,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
+def endpoint() -> Iterator[Endpoint]:
     with serving(Endpoint(("127.0.0.1", 0), Handler)) as server:
         yield server
 
@@ -101,7 +101,7 @@ def function_reward(name: str) -> dict[str, str]:
 def ppo_job(tmp_path: Path, model_folder: Path, **changes: Any) -> Path:
     """PPO alone, from a model directory and a file of prompts."""
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"Where is {i}?"}) + "\n" for i in range(16)))
+    prompts.write_text(jsonl({"prompt": f"Where is {i}?"} for i in range(16)))
     values = tomllib.loads((JOBS / "debug.toml").read_text())
     kept = {key: values[key] for key in ("name", "engine", "cluster")}
     start = {"init_from": str(model_folder), "prompts": {"source": str(prompts)}, "num_iterations": 1}
@@ -211,8 +211,8 @@ def test_a_damaged_model_and_a_missing_file_are_named(tmp_path: Path, model_fold
 
 
 def test_a_function_that_is_not_there_is_named_before_anything_runs(tmp_path: Path, model_folder: Path) -> None:
-    job = load_job(ppo_job(tmp_path, model_folder, reward=function_reward("heed.worlds.rewards:silver")))
-    with pytest.raises(ValueError, match=r"heed.worlds.rewards has no function 'silver'"):
+    job = load_job(ppo_job(tmp_path, model_folder, reward=function_reward("heed.worlds.gold:silver")))
+    with pytest.raises(ValueError, match=r"heed.worlds.gold has no function 'silver'"):
         run_job(job, tmp_path / "runs")
 
 
@@ -248,4 +248,4 @@ def test_a_function_in_a_file_is_shipped() -> None:
         return dict(named_paths(job.model_copy(update={"ppo": ppo}))).get("ppo.reward.function")
 
     assert named("my/rewards.py:score") == "my/rewards.py"
-    assert named("heed.worlds.rewards:gold") is None
+    assert named("heed.worlds.gold:gold") is None

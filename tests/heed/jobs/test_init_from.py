@@ -51,7 +51,7 @@ def job_without_model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("one_worker")
+@pytest.mark.usefixtures("one_ray")
 def test_a_run_goes_on_from_a_published_model(published: Published, tmp_path: Path) -> None:
     source = published(pad_token=None, chat_template=None)
     (source / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")

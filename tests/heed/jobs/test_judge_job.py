@@ -31,7 +31,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory, tiny_config: ModelConfig, to
 
 
 @pytest.fixture
-def trained_judge(one_worker: None, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ARG001
+def trained_judge(one_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ARG001
     """The judge of grader.toml at a small size."""
     small = [change for change in SMALL if not change.startswith("ppo.")]
     quick = ("sft.batch.batch_size=8", "sft.batch.micro_batch_size=8", "sft.optimizer.learning_rate=6e-3")

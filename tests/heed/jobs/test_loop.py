@@ -359,12 +359,19 @@ def test_the_reward_judges_a_round_whether_the_job_trains_it_or_names_it(
 # ---- a loop that runs ----
 
 
+@pytest.fixture(scope="module")
+def one_ray(one_ray: None) -> Iterator[None]:  # noqa: ARG001
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(controller, "POLL_SECONDS", 0.05)
+        yield
+
+
 LABELS, ROUNDS = 30, 2
 MORE = 'choose = "near-tie"'
 
 
 @pytest.fixture(scope="module")
-def finished_loop(one_worker: None, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ARG001
+def finished_loop(one_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ARG001
     folder = tmp_path_factory.mktemp("loop")
     return run_loop(loader(job_file(folder, LABELS, ROUNDS, MORE)), folder / "runs")
 
@@ -471,12 +478,9 @@ def label_server(store: str, labelers: Sequence[Labeler]) -> Iterator[threading.
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("one_worker")
-def test_people_label_through_the_server_while_the_loop_runs(
-    heed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("one_ray")
+def test_people_label_through_the_server_while_the_loop_runs(heed: Any, tmp_path: Path) -> None:
     """The loop is killed while it waits for the first labels, and continued by the same command."""
-    monkeypatch.setattr(controller, "POLL_SECONDS", 0.05)
     store, folder = str(tmp_path / "people.sqlite"), tmp_path / "runs" / "tiny"
     path = job_file(tmp_path, 24, 2, f'store = "{store}"\nenough_share = 0.5')
     world = load_job(path).open_world()

@@ -20,6 +20,7 @@ from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from tests.models import load_scalar_model
+from tests.rows import jsonl
 from training.metrics import read_metrics
 
 JOBS = Path(__file__).parents[3] / "configs" / "jobs"
@@ -27,7 +28,7 @@ LOUD, CALM = "loud", "calm"
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> dict[str, str]:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(jsonl(rows))
     return {"source": str(path)}
 
 
@@ -78,7 +79,7 @@ def end_of(run: Path) -> dict[str, float]:
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("one_worker")
+@pytest.mark.usefixtures("one_ray")
 def test_the_weights_decide_which_objective_the_policy_climbs(tmp_path: Path, model_folder: Path) -> None:
     path = job_file(tmp_path, model_folder)
     run = run_job(load_job(path), tmp_path / "runs")

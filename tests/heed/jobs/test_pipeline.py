@@ -56,7 +56,7 @@ def rerun(
     copied: Path,
     overrides: tuple[str, ...],
     capsys: pytest.CaptureFixture[str],
-    one_worker: None,  # noqa: ARG001
+    one_ray: None,  # noqa: ARG001
 ) -> Rerun:
     """Runs the job again in this process; returns the stages that ran."""
 
@@ -226,7 +226,7 @@ def test_only_runs_one_stage(rerun: Rerun, copied: Path) -> None:
     assert not (copied / "ppo").exists()
 
 
-@pytest.mark.usefixtures("one_worker")
+@pytest.mark.usefixtures("one_ray")
 def test_only_says_which_parents_would_run_again(
     copied: Path, overrides: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -261,7 +261,7 @@ class Longest:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("one_worker")
+@pytest.mark.usefixtures("one_ray")
 def test_a_run_waits_for_the_people_who_judge(
     copied: Path, overrides: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

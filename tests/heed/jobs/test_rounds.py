@@ -128,7 +128,7 @@ def test_rounds_that_could_not_learn_are_refused(base: Path, overrides: list[str
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("one_worker")
+@pytest.mark.usefixtures("one_ray")
 def test_two_rounds_are_run_recorded_shown_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = load_job(job_file(tmp_path, TWO_ROUNDS, base=JOBS / "debug.toml"))
     run = run_job(job, tmp_path / "runs")

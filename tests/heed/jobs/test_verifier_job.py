@@ -20,14 +20,15 @@ from ppo.stage import preflight
 from reward.verifiers import sandbox, verifier
 from reward.verifiers.verifier import Verifier
 from tests.heed.jobs.test_external_reward import JOBS, SMALL, ppo_job
+from tests.rows import jsonl
 from training.metrics import read_metrics
 
-pytestmark = pytest.mark.usefixtures("one_worker")
+pytestmark = pytest.mark.usefixtures("one_ray")
 
 
 def job_with(tmp_path: Path, model: Path, rows: list[dict[str, Any]], **changes: Any) -> Path:
     path = ppo_job(tmp_path, model, **changes)
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "prompts.jsonl").write_text(jsonl(rows))
     return path
 
 

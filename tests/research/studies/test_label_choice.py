@@ -169,7 +169,7 @@ def test_the_documented_results_come_from_the_stored_measures(tmp_path: Path) ->
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("one_worker")
+@pytest.mark.usefixtures("_shared_workers")
 def test_the_study_runs_on_one_policy_and_reads_its_own_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,7 @@ def results(runs: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("one_worker")
+@pytest.mark.usefixtures("_shared_workers")
 def test_a_study_runs_its_arms_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

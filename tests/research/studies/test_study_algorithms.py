@@ -217,7 +217,7 @@ def test_arms_by_adapters_differ_from_ppo_in_what_is_trained_and_how_fast(tmp_pa
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("one_worker")
+@pytest.mark.usefixtures("_shared_workers")
 def test_a_finding_runs_its_arms_and_measures_them(tmp_path: Path) -> None:
     tiny = [line for line in TINY if not line.startswith("world.num_ppo")]
 

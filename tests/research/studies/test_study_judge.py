@@ -88,7 +88,7 @@ def test_noise_is_the_share_of_random_grades() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("one_worker")
+@pytest.mark.usefixtures("_shared_workers")
 def test_the_study_runs_and_measures_both_arms_by_the_same_judge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
