@@ -205,7 +205,7 @@ def test_a_damaged_model_and_a_missing_file_are_named(tmp_path: Path, model_fold
     with pytest.raises(ValueError, match=rf"^{path}: incomplete or damaged: .*; write or download it again$"):
         run_job(load_job(file), tmp_path / "runs")
     with pytest.raises(
-        ValueError, match=r"job\.toml:16: ppo\.prompts\.source: nofile\.jsonl: no such file in /.*, where relative"
+        ValueError, match=r"job\.toml:19: ppo\.prompts\.source: nofile\.jsonl: no such file in /.*, where relative"
     ):
         run_job(load_job(file, ["ppo.prompts.source=nofile.jsonl"]), tmp_path / "runs")
 
