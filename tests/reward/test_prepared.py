@@ -141,7 +141,8 @@ def write_pairs(path: Path, number: int) -> RewardConfig:
 
 def test_pairs_are_read_once(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This includes pairs that were put aside while later rows were read. Their order is kept."""
-    number, read = RECENT_TASKS + 2 * CHUNK_TEXTS, list[str]()
+    monkeypatch.setattr(merging, "RECENT_TASKS", 256)
+    number, read = 256 + 2 * CHUNK_TEXTS, list[str]()
     config, of_source = write_pairs(tmp_path / "pairs.jsonl", number), training.data.read_source
 
     def noted(*args: Any, **options: Any) -> Iterator[Any]:
