@@ -72,7 +72,9 @@ def check_whole(run: Path) -> None:
 
 
 def test_every_stage_trains_a_mixture(heed: Callable[..., Any], tmp_path: Path) -> None:
-    whole = heed("run", str(job_of(tmp_path, "GRPO with adapters")), "--runs", str(tmp_path))
+    whole = heed(
+        "run", str(job_of(tmp_path, "GRPO with adapters")), "--runs", str(tmp_path), "--set", "ppo.num_iterations=2"
+    )
     assert whole.wait(500) == 0, whole.output
     check_whole(tmp_path / "mixture")
 
