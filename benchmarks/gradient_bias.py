@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -299,6 +300,7 @@ class Row:
     kl_only: bool = False
     from_old: bool = False
 
+    @cached_property
     def measured(self) -> tuple[float, float]:
         """Returns the mean gradient's projection on the exact one, relative to it, and their angle in degrees."""
         found = LENGTH * mean_gradient(self.toy, self.loss, from_old=self.from_old).flatten()
@@ -309,6 +311,7 @@ class Row:
         return along, math.degrees(math.acos(min(1.0, float(found @ exact / found.norm() / exact.norm()))))
 
 
+@cache
 def rows() -> list[Row]:
     return [
         *_advantages(),
@@ -448,7 +451,7 @@ def table(found: Sequence[Row]) -> str:
         "|---|---|---|---|---|",
     ]
     for row in found:
-        along, angle = row.measured()
+        along, angle = row.measured
         shown = "-" if math.isnan(angle) else f"{0.0 if angle < 0.05 else angle:.1f}°"
         lines.append(f"| {row.name} | {row.settings} | {along:.2f} | {shown} | {row.known} |")
     return "\n".join(lines) + "\n"

@@ -73,13 +73,13 @@ gc.disable()  # while tests are imported
 # `test_two_hosts` and `test_hangs` mostly wait. They are far apart in this list, so that they run one after another, at
 # the same time as files that compute.
 LONGEST = [
-    "heed/jobs/test_kill.py", "test_splits.py", "fake_cuda/test_fake_cuda.py",
-    "heed/jobs/test_loop.py", "lm/test_kernels_both_ways.py", "test_tutorials.py", "real/test_smollm2.py",
-    "real/test_training.py",
-    "cluster/test_two_hosts.py", "heed/jobs/test_stage_jobs.py", "preferences/page/test_browser.py",
-    "heed/jobs/test_resuming.py", "heed/jobs/test_submit.py", "heed/jobs/test_classify_jobs.py",
-    "cluster/test_group.py", "heed/jobs/test_plan.py", "lm/samplers/test_verify.py", "heed/jobs/test_custom_stage.py",
-    "cluster/test_hangs.py",
+    "heed/jobs/test_kill.py", "test_splits.py", "fake_cuda/test_fake_cuda.py", "heed/jobs/test_loop.py",
+    "heed/jobs/test_mixture_job.py", "lm/samplers/test_draws.py", "lm/test_kernels_both_ways.py", "test_tutorials.py",
+    "real/test_smollm2.py", "real/test_training.py", "cluster/test_two_hosts.py", "heed/jobs/test_stage_jobs.py",
+    "preferences/page/test_browser.py", "lm/test_generation.py", "test_worked_examples.py",
+    "heed/jobs/test_lost_head.py", "heed/jobs/test_resuming.py", "heed/jobs/test_submit.py",
+    "heed/jobs/test_classify_jobs.py", "cluster/test_group.py", "heed/jobs/test_plan.py",
+    "lm/samplers/test_verify.py", "heed/jobs/test_custom_stage.py", "cluster/test_hangs.py",
     "preferences/page/test_attacks.py", "ppo/test_disaggregated.py", "heed/jobs/test_pipeline.py",
     "lm/test_gpu_kernels.py", "heed/arena/test_arena.py", "heed/jobs/test_returning_nodes.py",
     "preferences/page/test_team_tutorial.py", "heed/jobs/test_verifier_job.py", "heed/jobs/test_folders.py",
@@ -88,10 +88,9 @@ LONGEST = [
     "ppo/test_planned_memory.py", "research/chaos/test_local_cluster.py", "benchmarks/test_speed.py",
     "benchmarks/test_quarter.py", "heed/jobs/test_begun_workers.py", "classify/test_classify_stage.py",
     "research/studies/test_study.py", "training/test_sharding.py", "heed/jobs/test_judge_job.py",
-    "ppo/test_ppo_ranks.py",
-    "ppo/test_generator_teams.py", "preferences/test_backup.py", "heed/jobs/test_external_reward.py",
-    "heed/jobs/test_rounds.py", "heed/jobs/test_fewer_workers.py", "training/test_deadline.py",
-    "research/studies/test_label_choice.py", "ppo/test_people.py",
+    "ppo/test_ppo_ranks.py", "ppo/test_generator_teams.py", "preferences/test_backup.py",
+    "heed/jobs/test_external_reward.py", "heed/jobs/test_rounds.py", "heed/jobs/test_fewer_workers.py",
+    "training/test_deadline.py", "research/studies/test_label_choice.py", "ppo/test_people.py",
     "ppo/test_memory_ranks.py", "benchmarks/test_gpu.py", "heed/jobs/test_documented_commands_run.py",
 ]  # fmt: skip
 

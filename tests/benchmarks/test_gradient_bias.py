@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from functools import cache
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from benchmarks.gradient_bias import (
     KL_COEF,
     LENGTH,
     PAGE,
-    Row,
     Toy,
     config_of,
     heeds_loss,
@@ -24,21 +22,17 @@ from benchmarks.gradient_bias import (
 )
 
 
-@cache
-def found_rows() -> list[tuple[Row, tuple[float, float]]]:
-    return [(row, row.measured()) for row in rows()]
-
-
 def test_each_estimator_has_the_bias_that_is_known_of_it() -> None:
     """Exact up to rounding of fp32 weights, exact but for a known length, or at an angle."""
-    for row, (along, angle) in found_rows():
+    for row in rows():
+        along, angle = row.measured
         if row.scale:
             assert along == pytest.approx(row.scale, rel=1e-6), row.name
             assert angle < 1e-3, row.name
         else:
             assert math.isnan(angle) or angle > 1.0, row.name
-    assert sum(row.scale == 1.0 for row, _ in found_rows()) >= 7
-    assert all((row.known == "none") == (row.scale == 1.0) for row, _ in found_rows())
+    assert sum(row.scale == 1.0 for row in rows()) >= 7
+    assert all((row.known == "none") == (row.scale == 1.0) for row in rows())
 
 
 def test_the_docs_show_the_table() -> None:

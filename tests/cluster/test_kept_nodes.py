@@ -84,6 +84,7 @@ def test_a_shell_brings_the_node_back(cluster: LocalCluster, tmp_path: Path) -> 
         machine.end()
 
 
+@pytest.mark.nightly  # the shell's loop begins and loses a node by the same commands
 def test_the_unit_s_process_ends_and_systemd_starts_it_again(cluster: LocalCluster, tmp_path: Path) -> None:
     assert SYSTEMD is not None
     shell, option, command = shlex.split(SYSTEMD[1])

@@ -23,7 +23,7 @@ FEWEST = {
     "tests/gpu": 44,
     "tests/fake_cuda/on_device.py": 16,
     "tests/fake_cuda/on_device_stages.py": 4,
-    "tests/fake_cuda/on_device_memory.py": 9,
+    "tests/fake_cuda/on_device_memory.py": 8,
     "tests/fake_cuda/on_device_quarter.py": 7,
 }  # tests that pass
 REHEARSAL = "tests/fake_cuda/on_device_quarter.py"  # the nightly tests run it

@@ -4,8 +4,7 @@ import datetime
 import decimal
 import gzip
 import random
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -16,37 +15,11 @@ from pyarrow import parquet
 from files.rows import read_source
 
 MEGABYTE = 10**6
-MEASURE = """
-import re, sys
-from pathlib import Path
-from files.rows import read_source
-import pyarrow.parquet
-import datasets
-
-def peak_kb():  # getrusage would tell the peak of the process that started this one, where that is higher
-    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-
-before = peak_kb()
-rows = []
-try:
-    for where, row in read_source(sys.argv[1]):
-        rows.append(row)
-except ValueError as error:
-    print(error)
-print((peak_kb() - before) // 1000)
-"""
+Measure = Callable[[Path], tuple[str, int]]
 
 
 def rows_of(path: Path) -> list[dict]:
     return [row for _, row in read_source(str(path))]
-
-
-def refusal_and_megabytes(path: Path) -> tuple[str, int]:
-    """Reads a file in a separate process. Returns the error message and the memory that it took."""
-    done = subprocess.run([sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, check=True)
-    *lines, megabytes = done.stdout.splitlines()
-    assert len(lines) <= 1, lines
-    return (lines[0] if lines else ""), int(megabytes)
 
 
 def write(path: Path, **columns: list) -> Path:
@@ -56,7 +29,7 @@ def write(path: Path, **columns: list) -> Path:
 
 
 @pytest.mark.parametrize("folder", ["", "data"])
-def test_one_cell_of_100_mb(tmp_path: Path, folder: str) -> None:
+def test_one_cell_of_100_mb(refusal_and_megabytes: Measure, tmp_path: Path, folder: str) -> None:
     path = write(tmp_path / folder / "a.parquet", prompt=["a" * 100 * MEGABYTE])
     assert path.stat().st_size < 15_000
     said, megabytes = refusal_and_megabytes(path.parent if folder else path)
@@ -64,14 +37,14 @@ def test_one_cell_of_100_mb(tmp_path: Path, folder: str) -> None:
     assert megabytes < 60
 
 
-def test_one_cell_of_100_mb_among_others(tmp_path: Path) -> None:
+def test_one_cell_of_100_mb_among_others(refusal_and_megabytes: Measure, tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", prompt=["b"] * 20 + ["a" * 100 * MEGABYTE] + ["b"] * 20)
     said, megabytes = refusal_and_megabytes(path)
     assert said.startswith(f"{path}: row 1, or one of the 40 after it: column 'prompt' would take 100,000,")
     assert megabytes < 60
 
 
-def test_one_cell_of_40_mb_in_a_file_that_packs_badly(tmp_path: Path) -> None:
+def test_one_cell_of_40_mb_in_a_file_that_packs_badly(refusal_and_megabytes: Measure, tmp_path: Path) -> None:
     noise = [random.Random(number).randbytes(20_000).hex() for number in range(40)]
     path = write(tmp_path / "a.parquet", prompt=[*noise[:20], "a" * 40 * MEGABYTE, *noise[20:]])
     said, megabytes = refusal_and_megabytes(path)
@@ -80,7 +53,7 @@ def test_one_cell_of_40_mb_in_a_file_that_packs_badly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["", "data"])
-def test_twelve_rows_that_share_a_cell_of_30_mb(tmp_path: Path, folder: str) -> None:
+def test_twelve_rows_that_share_a_cell_of_30_mb(refusal_and_megabytes: Measure, tmp_path: Path, folder: str) -> None:
     path = write(tmp_path / folder / "a.parquet", prompt=["a" * 30 * MEGABYTE] * 12, x=list(range(12)))
     assert path.stat().st_size < 3_000
     said, megabytes = refusal_and_megabytes(path.parent if folder else path)
@@ -109,7 +82,7 @@ def test_a_folder_whose_readme_gives_types(tmp_path: Path) -> None:
     assert rows_of(tmp_path) == [{"number": "4"}]
 
 
-def test_texts_in_lists_that_share_a_cell(tmp_path: Path) -> None:
+def test_texts_in_lists_that_share_a_cell(refusal_and_megabytes: Measure, tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", turns=[[{"role": "user", "content": "a" * MEGABYTE}] * 20] * 20)
     said, megabytes = refusal_and_megabytes(path)
     assert "the rows up to this one would take 2" in said
@@ -126,14 +99,16 @@ def test_texts_in_lists_that_share_a_cell(tmp_path: Path) -> None:
     ],
     ids=["fixed-size lists", "maps", "nulls", "truth values"],
 )
-def test_nested_values_of_every_kind_are_counted_as_python_holds_them(tmp_path: Path, values: pa.Array) -> None:
+def test_nested_values_of_every_kind_are_counted_as_python_holds_them(
+    refusal_and_megabytes: Measure, tmp_path: Path, values: pa.Array
+) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.table({"turns": values}), path, compression="zstd")
     said, _ = refusal_and_megabytes(path)
     assert "a.parquet: row 1" in said, said
 
 
-def test_a_paragraph_that_does_not_end(tmp_path: Path) -> None:
+def test_a_paragraph_that_does_not_end(refusal_and_megabytes: Measure, tmp_path: Path) -> None:
     path = tmp_path / "a.txt.gz"
     with gzip.open(path, "wb") as file:
         for _ in range(100):

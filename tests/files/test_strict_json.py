@@ -3,9 +3,8 @@
 import codecs
 import gzip
 import json
-import subprocess
-import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -158,25 +157,8 @@ def test_a_table_that_is_none_is_named(tmp_path: Path) -> None:
         read(tmp_path / "a.parquet")
 
 
-PEAK = """
-import re, sys
-from pathlib import Path
-from files.rows import read_source
-
-def peak_kib():
-    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-
-before = peak_kib()
-try:
-    list(read_source(sys.argv[1]))
-except ValueError as error:
-    print(error)
-print((peak_kib() - before) // 1024)
-"""
-
-
 @pytest.mark.parametrize(
-    ("name", "start", "filler", "what", "most_mib"),
+    ("name", "start", "filler", "what", "most_megabytes"),
     [
         ("a.jsonl.gz", '{"a": "', b"a", "line 1: this line", 120),
         ("a.jsonl.gz", '{"a": [', b"[],", "line 1: this line", 120),
@@ -186,7 +168,13 @@ print((peak_kib() - before) // 1024)
     ],
 )
 def test_what_unpacks_to_hundreds_of_megabytes_is_refused_in_bounded_memory(
-    name: str, start: str, filler: bytes, what: str, most_mib: int, tmp_path: Path
+    name: str,
+    start: str,
+    filler: bytes,
+    what: str,
+    most_megabytes: int,
+    tmp_path: Path,
+    refusal_and_megabytes: Callable[[Path], tuple[str, int]],
 ) -> None:
     path, packer = tmp_path / name, zlib.compressobj(6, zlib.DEFLATED, 31)
     with path.open("wb") as file:
@@ -195,10 +183,9 @@ def test_what_unpacks_to_hundreds_of_megabytes_is_refused_in_bounded_memory(
             file.write(packer.compress(filler * 2**20))
         file.write(packer.flush())
     assert path.stat().st_size < 2**20
-    done = subprocess.run([sys.executable, "-c", PEAK, str(path)], capture_output=True, text=True, check=True)
-    refusal, mib = done.stdout.splitlines()
+    refusal, megabytes = refusal_and_megabytes(path)
     assert refusal == f"{path}: {what} is longer than 33,554,432 bytes; rows of at most that size were expected"
-    assert int(mib) < most_mib, name
+    assert megabytes < most_megabytes, name
 
 
 @pytest.mark.parametrize(

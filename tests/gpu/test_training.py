@@ -152,6 +152,7 @@ def test_activation_checkpointing_gives_the_same_gradient() -> None:
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
+@pytest.mark.nightly  # in CI, tests/fake_cuda/on_device.py and tests/lm/test_compiled.py compile blocks
 def test_compiled_blocks_take_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.get_device_name().startswith("Fake"):
         monkeypatch.setattr(compiled, "BACKEND", "aot_eager")  # there is no Triton for it

@@ -89,7 +89,7 @@ _PLAIN = ("llama 3", "arcee", "qwen2")
 
 @pytest.fixture(
     scope="session",
-    params=[pytest.param(name, marks=pytest.mark.long) if name in _PLAIN else name for name in DECODERS],
+    params=[pytest.param(name, marks=pytest.mark.nightly) if name in _PLAIN else name for name in DECODERS],
 )
 def decoder(request: pytest.FixtureRequest) -> LanguageModel:
     """Each of them in turn, with random weights, a context of 40 tokens and a vocabulary of 12."""

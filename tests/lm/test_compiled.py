@@ -58,7 +58,7 @@ def passed(model: LanguageModel, length: int) -> dict[str, Tensor]:
     ("name", "dropout", "recompute", "num_graphs"),
     [
         ("llama", 0.1, False, 2),
-        pytest.param("mistral", 0.0, True, 2, marks=pytest.mark.long),
+        pytest.param("mistral", 0.0, True, 2, marks=pytest.mark.nightly),
         pytest.param("gpt2", 0.1, True, 2, marks=pytest.mark.long),
     ],
 )

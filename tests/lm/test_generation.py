@@ -24,6 +24,7 @@ from lm.model import LanguageModel
 from lm.native import operators
 from lm.sampling import Choice, token_logprobs
 from tests.lm.conftest import DECODERS, small_decoder
+from tests.tiers import in_ci
 
 END = 3
 
@@ -78,7 +79,7 @@ def sample(
 CHOICES = [Choice(), Choice(0.7), Choice(0), Choice(1.3, top_k=4), Choice(1, top_p=0.6), Choice(2, top_k=6, top_p=0.8)]
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("choice", in_ci(CHOICES, [CHOICES[0], CHOICES[2], CHOICES[5]]), ids=str)
 def test_generation_equals_its_naive_twin(decoder: LanguageModel, choice: Choice) -> None:
     found = sample(decoder, choice=choice)
     expected = [naive(decoder, tuple(p), 14, choice, s) for p, s in zip(PROMPTS, SEEDS, strict=True)]
@@ -86,7 +87,7 @@ def test_generation_equals_its_naive_twin(decoder: LanguageModel, choice: Choice
     assert found.finished == [finished for _, finished in expected]
 
 
-@pytest.mark.parametrize("max_rows", [1, 3, *(pytest.param(rows, marks=pytest.mark.nightly) for rows in (2, 5))])
+@pytest.mark.parametrize("max_rows", in_ci([1, 2, 3, 5], [3]))
 def test_waiting_sequences_enter_and_get_what_they_would_alone(decoder: LanguageModel, max_rows: int) -> None:
     prompts, seeds = PROMPTS * 3, range(40, 58)
     found = sample(decoder, prompts, seeds, max_rows=max_rows)
@@ -162,7 +163,7 @@ def test_streams_that_take_turns_give_what_each_prompt_gets_alone(decoder: Langu
         next(stream(decoder, [], max_new_tokens=1, end_ids=[END], choice=Choice(), seed=0))
 
 
-@pytest.mark.parametrize("max_rows", [4, 128])
+@pytest.mark.parametrize("max_rows", in_ci([4, 128], [4]))
 @pytest.mark.parametrize("places", [[0, 0, 0, 1, 1, 1, 5, 5, 5, 2], [1, 5, 1, 2, 5, 1, 1, 5, 0, 1]], ids=str)
 def test_samples_of_one_prompt_are_what_each_would_be_alone(
     decoder: LanguageModel, places: list[int], max_rows: int
@@ -175,7 +176,7 @@ def test_samples_of_one_prompt_are_what_each_would_be_alone(
 
 
 @pytest.mark.parametrize("steps", ["eager", "fixed"])
-@pytest.mark.parametrize("max_rows", [3, 128])
+@pytest.mark.parametrize("max_rows", in_ci([3, 128], [3]))
 def test_what_is_done_for_gpus_gives_the_same_samples(
     decoder: LanguageModel, steps: StepKind, max_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,10 +63,9 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["gpu_kernels", "gpu_layers", "gpu_attention"])
-def test_the_triton_kernels_pass_their_tests_in_the_interpreter(name: str) -> None:
-    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/lm/native/{name}.py")
-    done = run(*tests, TRITON_INTERPRET="1")
+def test_the_triton_kernels_pass_their_tests_in_the_interpreter() -> None:
+    tests = [f"tests/lm/native/{name}.py" for name in ("gpu_kernels", "gpu_layers", "gpu_attention")]
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     assert "skipped" not in done.stdout.splitlines()[-1], done.stdout[-4000:]
 

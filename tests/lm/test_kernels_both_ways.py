@@ -35,11 +35,14 @@ def other_ways() -> dict[str, str]:
 
 
 def variants() -> list[Any]:
-    """CI takes the way in which the products are other code, without the tests of whole steps; the rest is nightly."""
+    """CI takes the way in which the products are other code, without the tests of whole steps; the rest is nightly.
+
+    The compiler takes half as long without most optimisations, and as long as all these tests with them.
+    """
     found = []
     for name, flags in other_ways().items():
         if "matrix unit" in name:
-            found.append(pytest.param(flags, TESTS[:2], id=f"{name}, products"))
+            found.append(pytest.param(f"{flags} -O1", TESTS[:2], id=f"{name}, products"))
         found.append(pytest.param(flags, TESTS, id=name, marks=pytest.mark.nightly))
     return found
 

@@ -94,7 +94,8 @@ def test_it_continues_and_scores_a_sentence(
     assert score("The train pulled into the station.") > score("The peanut pulled into the station.") + 3
 
 
-@pytest.mark.parametrize("kind", [pytest.param("f16", marks=pytest.mark.nightly), "q8_0"])
+@pytest.mark.nightly  # in CI, tests/lm/test_gguf.py has every kind, and test_training.py this model in fp32
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
 def test_a_written_file_is_read_by_transformers(short_smollm2: Path, tmp_path: Path, kind: str) -> None:
     tokenizer = Tokenizer.load(short_smollm2)
     path = tmp_path / "short.gguf"
@@ -111,6 +112,7 @@ def test_a_written_file_is_read_by_transformers(short_smollm2: Path, tmp_path: P
     assert float((ours_BTV - theirs_BTV).abs().max()) < tolerance * largest
 
 
+@pytest.mark.nightly  # in CI, test_training.py starts from a file that was written, and reads its tokenizer
 def test_a_written_file_has_the_tokens_that_the_first_file_had(
     short_smollm2: Path, gguf_file: Path, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from reward.config import RankingsConfig, RewardConfig
 from reward.prepared import ARRAYS, PreparedRankings, ranking_parts, read_judgments, split_of
 from training.config import BatchConfig, OptimizerConfig
 from training.data import DataConfig
-from training.tokens import CHUNK_TEXTS, write_arrays
+from training.tokens import write_arrays
 
 SEED, CONTEXT = 7, 400
 
@@ -127,6 +127,15 @@ def test_a_rank_gets_no_texts_and_keeps_no_tokens(prepared: PreparedRankings) ->
     assert kept < 1000 * len(sequences)
 
 
+KEPT, CHUNK = 128, 128  # instead of thousands
+
+
+def keep_and_write_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer rows fill what is kept in memory while a file is read, and what is written at once."""
+    monkeypatch.setattr(merging, "RECENT_TASKS", KEPT)
+    monkeypatch.setattr(training.tokens.chunks, "__defaults__", (CHUNK,))
+
+
 def write_pairs(path: Path, number: int) -> RewardConfig:
     with path.open("w") as file:
         for row in range(number):
@@ -141,7 +150,8 @@ def write_pairs(path: Path, number: int) -> RewardConfig:
 
 def test_pairs_are_read_once(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This includes pairs that were put aside while later rows were read. Their order is kept."""
-    number, read = RECENT_TASKS + 2 * CHUNK_TEXTS, list[str]()
+    keep_and_write_less(monkeypatch)
+    number, read = KEPT + 2 * CHUNK, list[str]()
     config, of_source = write_pairs(tmp_path / "pairs.jsonl", number), training.data.read_source
 
     def noted(*args: Any, **options: Any) -> Iterator[Any]:
@@ -159,8 +169,8 @@ def test_pairs_are_read_once(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: 
     prepared = PreparedRankings(tmp_path / "tokens", config)
     assert sum(prepared.counts().values()) == len(prepared.split.train) + len(prepared.split.heldout) == number
     assert len(read) == 2 * number
-    resumed = list(ranking_parts(tokenizer, config, SEED, CONTEXT, CHUNK_TEXTS))
-    assert sum(part.num_rows for part in resumed) == number - CHUNK_TEXTS
+    resumed = list(ranking_parts(tokenizer, config, SEED, CONTEXT, CHUNK))
+    assert sum(part.num_rows for part in resumed) == number - CHUNK
     assert not any("warnings" in part.arrays for part in resumed), "they were written with the first tasks"
 
 
@@ -190,8 +200,8 @@ def test_memory_of_pairs_grows_by_little_per_pair(
         assert sum(counts.values()) == number
         return highest
 
-    monkeypatch.setattr(merging, "RECENT_TASKS", 256)
+    keep_and_write_less(monkeypatch)
     peak(10)  # what is imported or made once
     # In both, what is kept or written at once is full.
-    few, many = peak(2 * CHUNK_TEXTS), peak(4 * CHUNK_TEXTS)
-    assert (many - few) / (2 * CHUNK_TEXTS) < 1_500
+    few, many = peak(4 * CHUNK), peak(12 * CHUNK)
+    assert (many - few) / (8 * CHUNK) < 1_500

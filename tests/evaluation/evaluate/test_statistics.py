@@ -366,7 +366,8 @@ def test_intervals_over_clusters_cover_and_those_over_items_do_not(binary: bool)
     assert covered_by_items / 400 < 0.75
 
 
-def test_paired_tests_over_clusters_reject_a_true_null_at_their_level() -> None:
+def test_paired_tests_over_clusters_reject_a_true_null_at_their_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evaluation.statistics.significance.NUM_PERMUTATIONS", 1_000)
     generator = np.random.default_rng(4)
     items = items_of(120, per_cluster=6)
     rejected = 0

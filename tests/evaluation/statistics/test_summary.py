@@ -183,9 +183,10 @@ def _chances(lead: float) -> list[float]:
     return [0.8 - win, 0.2, win]
 
 
-def test_interval_p_and_verdict_agree_in_every_pair_and_category():
+def test_interval_p_and_verdict_agree_in_every_pair_and_category(monkeypatch):
     """With Holm's correction for up to six pairs, and three categories of each. For two policies, the ratings agree
     too."""
+    monkeypatch.setattr("evaluation.statistics.significance.NUM_PERMUTATIONS", 1_000)
     num_taken_back = 0
     for world in range(60):
         summary = summarise(judged(np.random.default_rng(world)), seed=0)

@@ -14,17 +14,50 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cluster.config import ClusterConfig
+from cluster.connection import connect, disconnect
 from cluster.processes import free_port
 from files.atomic import write_json
+from heed.jobs import pipeline, recovery, replay
 
 ROOT = Path(__file__).parents[3]
 DEBUG_JOB = ROOT / "configs" / "jobs" / "debug.toml"
 MARK = "HEED_TEST_PROCESS"
 # Checkpoints every few steps, so that every stage resumes in its middle; dropout, so that random draws resume too.
 OVERRIDES = ("pretrain.save_every_steps=5", "reward.save_every_steps=2", "pretrain.dropout=0.1", "reward.dropout=0.1")
+
+
+@pytest.fixture(scope="module")
+def one_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One Ray, and one worker, for all jobs that a file runs in this process: a worker starts longer than they run.
+
+    Jobs of other sizes, or with other settings of the cluster, have workers of their own.
+    """
+    own = recovery.Workers
+    shared = own((1,), tmp_path_factory.mktemp("workers"), ClusterConfig(cpu_threads=1))
+    give_back = shared.close
+
+    def workers_of(sizes: Any, folder: Path, config: ClusterConfig, extra: int = 0, models: Any = ()) -> Any:
+        if (tuple(sizes), config, extra, *models) == ((1,), shared.config, 0):
+            return shared
+        give_back()
+        return own(sizes, folder, config, extra, models)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        patch.setenv("no_proxy", "127.0.0.1")
+        patch.setattr(recovery, "disconnect", lambda: None)
+        patch.setattr(shared, "close", lambda: None)
+        for module in (pipeline, replay):
+            patch.setattr(module, "Workers", workers_of)
+        connect(1)
+        yield
+        give_back()
+        disconnect()
 
 
 def processes_of(mark: str) -> list[int]:

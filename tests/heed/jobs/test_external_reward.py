@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import tomli_w
 
-from cluster.connection import connect, disconnect
 from heed.cli import main
-from heed.jobs import recovery
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
 from heed.jobs.submission import named_paths
 from ppo.rollout_log import NUM_FOLLOWED
 from reward.external import RewardFunction
+from tests.rows import jsonl
 from tests.serving import serving
 from training.metrics import read_metrics
 
@@ -33,16 +32,7 @@ SMALL = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _workers() -> Iterator[None]:
-    """One Ray for all jobs of this file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        patch.setenv("no_proxy", "127.0.0.1")
-        patch.setattr(recovery, "disconnect", lambda: None)
-        connect(1)
-        yield
-        disconnect()
+pytestmark = pytest.mark.usefixtures("one_ray")
 
 
 @pytest.mark.long
@@ -111,9 +101,9 @@ def function_reward(name: str) -> dict[str, str]:
 def ppo_job(tmp_path: Path, model_folder: Path, **changes: Any) -> Path:
     """PPO alone, from a model directory and a file of prompts."""
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"Where is {i}?"}) + "\n" for i in range(16)))
+    prompts.write_text(jsonl({"prompt": f"Where is {i}?"} for i in range(16)))
     values = tomllib.loads((JOBS / "debug.toml").read_text())
-    kept = {key: values[key] for key in ("name", "engine")}
+    kept = {key: values[key] for key in ("name", "engine", "cluster")}
     start = {"init_from": str(model_folder), "prompts": {"source": str(prompts)}, "num_iterations": 1}
     values["ppo"].pop("ptx")
     path = tmp_path / "job.toml"
@@ -215,14 +205,14 @@ def test_a_damaged_model_and_a_missing_file_are_named(tmp_path: Path, model_fold
     with pytest.raises(ValueError, match=rf"^{path}: incomplete or damaged: .*; write or download it again$"):
         run_job(load_job(file), tmp_path / "runs")
     with pytest.raises(
-        ValueError, match=r"job\.toml:16: ppo\.prompts\.source: nofile\.jsonl: no such file in /.*, where relative"
+        ValueError, match=r"job\.toml:19: ppo\.prompts\.source: nofile\.jsonl: no such file in /.*, where relative"
     ):
         run_job(load_job(file, ["ppo.prompts.source=nofile.jsonl"]), tmp_path / "runs")
 
 
 def test_a_function_that_is_not_there_is_named_before_anything_runs(tmp_path: Path, model_folder: Path) -> None:
-    job = load_job(ppo_job(tmp_path, model_folder, reward=function_reward("heed.worlds.rewards:silver")))
-    with pytest.raises(ValueError, match=r"heed.worlds.rewards has no function 'silver'"):
+    job = load_job(ppo_job(tmp_path, model_folder, reward=function_reward("heed.worlds.gold:silver")))
+    with pytest.raises(ValueError, match=r"heed.worlds.gold has no function 'silver'"):
         run_job(job, tmp_path / "runs")
 
 
@@ -258,4 +248,4 @@ def test_a_function_in_a_file_is_shipped() -> None:
         return dict(named_paths(job.model_copy(update={"ppo": ppo}))).get("ppo.reward.function")
 
     assert named("my/rewards.py:score") == "my/rewards.py"
-    assert named("heed.worlds.rewards:gold") is None
+    assert named("heed.worlds.gold:gold") is None

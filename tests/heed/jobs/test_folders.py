@@ -103,6 +103,7 @@ def test_a_run_in_which_nothing_has_changed_does_not_start_ray(finished: Folder)
     assert finished.ray_sessions == before
 
 
+@pytest.mark.nightly  # in CI, cluster/test_connect.py has such a Ray, and the last test a run that fails
 def test_where_ray_does_not_start_the_earlier_result_stays(finished: Folder, tmp_path: Path) -> None:
     model = finished.path / "runs/shop/ppo/model/model.safetensors"
     before = model.read_bytes()

@@ -107,11 +107,13 @@ def by_adapters(
     return job, folder / "whole" / job.stem
 
 
+@pytest.mark.nightly  # in CI, real/test_training.py has adapters in three stages, and test_splits.py in the loop of all
 def test_every_stage_trains_adapters(by_adapters: tuple[Path, Path]) -> None:
     _, whole = by_adapters
     for stage in ("sft", "reward", "dpo", "ppo"):
         assert all("lora_" in name or name.endswith(("score.weight", "bias")) for name in saved(whole / stage)), stage
     check_rejection(whole)
+    assert list(json.loads((whole / "rejection" / "lineage.json").read_text())["parents"]) == ["sft", "reward"]
     assert rows(whole / "ppo" / "metrics.jsonl")[0]["kl_nats"] == pytest.approx(0, abs=0.05)
     report = (whole / "report.html").read_text(encoding="utf-8")
     for rank, alpha in ((3, 6), (4, 8), (16, 32), (2, 4)):
@@ -158,13 +160,15 @@ without = ["pretrain", "sft", "collect", "reward", "dpo", "ppo", "compare", "mod
 init_from = "{parents}/sft/model"
 reward_from = "{parents}/reward/model"
 prompts = {{ source = "world:ppo_prompts" }}
-num_samples = 2
+num_samples = 3
 max_new_tokens = 96
 seq_len = 100
+heldout_share = 0.2
 batch = {{ batch_size = 4, micro_batch_size = 2 }}
 optimizer = {{ learning_rate = 1e-3 }}
 dropout = 0.1
 save_every_steps = 2
+evaluate_every_steps = 5
 """,
     "classify": """
 base = "{jobs}/classify.toml"
@@ -207,6 +211,8 @@ def test_a_rank_that_is_killed_changes_no_file_of_the_stage(
         os.kill(worker, signal.SIGKILL)
     assert command.wait() == 0, command.output
     assert command.output.count("was lost") == 2, command.output
+    if stage == "rejection":
+        check_rejection(calm.parent)
     outputs = {"rejection": ("best.jsonl", "model/model.safetensors"), "classify": ("model/model.safetensors",)}
     for name in outputs[stage]:
         assert (killed / name).read_bytes() == (calm / name).read_bytes(), name
@@ -243,8 +249,6 @@ def check_rejection(run: Path) -> None:
     assert trained["heldout_loss"] < trained["heldout_loss_before"]
     assert json.loads((run / "report.json").read_text())["rejection"]["chosen"] == chosen
     assert "Samples that reached max_new_tokens" in (run / "report.html").read_text(encoding="utf-8")
-    lineage = json.loads((run / "rejection" / "lineage.json").read_text())
-    assert list(lineage["parents"]) == ["sft", "reward"]
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

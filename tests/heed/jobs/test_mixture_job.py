@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from lm.weights import CONFIG
-from tests.tiers import in_ci
 from training.metrics import read_metrics
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
@@ -58,18 +57,40 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("algorithm", in_ci(ALGORITHMS, ["GRPO with adapters"]))
+def job_of(folder: Path, algorithm: str) -> Path:
+    job = folder / "mixture.toml"
+    without, ppo = ALGORITHMS[algorithm]
+    job.write_text(JOB.format(base=DEBUG_JOB, without=without, ppo=ppo), encoding="utf-8")
+    return job
+
+
+def check_whole(run: Path) -> None:
+    for stage in ("sft", "reward", "ppo"):
+        assert json.loads((run / stage / "model" / CONFIG).read_text())["model_type"] == "qwen3_moe", stage
+    for line in read_metrics(run / "ppo" / "metrics.jsonl"):
+        assert 0 <= line["routes_changed"] <= line["routes_changed_worst_layer"] < 0.5
+
+
+def test_every_stage_trains_a_mixture(heed: Callable[..., Any], tmp_path: Path) -> None:
+    whole = heed(
+        "run", str(job_of(tmp_path, "GRPO with adapters")), "--runs", str(tmp_path), "--set", "ppo.num_iterations=2"
+    )
+    assert whole.wait(500) == 0, whole.output
+    check_whole(tmp_path / "mixture")
+
+
+@pytest.mark.nightly  # in CI, test_kill.py kills each kind of stage, and test_splits.py has this mixture's updates
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_killed_job_of_a_mixture_ends_with_the_same_bits(
     algorithm: str,
     heed: Callable[..., Any],
     num_steps: Callable[[Path], int],
     tmp_path: Path,
 ) -> None:
-    job = tmp_path / "mixture.toml"
-    without, ppo = ALGORITHMS[algorithm]
-    job.write_text(JOB.format(base=DEBUG_JOB, without=without, ppo=ppo), encoding="utf-8")
+    job = job_of(tmp_path, algorithm)
     whole = heed("run", str(job), "--runs", str(tmp_path / "whole"))
     assert whole.wait(500) == 0, whole.output
+    check_whole(tmp_path / "whole" / "mixture")
     killed = heed("run", str(job), "--runs", str(tmp_path / "killed"))
     while num_steps(tmp_path / "killed" / "mixture" / "ppo") < 2:
         assert killed.process.poll() is None, killed.output
@@ -80,7 +101,6 @@ def test_a_killed_job_of_a_mixture_ends_with_the_same_bits(
     for stage in ("sft", "reward", "ppo"):
         models = [tmp_path / name / "mixture" / stage / "model" for name in ("killed", "whole")]
         assert models[0].joinpath(WEIGHTS).read_bytes() == models[1].joinpath(WEIGHTS).read_bytes(), stage
-        assert json.loads((models[1] / CONFIG).read_text())["model_type"] == "qwen3_moe", stage
     metrics, again_metrics = (
         read_metrics(tmp_path / name / "mixture" / "ppo" / "metrics.jsonl") for name in ("whole", "killed")
     )
@@ -89,4 +109,3 @@ def test_a_killed_job_of_a_mixture_ends_with_the_same_bits(
             other["routes_changed"],
             other["sampler_difference"],
         )
-        assert 0 <= line["routes_changed"] <= line["routes_changed_worst_layer"] < 0.5

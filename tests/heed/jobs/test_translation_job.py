@@ -17,6 +17,7 @@ SIZES = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_it_translates_its_heldout_sentences(
     heed: Callable[..., HeedCommand], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from research.chaos.local_cluster import HEAD, LocalCluster, Network, host_names, is_alive, kill_process, why_no_network
 
-pytestmark = pytest.mark.long
+# In CI, the tests of lost nodes and workers are on such a cluster: a fault of it fails them.
+pytestmark = pytest.mark.nightly
 
 WHY_NOT = why_no_network()
 needs_network = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -58,9 +59,7 @@ def test_a_network_leaves_no_namespace_behind_even_if_it_cannot_be_made() -> Non
     assert not namespaces()
 
 
-@pytest.fixture(
-    scope="module", params=["loopback", pytest.param("network", marks=[needs_network, pytest.mark.nightly])]
-)
+@pytest.fixture(scope="module", params=["loopback", pytest.param("network", marks=needs_network)])
 def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     if request.param == "loopback":
         with LocalCluster(2, 1) as cluster:
