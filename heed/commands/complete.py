@@ -39,23 +39,28 @@ NUM_WORDS = 5  # per mask
 LN_10 = math.log(10)
 
 
+Model = Annotated[
+    str, typer.Argument(help="A model directory, such as runs/demo/pretrain/model, a .gguf file, or a hub id.")
+]
+TextOrDash = Annotated[
+    str, typer.Argument(help="The text; - (or nothing) reads standard input, without its last line end.")
+]
+Length = Annotated[
+    int, typer.Option(min=0, help="Maximum length of a continuation, in tokens; 0 only scores, with --logprobs.")
+]
+
+
 def complete(
     context: typer.Context,
-    model: Annotated[
-        str, typer.Argument(help="A model directory, such as runs/demo/pretrain/model, a .gguf file, or a hub id.")
-    ],
-    text: Annotated[
-        str, typer.Argument(help="The text; - (or nothing) reads standard input, without its last line end.")
-    ] = "-",
+    model: Model,
+    text: TextOrDash = "-",
     greedy: Greedy = False,
     beams: Beams = 0,
     temperature: Temperature = 1.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     samples: Annotated[int, typer.Option(min=1, help="Number of continuations to sample.")] = 1,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=0, help="Maximum length of a continuation, in tokens; 0 only scores, with --logprobs.")
-    ] = 128,
+    max_new_tokens: Length = 128,
     seed: Annotated[int, typer.Option(min=0, help="Seed for sampling.")] = 0,
     logprobs: Annotated[
         bool, typer.Option("--logprobs", help="Show each token's log-probability, and the joint probability.")
@@ -86,11 +91,7 @@ def complete(
         raise ValueError(
             "--max-new-tokens 0 writes nothing; only --logprobs was expected with it, which scores the text"
         )
-    if text == "-":
-        if sys.stdin.isatty():
-            console.print("type the text; Ctrl-D on a line of its own ends it")
-        text = sys.stdin.read().removesuffix("\n")
-    asked = Asked.of(model, text, has_weights=not tokens)
+    asked = Asked.of(model, _typed_text() if text == "-" else text, has_weights=not tokens)
     if tokens:
         show_tokens(asked)
     elif asked.purpose == "masked":
@@ -102,6 +103,12 @@ def complete(
         fill_in(asked)
     else:
         write(asked, choice, beams, samples, max_new_tokens, seed, logprobs)
+
+
+def _typed_text() -> str:
+    if sys.stdin.isatty():
+        console.print("type the text; Ctrl-D on a line of its own ends it")
+    return sys.stdin.read().removesuffix("\n")
 
 
 @dataclass(frozen=True)
@@ -161,9 +168,6 @@ def write(
     asked: Asked, choice: "Choice", beams: int, num_samples: int, max_new_tokens: int, seed: int, logprobs: bool
 ) -> None:
     """Prints continuations of the text, or an encoder-decoder's outputs for it."""
-    from files.hashes import derive_seed
-    from lm.generation import generate, never, prompts_and_sources
-    from lm.search import beam_search
     from lm.weights import load_writer, read_config
 
     is_decoder, most = asked.purpose == "language", read_config(asked.folder, asked.purpose)[0].max_position_embeddings
@@ -183,34 +187,49 @@ def write(
         show_logprobs(asked, model, [])
         return
     printed = _Printed(asked)
-    start_id, end_ids = asked.tokenizer.target_start_id, asked.tokenizer.end_ids
-    if beams:
-        hypotheses = beam_search(
-            model, asked.read, num_beams=beams, max_new_tokens=max_new_tokens, start_id=start_id, end_ids=end_ids
-        )
-        titles = [f"score {one.score:.4f}, log p {one.logprob:.4f}" for one in hypotheses]
-        responses = [one.response for one in hypotheses]
-    else:
-        prompts, sources = prompts_and_sources(model, [asked.read] * num_samples, start_id)
-        seeds = [derive_seed(seed, "complete", number) for number in range(num_samples)]
-        stop = printed.stream if num_samples == 1 and sys.stdout.isatty() else never
-        found = generate(
-            model,
-            prompts,
-            sources=sources,
-            max_new_tokens=max_new_tokens,
-            end_ids=end_ids,
-            choice=choice,
-            seeds=seeds,
-            stop=stop,
-        )
-        titles, responses = [f"sample {number}" for number in range(1, num_samples + 1)], found.responses
+    titles, responses = _written(asked, model, choice, beams, num_samples, max_new_tokens, seed, printed)
     for place, (title, response) in enumerate(zip(titles, responses, strict=True)):
         if beams or num_samples > 1:
             print(f"--- {title}")
         printed.whole(response)
         if logprobs:
             show_logprobs(asked, model, response, has_text=place == 0)
+
+
+def _written(
+    asked: Asked,
+    model: "LanguageModel | EncoderDecoder",
+    choice: "Choice",
+    beams: int,
+    num_samples: int,
+    max_new_tokens: int,
+    seed: int,
+    printed: "_Printed",
+) -> tuple[list[str], list[list[int]]]:
+    """Returns a title and the tokens of each response: the best sequences of a beam search, or samples."""
+    from files.hashes import derive_seed
+    from lm.generation import generate, never, prompts_and_sources
+    from lm.search import beam_search
+
+    start_id, end_ids = asked.tokenizer.target_start_id, asked.tokenizer.end_ids
+    if beams:
+        hypotheses = beam_search(
+            model, asked.read, num_beams=beams, max_new_tokens=max_new_tokens, start_id=start_id, end_ids=end_ids
+        )
+        titles = [f"score {one.score:.4f}, log p {one.logprob:.4f}" for one in hypotheses]
+        return titles, [one.response for one in hypotheses]
+    prompts, sources = prompts_and_sources(model, [asked.read] * num_samples, start_id)
+    found = generate(
+        model,
+        prompts,
+        sources=sources,
+        max_new_tokens=max_new_tokens,
+        end_ids=end_ids,
+        choice=choice,
+        seeds=[derive_seed(seed, "complete", number) for number in range(num_samples)],
+        stop=printed.stream if num_samples == 1 and sys.stdout.isatty() else never,
+    )
+    return [f"sample {number}" for number in range(1, num_samples + 1)], found.responses
 
 
 class _Printed:
