@@ -21,6 +21,7 @@ from lm.weights import load_model, save_model
 from sft.demonstrations import Limit, demonstration_parts, split_pair
 from sft.stage import SFTConfig, policy_source, train
 from tests.lm.vocabularies import unigram
+from tests.rows import jsonl
 from tests.token_files import sft_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
@@ -36,7 +37,7 @@ CONFIG = ModelConfig(
 
 
 def write_data(path: Path, pairs: list[tuple[str, str]]) -> tuple[DataConfig, ...]:
-    path.write_text("".join(json.dumps({"prompt": prompt, "completion": answer}) + "\n" for prompt, answer in pairs))
+    path.write_text(jsonl({"prompt": prompt, "completion": answer} for prompt, answer in pairs))
     return (DataConfig(source=str(path)),)
 
 

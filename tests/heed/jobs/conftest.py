@@ -17,14 +17,28 @@ from pathlib import Path
 
 import pytest
 
+from cluster.connection import connect, disconnect
 from cluster.processes import free_port
 from files.atomic import write_json
+from heed.jobs import recovery
 
 ROOT = Path(__file__).parents[3]
 DEBUG_JOB = ROOT / "configs" / "jobs" / "debug.toml"
 MARK = "HEED_TEST_PROCESS"
 # Checkpoints every few steps, so that every stage resumes in its middle; dropout, so that random draws resume too.
 OVERRIDES = ("pretrain.save_every_steps=5", "reward.save_every_steps=2", "pretrain.dropout=0.1", "reward.dropout=0.1")
+
+
+@pytest.fixture(scope="module")
+def one_ray() -> Iterator[None]:
+    """One Ray for all jobs that a file runs in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        patch.setenv("no_proxy", "127.0.0.1")
+        patch.setattr(recovery, "disconnect", lambda: None)
+        connect(1)
+        yield
+        disconnect()
 
 
 def processes_of(mark: str) -> list[int]:

@@ -4,33 +4,24 @@ import json
 import random
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 
-from cluster.connection import connect, disconnect
 from heed.cli import main
-from heed.jobs import recovery
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
 from heed.worlds.corpus import DRAWN, draw_rows
 from heed.worlds.grammar import TAG_OF, parse_sentence
 from lm.weights import purpose_of
+from tests.rows import jsonl
 
 JOBS = Path(__file__).parents[3] / "configs" / "jobs"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _ray_stays() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        patch.setattr(recovery, "disconnect", lambda: None)
-        connect(1)
-        yield
-    disconnect()
+pytestmark = pytest.mark.usefixtures("one_ray")
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +86,7 @@ def test_a_mistake_in_the_data_ends_the_run_before_training(
         "span": {"id": "p", "question": "?", "context": "x", "answers": []},
     }
     path = tmp_path / "bad.jsonl"
-    path.write_text("".join(json.dumps(value) + "\n" for value in (good[task], row)))
+    path.write_text(jsonl((good[task], row)))
     source = f"[{{ source = '{path}' }}]"
     start = [f"classify.init_from={pretrained / 'pretrain' / 'model'}", "pretrain=none", f"classify.task={task}"]
     job = load_job(JOBS / "classify.toml", [*start, f"classify.data={source}", f"classify.heldout={source}", *settings])
@@ -108,7 +99,7 @@ def test_a_mistake_in_the_data_ends_the_run_before_training(
 def test_a_heldout_label_that_training_lacks_is_named(pretrained: Path, tmp_path: Path) -> None:
     for name, labels in (("train", "ab"), ("heldout", "ac")):
         rows = [{"text": "x", "label": label} for label in labels]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / f"{name}.jsonl").write_text(jsonl(rows))
     start = [f"classify.init_from={pretrained / 'pretrain' / 'model'}", "pretrain=none"]
     sources = [
         f"classify.{field}=[{{ source = '{tmp_path / name}.jsonl' }}]"
@@ -122,7 +113,7 @@ def test_a_heldout_label_that_training_lacks_is_named(pretrained: Path, tmp_path
 
 def test_rows_that_are_all_too_long_end_the_run_before_pretraining(tmp_path: Path) -> None:
     path = tmp_path / "long.jsonl"
-    path.write_text("".join(json.dumps({"text": "x " * 200, "label": label}) + "\n" for label in "ab"))
+    path.write_text(jsonl({"text": "x " * 200, "label": label} for label in "ab"))
     source = f"[{{ source = '{path}' }}]"
     settings = [f"classify.data={source}", f"classify.heldout={source}", "classify.on_overlong=skip"]
     with pytest.raises(ValueError, match=r"classify.data: no example is left \(2 of 2 too long: 2 skipped\)"):

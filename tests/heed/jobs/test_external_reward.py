@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import tomli_w
 
-from cluster.connection import connect, disconnect
 from heed.cli import main
-from heed.jobs import recovery
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
 from heed.jobs.submission import named_paths
 from ppo.rollout_log import NUM_FOLLOWED
 from reward.external import RewardFunction
+from tests.rows import jsonl
 from tests.serving import serving
 from training.metrics import read_metrics
 
@@ -33,16 +32,7 @@ SMALL = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _workers() -> Iterator[None]:
-    """One Ray for all jobs of this file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        patch.setenv("no_proxy", "127.0.0.1")
-        patch.setattr(recovery, "disconnect", lambda: None)
-        connect(1)
-        yield
-        disconnect()
+pytestmark = pytest.mark.usefixtures("one_ray")
 
 
 @pytest.mark.long
@@ -111,7 +101,7 @@ def function_reward(name: str) -> dict[str, str]:
 def ppo_job(tmp_path: Path, model_folder: Path, **changes: Any) -> Path:
     """PPO alone, from a model directory and a file of prompts."""
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"Where is {i}?"}) + "\n" for i in range(16)))
+    prompts.write_text(jsonl({"prompt": f"Where is {i}?"} for i in range(16)))
     values = tomllib.loads((JOBS / "debug.toml").read_text())
     kept = {key: values[key] for key in ("name", "engine")}
     start = {"init_from": str(model_folder), "prompts": {"source": str(prompts)}, "num_iterations": 1}

@@ -9,8 +9,6 @@ import pytest
 import torch
 import transformers
 
-from cluster.connection import connect, disconnect
-from heed.jobs import recovery
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
 from lm.hub import model_directory
@@ -53,9 +51,8 @@ def job_without_model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.nightly
-def test_a_run_goes_on_from_a_published_model(
-    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("one_ray")
+def test_a_run_goes_on_from_a_published_model(published: Published, tmp_path: Path) -> None:
     source = published(pad_token=None, chat_template=None)
     (source / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     overrides = [
@@ -63,15 +60,9 @@ def test_a_run_goes_on_from_a_published_model(
         "pretrain.num_steps=0",
         "sft.seq_len=400",
     ]
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setattr(recovery, "disconnect", lambda: None)
-    connect(1)
-    try:
-        job = load_job(job_without_model(tmp_path), overrides)
-        for stage in ("pretrain", "sft"):
-            run_job(job, tmp_path / "runs", only=stage)
-    finally:
-        disconnect()
+    job = load_job(job_without_model(tmp_path), overrides)
+    for stage in ("pretrain", "sft"):
+        run_job(job, tmp_path / "runs", only=stage)
     run = tmp_path / "runs" / "debug"
     expected = load_language_model(source)
     taken = load_language_model(run / "pretrain" / "model")

@@ -2,16 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cluster.connection import connect, disconnect
 from evaluation.compare.judges import BY_RUBRIC, Asking, Judging, open_judges
 from evaluation.judges.judge import pairs_of
 from evaluation.verdicts import Response
-from heed.jobs import recovery
 from heed.jobs.job_file import load_job, open_world
 from heed.jobs.pipeline import run_job
 from heed.jobs.plan import Setting, make_plan
@@ -34,17 +31,12 @@ def judge(tmp_path_factory: pytest.TempPathFactory, tiny_config: ModelConfig, to
 
 
 @pytest.fixture
-def trained_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The judge of grader.toml at a small size. One Ray works for both jobs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        patch.setattr(recovery, "disconnect", lambda: None)
-        connect(1)
-        small = [change for change in SMALL if not change.startswith("ppo.")]
-        quick = ("sft.batch.batch_size=8", "sft.batch.micro_batch_size=8", "sft.optimizer.learning_rate=6e-3")
-        job = load_job(JOBS / "grader.toml", [*small, "world.num_graded=1500", *quick])
-        yield run_job(job, tmp_path_factory.mktemp("grader")) / "sft" / "model"
-        disconnect()
+def trained_judge(one_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ARG001
+    """The judge of grader.toml at a small size."""
+    small = [change for change in SMALL if not change.startswith("ppo.")]
+    quick = ("sft.batch.batch_size=8", "sft.batch.micro_batch_size=8", "sft.optimizer.learning_rate=6e-3")
+    job = load_job(JOBS / "grader.toml", [*small, "world.num_graded=1500", *quick])
+    return run_job(job, tmp_path_factory.mktemp("grader")) / "sft" / "model"
 
 
 def changes_for(judge: Path) -> list[str]:

@@ -24,7 +24,6 @@ import uvicorn
 
 from benchmarks.label_client import LabelClient, answer_in_turns
 from benchmarks.postgres_server import PostgresServer
-from cluster.connection import connect, disconnect
 from evaluation.compare.folder import CompareConfig
 from evaluation.judges.judge import ScoreJudge
 from evaluation.verdicts import Verdict
@@ -33,7 +32,6 @@ from files.records import as_json, read_record
 from heed import cli
 from heed.commands.jobs import submit
 from heed.jobs import loop as controller
-from heed.jobs import recovery
 from heed.jobs.job_file import load_job
 from heed.jobs.loop import run_loop, why_stopped
 from heed.jobs.plan import Setting, make_plan
@@ -362,14 +360,10 @@ def test_the_reward_judges_a_round_whether_the_job_trains_it_or_names_it(
 
 
 @pytest.fixture(scope="module")
-def one_ray() -> Iterator[None]:
+def one_ray(one_ray: None) -> Iterator[None]:  # noqa: ARG001
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        patch.setattr(recovery, "disconnect", lambda: None)
         patch.setattr(controller, "POLL_SECONDS", 0.05)
-        connect(1)
         yield
-        disconnect()
 
 
 LABELS, ROUNDS = 30, 2

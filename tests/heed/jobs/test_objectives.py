@@ -3,7 +3,6 @@ weight."""
 
 import json
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -11,8 +10,6 @@ from typing import Any
 import pytest
 import tomli_w
 
-from cluster.connection import connect, disconnect
-from heed.jobs import recovery
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import check_data, run_job
 from heed.jobs.plan import RANK, Setting, make_plan
@@ -23,6 +20,7 @@ from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from tests.models import load_scalar_model
+from tests.rows import jsonl
 from training.metrics import read_metrics
 
 JOBS = Path(__file__).parents[3] / "configs" / "jobs"
@@ -30,7 +28,7 @@ LOUD, CALM = "loud", "calm"
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> dict[str, str]:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(jsonl(rows))
     return {"source": str(path)}
 
 
@@ -74,16 +72,6 @@ def job_file(tmp_path: Path, model_folder: Path) -> Path:
     return tmp_path / "job.toml"
 
 
-@pytest.fixture
-def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One Ray for all jobs of a test."""
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setattr(recovery, "disconnect", lambda: None)
-    connect(1)
-    yield
-    disconnect()
-
-
 def end_of(run: Path) -> dict[str, float]:
     """Returns each objective's mean score in the last three iterations of PPO."""
     lines = read_metrics(run / "ppo" / "metrics.jsonl")[-3:]
@@ -91,7 +79,7 @@ def end_of(run: Path) -> dict[str, float]:
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("workers")
+@pytest.mark.usefixtures("one_ray")
 def test_the_weights_decide_which_objective_the_policy_climbs(tmp_path: Path, model_folder: Path) -> None:
     path = job_file(tmp_path, model_folder)
     run = run_job(load_job(path), tmp_path / "runs")

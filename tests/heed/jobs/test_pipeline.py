@@ -7,7 +7,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,9 @@ import pytest
 import torch
 import transformers
 
-from cluster.connection import connect, disconnect
 from evaluation.compare.folder import RESPONSES, VERDICTS
 from evaluation.verdicts import read_responses, read_verdicts
 from heed.cli import main
-from heed.jobs import recovery
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
 from heed.jobs.registry import BUILT_IN
@@ -53,19 +51,13 @@ def copied(finished_run: Path, tmp_path: Path) -> Path:
     return tmp_path / "debug"
 
 
-@pytest.fixture(scope="module")
-def _ray_stays() -> Iterator[None]:
-    """Ray is started once for all runs in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        patch.setattr(recovery, "disconnect", lambda: None)
-        connect(1)
-        yield
-        disconnect()
-
-
 @pytest.fixture
-def rerun(copied: Path, overrides: tuple[str, ...], capsys: pytest.CaptureFixture[str], _ray_stays: None) -> Rerun:
+def rerun(
+    copied: Path,
+    overrides: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    one_ray: None,  # noqa: ARG001
+) -> Rerun:
     """Runs the job again in this process; returns the stages that ran."""
 
     def call(*more: str, **options: str) -> list[str]:
@@ -234,7 +226,7 @@ def test_only_runs_one_stage(rerun: Rerun, copied: Path) -> None:
     assert not (copied / "ppo").exists()
 
 
-@pytest.mark.usefixtures("_ray_stays")
+@pytest.mark.usefixtures("one_ray")
 def test_only_says_which_parents_would_run_again(
     copied: Path, overrides: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -269,7 +261,7 @@ class Longest:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("_ray_stays")
+@pytest.mark.usefixtures("one_ray")
 def test_a_run_waits_for_the_people_who_judge(
     copied: Path, overrides: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

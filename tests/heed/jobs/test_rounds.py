@@ -2,16 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.connection import connect, disconnect
 from evaluation.compare.stage import _title as start_title
 from files.hashes import derive_seed
-from heed.jobs import recovery
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
 from heed.jobs.plan import Setting, make_plan
@@ -128,15 +125,6 @@ def test_a_policy_from_elsewhere_is_where_the_first_round_starts(tmp_path: Path)
 def test_rounds_that_could_not_learn_are_refused(base: Path, overrides: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         load_job(base, overrides)
-
-
-@pytest.fixture
-def one_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setattr(recovery, "disconnect", lambda: None)
-    connect(1)
-    yield
-    disconnect()
 
 
 @pytest.mark.nightly

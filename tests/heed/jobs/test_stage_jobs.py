@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -15,9 +14,7 @@ import tomli_w
 import torch
 
 from benchmarks.label_client import answer_in_turns
-from cluster.connection import connect, disconnect
 from files.hashes import derive_seed
-from heed.jobs import recovery
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import check_data, run_job
 from heed.jobs.replay import replay_response
@@ -34,6 +31,7 @@ from reward.sampling import SamplingSpec, sample_policy
 from tests.models import load_language_model
 from tests.ppo.test_people import Person
 from tests.preferences.page.conftest import Running
+from tests.rows import jsonl
 from training.data import DataConfig, read_prompts
 
 ROOT = Path(__file__).parents[3]
@@ -54,23 +52,12 @@ def job_of(tmp_path: Path, *stages: str, **changes: dict[str, Any]) -> Path:
 
 
 def rows(path: Path, values: list[dict[str, Any]]) -> dict[str, str]:
-    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    path.write_text(jsonl(values))
     return {"source": str(path)}
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[None]:
-    """One Ray for all jobs here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        patch.setattr(recovery, "disconnect", lambda: None)
-        connect(1)
-        yield
-    disconnect()
-
-
 @pytest.mark.long
-@pytest.mark.usefixtures("workers")
+@pytest.mark.usefixtures("one_ray")
 def test_stages_run_alone_from_directories(tmp_path: Path, model_folder: Path, encoder_folder: Path) -> None:
     """SFT from a model, a reward model on an encoder from a file of rankings, and PPO from both."""
     demonstrations = [{"prompt": f"Where is dog {i}?", "completion": "Far."} for i in range(24)]
@@ -117,7 +104,7 @@ def test_stages_run_alone_from_directories(tmp_path: Path, model_folder: Path, e
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("workers")
+@pytest.mark.usefixtures("one_ray")
 def test_kto_learns_from_the_ratings_of_scripted_labelers(tmp_path: Path) -> None:
     """The debug job, with the shipped job's labelers and loss."""
     shipped, debug = (tomllib.loads((DEBUG.parent / name).read_text()) for name in ("kto.toml", "debug.toml"))
@@ -144,7 +131,7 @@ def test_kto_learns_from_the_ratings_of_scripted_labelers(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("workers")
+@pytest.mark.usefixtures("one_ray")
 def test_a_student_of_half_the_width_learns_from_a_teacher_without_a_reward(finished_run: Path, tmp_path: Path) -> None:
     """The shipped job's settings at the debug job's size: no labels, no reward model; then a response again."""
     debug = tomllib.loads(DEBUG.read_text())
@@ -173,7 +160,7 @@ def test_a_student_of_half_the_width_learns_from_a_teacher_without_a_reward(fini
     assert [link.what.partition(",")[0] for link in chain if "teacher" in link.what] == ["a teacher"]
 
 
-@pytest.mark.usefixtures("workers")
+@pytest.mark.usefixtures("one_ray")
 def test_an_alarm_goes_back_to_the_initial_policy(
     finished_run: Path, overrides: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,7 +192,7 @@ def test_an_alarm_goes_back_to_the_initial_policy(
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("workers", "cheap_hashes")
+@pytest.mark.usefixtures("one_ray", "cheap_hashes")
 def test_people_ring_the_alarm_of_the_shipped_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shipped job's settings at the debug job's size. A labeler who prefers the initial policy answers all tasks on
     a real label server after each iteration.
@@ -268,7 +255,7 @@ def test_a_teacher_that_cannot_teach_is_refused_before_anything_runs(
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("workers")
+@pytest.mark.usefixtures("one_ray")
 def test_published_rankings_do_not_set_the_scale_of_scores(tmp_path: Path, model_folder: Path) -> None:
     """PPO's scores are in units of the starting policy's own samples, whatever a published file says."""
     demonstrations = rows(
@@ -307,7 +294,7 @@ def test_collected_rankings_set_the_scale_of_scores() -> None:
     assert was_measured(Run(load_job(DEBUG), Path(), None, None).of("ppo"))
 
 
-@pytest.mark.usefixtures("workers")
+@pytest.mark.usefixtures("one_ray")
 def test_a_reward_model_that_tells_nothing_apart_is_refused(
     tmp_path: Path, model_folder: Path, tokenizer: Tokenizer
 ) -> None:

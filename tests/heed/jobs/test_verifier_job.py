@@ -3,13 +3,11 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.connection import connect, disconnect
 from evaluation.compare.stage import start_of
 from heed.jobs import recovery
 from heed.jobs.job_file import load_job
@@ -22,23 +20,15 @@ from ppo.stage import preflight
 from reward.verifiers import sandbox, verifier
 from reward.verifiers.verifier import Verifier
 from tests.heed.jobs.test_external_reward import JOBS, SMALL, ppo_job
+from tests.rows import jsonl
 from training.metrics import read_metrics
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _workers() -> Iterator[None]:
-    """One Ray for all jobs of this file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        patch.setattr(recovery, "disconnect", lambda: None)
-        connect(1)
-        yield
-        disconnect()
+pytestmark = pytest.mark.usefixtures("one_ray")
 
 
 def job_with(tmp_path: Path, model: Path, rows: list[dict[str, Any]], **changes: Any) -> Path:
     path = ppo_job(tmp_path, model, **changes)
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "prompts.jsonl").write_text(jsonl(rows))
     return path
 
 
