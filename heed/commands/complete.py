@@ -148,7 +148,9 @@ class Asked:
 
     @property
     def read(self) -> list[int]:
-        """What the model reads: a decoder the start token and the text, as in pretraining; the others also its end."""
+        """What the model reads: the start token and the text, as in pretraining; other kinds than decoders also read
+        the end token.
+        """
         tokenizer = self.tokenizer
         if self.purpose in ("language", "score"):
             return [tokenizer.start_id, *self.tokens]
@@ -330,10 +332,10 @@ def fill_in(asked: Asked) -> None:
 
 
 def likeliest_words(tokenizer: "Tokenizer", before: str, ranked: Sequence[int]) -> list[tuple[int, str]]:
-    """Returns the first few of the tokens that are whole words after the text `before`; if none is, of all that hold a
-    letter or a digit.
+    """Returns the likeliest few tokens that are whole words after the text `before`; if there are none, the likeliest
+    few with a letter or a digit.
 
-    A token is a whole word if the vocabulary cuts the text with the word into the text's own tokens and that one.
+    A token is a whole word if the text followed by the word is cut into the text's own tokens and this one.
     """
     before = before[before.rstrip().rfind(" ") + 1 :]  # cutting all of a long text once per word would take long
     left = tokenizer.encode_plain([before.removesuffix(" ")])[0]

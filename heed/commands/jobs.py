@@ -158,7 +158,7 @@ class Wanted:
 def _rendered(
     launcher: "Launcher", wanted: Wanted, shipment: "Shipment", job: "JobConfig", command: str, runs: Path
 ) -> "Launch":
-    """Write the packed code and the launcher's file, and say so, or that a file which somebody has edited stays."""
+    """Write the packed code and the launcher's file. Report that, or that an edited file stays as it is."""
     from heed.jobs.launchers.launcher import Launch, Machines, payload_name, write
     from stages.lineage import code_version
 

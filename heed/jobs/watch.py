@@ -99,7 +99,7 @@ class Watched:
         self._html, self._version, self._due = "", "", 0.0
 
     def version(self) -> str:
-        """Returns a hash of the files' current state, or until the next page is due, of the state on the last page."""
+        """Returns a hash of the files' current state; until the next page is due, that of the last page."""
         if time.monotonic() >= self._due:
             return self._files()
         return self._version

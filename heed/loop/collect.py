@@ -242,7 +242,9 @@ def _add_tasks(run: StageRun, config: RoundConfig, prompts: Sequence[Prompt], ea
 
 
 def _with_new_ids(store: Labels, tasks: Sequence[Task], batch: str) -> list[Task]:
-    """Returns the tasks, with the batch in an id that another batch has: this stage's before its settings changed."""
+    """Returns the tasks. If an id belongs to another batch (this stage's, before its settings changed), the batch is
+    added to it.
+    """
     others = [other for other in store.batches() if other != batch]
     taken = {stored.task.task_id for other in others for stored in store.tasks(other)}
     return [replace(task, task_id=f"{task.task_id}/{batch}") if task.task_id in taken else task for task in tasks]

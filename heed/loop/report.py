@@ -52,7 +52,7 @@ class LoopState:
 
 @dataclass(frozen=True)
 class RoundFiles:
-    """What a round has left so far; None for what it has not."""
+    """What a round has written so far; None for what is not there yet."""
 
     number: int
     collected: RoundResults | None

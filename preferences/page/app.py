@@ -1,6 +1,6 @@
 """The labeling server: pages and API on one label store as an ASGI application, and running it.
 
-Leaves out: deadlines for slow clients, which the proxy in front of the server has, HTTP/2 and WebSockets.
+Leaves out: HTTP/2, WebSockets, and deadlines for slow clients, which the proxy in front of the server sets.
 """
 
 import errno
@@ -64,7 +64,7 @@ def make_app(
 ) -> FastAPI:
     """Returns the server as an ASGI application. `clock` returns seconds since the epoch, as the store's clock does.
 
-    With an `arena`, its pages are there too, and are the first that people see.
+    With an `arena`, the application has its pages too, and they are the first that people see.
     """
     app = FastAPI(
         title="Heed labels",

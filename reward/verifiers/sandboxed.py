@@ -131,7 +131,7 @@ def plain(value: Any) -> Any:
 
 
 def update(old: Any, new: Any) -> None:
-    """Make a mutable argument what a call has made of it."""
+    """Copy a call's changes into a mutable argument."""
     old.clear()
     old.extend(new) if isinstance(old, (list, deque, bytearray)) else old.update(new)
 
