@@ -405,8 +405,4 @@ def plan(planner: Planner, config: RoundConfig) -> Sampling:
     num_prompts = min(
         planner.sizes.num_rows(config.prompts), config.num_prompts(config.num_tasks(config.asked - config.asked_before))
     )
-    lengths = planner.answered(
-        config.prompts, config.max_new_tokens, config.on_overlong, lambda run: run.tokenizer_of("sft")
-    )
-    num_samples = config.num_samples
-    return Sampling(planner.model, num_prompts, num_samples, config.max_new_tokens, lengths, num_samples)
+    return planner.sampling(config, num_prompts, config.num_samples, lambda run: run.tokenizer_of("sft"))

@@ -123,7 +123,7 @@ def test_only_this_machine_may_ask(tmp_path: Path) -> None:
         (replace(STATUS, state="waiting", message="collect waits for labels"), "collect waits for labels."),
         (
             replace(STATUS, state="waiting", message="collect waits for labels", updated=1_500.0),
-            "collect waits for labels. No command has looked for 1 min 50 s: it ended or was killed. Run it again",
+            "collect waits for labels. The waiting command ended or was killed 1 min 50 s ago. Run it again",
         ),
         (replace(STATUS, state="failed", message="disk full"), "This run has failed: disk full"),
         (replace(STATUS, state="finished"), "This run has finished."),
