@@ -249,7 +249,10 @@ def preflight(run: StageRun, config: CollectConfig) -> None:
 
 def plan(planner: Planner, config: CollectConfig) -> Sampling:
     num_prompts, num_responses = planner.sizes.num_rows(config.prompts), config.responses_per_prompt
-    return planner.sampling(config, num_prompts, num_responses, lambda run: run.tokenizer_of("sft"))
+    lengths = planner.answered(
+        config.prompts, config.max_new_tokens, config.on_overlong, lambda run: run.tokenizer_of("sft")
+    )
+    return Sampling(planner.model, num_prompts, num_responses, config.max_new_tokens, lengths, num_responses)
 
 
 EVALUATION_SHARE = 0.1  # of the prompts, whose tasks are always selected uniformly, for evaluation

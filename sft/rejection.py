@@ -27,7 +27,7 @@ from reward.stage import STAGE as REWARD
 from sft.demonstrations import Limit, Rows, demonstration_parts
 from stages.contract import Parent, Stage
 from stages.data import fitting_prompts, token_folder
-from stages.plan import Planner, Training
+from stages.plan import Planner, Sampling, Training
 from stages.reports.parts import StageReport, StageReporter
 from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import (
@@ -284,11 +284,21 @@ def preflight(run: StageRun, config: RejectionConfig) -> None:
 def plan(planner: Planner, config: RejectionConfig) -> Training:
     """Describe both halves, sampling and training, which run one after the other."""
     num_prompts = planner.sizes.num_rows(config.prompts)
-    num_samples, measured_by = config.num_samples, ("reward model",)
-    sampling = planner.sampling(config, num_prompts, num_samples, lambda run: load_tokenizer(run, config), measured_by)
+    lengths = planner.answered(
+        config.prompts, config.max_new_tokens, config.on_overlong, lambda run: load_tokenizer(run, config)
+    )
+    sampling = Sampling(
+        planner.model,
+        num_prompts,
+        config.num_samples,
+        config.max_new_tokens,
+        lengths,
+        at_once=config.num_samples,
+        measured_by=("reward model",),
+    )
     rows = num_prompts * (1 - config.heldout_share)
-    if sampling.lengths.num_rows:  # lengths were measured, so packing can be estimated
-        rows *= min(1.0, sampling.lengths.mean / config.seq_len)
+    if lengths.num_rows:  # lengths were measured, so packing can be estimated
+        rows *= min(1.0, lengths.mean / config.seq_len)
     steps = max(1, round(config.num_epochs * rows / config.batch.batch_size))
     planner.sizes.assume("upper bound: every prompt has a sample to keep, one per row; packing puts several in a row")
     return Training("rows", config, planner.model, steps, Lengths.bound(config.seq_len - 1), samples=sampling)

@@ -8,7 +8,6 @@ each of those is reported (stages/sizes.py).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from lm.config import ModelConfig
 from lm.tokenizer import Tokenizer
@@ -38,17 +37,6 @@ class Sampling(Work):
     lengths: Lengths
     at_once: int
     measured_by: tuple[str, ...] = ()
-
-
-class SamplingSection(Protocol):
-    """A section of a job that samples responses to prompts."""
-
-    @property
-    def prompts(self) -> DataConfig: ...
-    @property
-    def max_new_tokens(self) -> int: ...
-    @property
-    def on_overlong(self) -> OnOverlong: ...
 
 
 @dataclass(frozen=True)
@@ -128,22 +116,6 @@ class Planner:
         limit = PromptLimit(self.name, self.model.max_position_embeddings, response_tokens, on_overlong)
         measured = self.measured((source,), "prompts", tokenizer, lambda known: prompt_lengths(known, source, limit))
         return self.bound(source, response_tokens) if measured is None else measured.plus(response_tokens)
-
-    def sampling(
-        self,
-        config: SamplingSection,
-        num_prompts: int,
-        responses_per_prompt: int,
-        tokenizer: Callable[[StageRun], Tokenizer],
-        measured_by: tuple[str, ...] = (),
-    ) -> Sampling:
-        """Describe responses to a section's prompts, of which those to one prompt are sampled at once.
-
-        Raises: ValueError as `answered`.
-        """
-        num, most = responses_per_prompt, config.max_new_tokens
-        lengths = self.answered(config.prompts, most, config.on_overlong, tokenizer)
-        return Sampling(self.model, num_prompts, num, most, lengths, num, measured_by)
 
     def bound(self, source: SourceConfig, response_tokens: int) -> Lengths:
         """Return a length that no prompt with its response exceeds, for data that cannot be read, and report it."""

@@ -148,9 +148,7 @@ class Asked:
 
     @property
     def read(self) -> list[int]:
-        """What the model reads: the start token and the text, as in pretraining; other kinds than decoders also read
-        the end token.
-        """
+        """What the model reads: the start token and the text, as in pretraining; all but decoders also its end."""
         tokenizer = self.tokenizer
         if self.purpose in ("language", "score"):
             return [tokenizer.start_id, *self.tokens]
@@ -170,6 +168,9 @@ def write(
     asked: Asked, choice: "Choice", beams: int, num_samples: int, max_new_tokens: int, seed: int, logprobs: bool
 ) -> None:
     """Prints continuations of the text, or an encoder-decoder's outputs for it."""
+    from files.hashes import derive_seed
+    from lm.generation import generate, never, prompts_and_sources
+    from lm.search import beam_search
     from lm.weights import load_writer, read_config
 
     is_decoder, most = asked.purpose == "language", read_config(asked.folder, asked.purpose)[0].max_position_embeddings
@@ -189,49 +190,34 @@ def write(
         show_logprobs(asked, model, [])
         return
     printed = _Printed(asked)
-    titles, responses = _written(asked, model, choice, beams, num_samples, max_new_tokens, seed, printed)
-    for place, (title, response) in enumerate(zip(titles, responses, strict=True)):
-        if beams or num_samples > 1:
-            print(f"--- {title}")
-        printed.whole(response)
-        if logprobs:
-            show_logprobs(asked, model, response, has_text=place == 0)
-
-
-def _written(
-    asked: Asked,
-    model: "LanguageModel | EncoderDecoder",
-    choice: "Choice",
-    beams: int,
-    num_samples: int,
-    max_new_tokens: int,
-    seed: int,
-    printed: "_Printed",
-) -> tuple[list[str], list[list[int]]]:
-    """Returns a title and the tokens of each response: the best sequences of a beam search, or samples."""
-    from files.hashes import derive_seed
-    from lm.generation import generate, never, prompts_and_sources
-    from lm.search import beam_search
-
     start_id, end_ids = asked.tokenizer.target_start_id, asked.tokenizer.end_ids
     if beams:
         hypotheses = beam_search(
             model, asked.read, num_beams=beams, max_new_tokens=max_new_tokens, start_id=start_id, end_ids=end_ids
         )
         titles = [f"score {one.score:.4f}, log p {one.logprob:.4f}" for one in hypotheses]
-        return titles, [one.response for one in hypotheses]
-    prompts, sources = prompts_and_sources(model, [asked.read] * num_samples, start_id)
-    found = generate(
-        model,
-        prompts,
-        sources=sources,
-        max_new_tokens=max_new_tokens,
-        end_ids=end_ids,
-        choice=choice,
-        seeds=[derive_seed(seed, "complete", number) for number in range(num_samples)],
-        stop=printed.stream if num_samples == 1 and sys.stdout.isatty() else never,
-    )
-    return [f"sample {number}" for number in range(1, num_samples + 1)], found.responses
+        responses = [one.response for one in hypotheses]
+    else:
+        prompts, sources = prompts_and_sources(model, [asked.read] * num_samples, start_id)
+        seeds = [derive_seed(seed, "complete", number) for number in range(num_samples)]
+        stop = printed.stream if num_samples == 1 and sys.stdout.isatty() else never
+        found = generate(
+            model,
+            prompts,
+            sources=sources,
+            max_new_tokens=max_new_tokens,
+            end_ids=end_ids,
+            choice=choice,
+            seeds=seeds,
+            stop=stop,
+        )
+        titles, responses = [f"sample {number}" for number in range(1, num_samples + 1)], found.responses
+    for place, (title, response) in enumerate(zip(titles, responses, strict=True)):
+        if beams or num_samples > 1:
+            print(f"--- {title}")
+        printed.whole(response)
+        if logprobs:
+            show_logprobs(asked, model, response, has_text=place == 0)
 
 
 class _Printed:

@@ -4,7 +4,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -35,46 +35,22 @@ GPUS_PER_NODE = 8
 TABLE_COLUMNS = 10_000
 
 
-# Options of `heed submit` for machines that Slurm, Kubernetes or SkyPilot start.
-OnSlurm = Annotated[bool, typer.Option("--slurm", help="Start the cluster as a Slurm job.", rich_help_panel=MACHINES)]
-OnKubernetes = Annotated[
-    bool, typer.Option("--kubernetes", help="Start the cluster as a RayJob of KubeRay.", rich_help_panel=MACHINES)
-]
-OnSky = Annotated[
-    bool, typer.Option("--sky", help="Start the cluster in a cloud, through SkyPilot.", rich_help_panel=MACHINES)
-]
-Nodes = Annotated[
-    int,
-    typer.Option(
-        help="Number of machines (default: as many as the ranks need).",
-        min=0,
-        show_default=False,
-        rich_help_panel=MACHINES,
-    ),
-]
-GpusPerNode = Annotated[
-    int, typer.Option(help="GPUs per machine; 0 for ranks on CPUs.", min=0, rich_help_panel=MACHINES)
-]
-Gpu = Annotated[str, typer.Option(help="Kind of GPU, such as h100.", show_default=False, rich_help_panel=MACHINES)]
-Image = Annotated[
-    str,
-    typer.Option(
-        help="Container image with the packages of constraints.txt.", show_default=False, rich_help_panel=MACHINES
-    ),
-]
-Volume = Annotated[
-    str,
-    typer.Option(
-        help="Claim or volume that the machines mount at --runs.", show_default=False, rich_help_panel=MACHINES
-    ),
-]
+def _machine(text: str, *names: str, **more: Any) -> Any:
+    """Returns an option of `heed submit` for machines that Slurm, Kubernetes or SkyPilot start."""
+    return typer.Option(*names, help=text, rich_help_panel=MACHINES, **{"show_default": False, **more})
+
+
+OnSlurm = Annotated[bool, _machine("Start the cluster as a Slurm job.", "--slurm")]
+OnKubernetes = Annotated[bool, _machine("Start the cluster as a RayJob of KubeRay.", "--kubernetes")]
+OnSky = Annotated[bool, _machine("Start the cluster in a cloud, through SkyPilot.", "--sky")]
+Nodes = Annotated[int, _machine("Number of machines (default: as many as the ranks need).", min=0)]
+GpusPerNode = Annotated[int, _machine("GPUs per machine; 0 for ranks on CPUs.", min=0, show_default=True)]
+Gpu = Annotated[str, _machine("Kind of GPU, such as h100.")]
+Image = Annotated[str, _machine("Container image with the packages of constraints.txt.")]
+Volume = Annotated[str, _machine("Claim or volume that the machines mount at --runs.")]
 Out = Annotated[
     Path | None,
-    typer.Option(
-        help="Folder for the rendered file and the code (default: RUN/launch; launch/NAME if --runs is not here).",
-        show_default=False,
-        rich_help_panel=MACHINES,
-    ),
+    _machine("Folder for the rendered file and the code (default: RUN/launch; launch/NAME if --runs is not here)."),
 ]
 
 

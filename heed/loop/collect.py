@@ -242,9 +242,7 @@ def _add_tasks(run: StageRun, config: RoundConfig, prompts: Sequence[Prompt], ea
 
 
 def _with_new_ids(store: Labels, tasks: Sequence[Task], batch: str) -> list[Task]:
-    """Returns the tasks. If an id belongs to another batch (this stage's, before its settings changed), the batch is
-    added to it.
-    """
+    """Returns the tasks, with the batch added to each id that another batch has, such as this stage's earlier one."""
     others = [other for other in store.batches() if other != batch]
     taken = {stored.task.task_id for other in others for stored in store.tasks(other)}
     return [replace(task, task_id=f"{task.task_id}/{batch}") if task.task_id in taken else task for task in tasks]
@@ -405,4 +403,8 @@ def plan(planner: Planner, config: RoundConfig) -> Sampling:
     num_prompts = min(
         planner.sizes.num_rows(config.prompts), config.num_prompts(config.num_tasks(config.asked - config.asked_before))
     )
-    return planner.sampling(config, num_prompts, config.num_samples, lambda run: run.tokenizer_of("sft"))
+    lengths = planner.answered(
+        config.prompts, config.max_new_tokens, config.on_overlong, lambda run: run.tokenizer_of("sft")
+    )
+    num_samples = config.num_samples
+    return Sampling(planner.model, num_prompts, num_samples, config.max_new_tokens, lengths, num_samples)

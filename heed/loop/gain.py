@@ -198,8 +198,17 @@ def _mean(values: Sequence[float], clusters: Sequence[str]) -> Interval:
 
 
 def plan(planner: Planner, config: CompareConfig) -> Sampling:
+    lengths = planner.answered(
+        config.prompts, config.max_new_tokens, config.on_overlong, lambda run: start_of(run).tokenizer
+    )
     num_prompts = planner.sizes.num_rows(config.prompts)
-    num_samples = config.sized(num_prompts).num_samples
-    return planner.sampling(
-        config, num_prompts, num_samples, lambda run: start_of(run).tokenizer, measured_by=("reference",)
+    config = config.sized(num_prompts)
+    return Sampling(
+        planner.model,
+        num_prompts,
+        config.num_samples,
+        config.max_new_tokens,
+        lengths,
+        at_once=config.num_samples,
+        measured_by=("reference",),
     )
