@@ -26,8 +26,8 @@ NUM_ITERATIONS, LEFT_OUT = 20, 8  # the first ones, for which nothing was sample
 @dataclass(frozen=True)
 class Speeds:
     """The parts of a simulated iteration. Generators are teams, each of which samples `at_once` responses at a time.
-    All functions return seconds: `step` of a decoding step with so many rows, `read` of a team's reading so many
-    tokens, and `learn` of learning from responses with so many tokens.
+    All functions return seconds: `step` of a decoding step with that many rows, `read` of a team's reading that many
+    tokens, and `learn` of learning from responses with that many tokens.
     """
 
     num_teams: int

@@ -1,4 +1,4 @@
-"""A round's labels: samples of the newest policy, of which a rule makes tasks for the world's labelers or for people.
+"""A round's labels: a rule makes tasks of the newest policy's samples, for the world's labelers or for people.
 
 Tasks of all rounds stay open until they are answered. A round writes the rankings of all labels that have come so far,
 whichever round asked for them, and its reward model is trained on those.
