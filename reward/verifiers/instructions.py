@@ -207,7 +207,7 @@ def number_highlighted_sections(response: str, *, num_highlights: Count) -> bool
 
 
 def multiple_sections(response: str, *, section_spliter: Text, num_sections: Count) -> bool:
-    """Whether at least that many sections begin, each with the word (in this case) and a number, such as "SECTION 1"."""
+    """Whether at least that many sections begin, each with the word, in this case, and a number, as in "SECTION 1"."""
     return len(re.findall(rf"{re.escape(section_spliter)}\s?\d+", response)) >= num_sections
 
 
