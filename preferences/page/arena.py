@@ -241,7 +241,7 @@ class Arena:
         prompts: Sequence[ArenaPrompt] = (),
     ) -> None:
         self.store, self.conversations, self.config, self.prompts = store, conversations, config, prompts
-        self._writers, self._batch = writers, batch
+        self._writers, self._batch, self._clock = writers, batch, time.time
         self._live: dict[tuple[str, int], LockstepTurn] = {}
         self._beginning: set[str] = set()  # people whose turn is being stored
         self._lock = threading.Lock()
@@ -258,7 +258,7 @@ class Arena:
 
         They may still change earlier verdicts, like other answers.
         """
-        why = why_no_answer(self.store, self.config, account, self._batch, time.time())
+        why = why_no_answer(self.store, self.config, account, self._batch, self._clock())
         return WHY_CLOSED[why] if why else ""
 
     def _require_open(self, account: Account) -> None:
@@ -449,7 +449,7 @@ class Arena:
             raise ValueError("This turn is unfinished, so it cannot be judged yet.")
         if not self.given(account, conversation, turn).choice:
             self._require_open(account)
-        task, now = self._task(account.name, conversation, turn), time.time()
+        task, now = self._task(account.name, conversation, turn), self._clock()
         order = conversation.policy_of
         marks = [(*own, *marked) for own, marked in zip(choice.marks, given.marks, strict=True)]
         judgment = Judgment(
