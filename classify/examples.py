@@ -4,9 +4,9 @@ A text is read as BERT reads it: `[CLS] text [SEP]`, and a pair as `[CLS] first 
 from the second text on; Heed's own vocabularies have the end token in all of these places. A text that is longer than a
 window, with its question, is read in several that overlap.
 
-Every token has a target: for `sequence` the first token its text's label, for `token` each word's first token its
-word's tag, else -1; for `span` 1 = the answer begins here, 2 = it ends here, 3 = both. Without an answer in the window,
-both are the first token.
+Every token has a target. For `sequence`, a text's first token has the text's label; for `token`, a word's first token
+has the word's tag; others have -1. For `span`, 1 = the answer begins here, 2 = it ends here, 3 = both; without an
+answer in the window, the first token has 3.
 
 Shape letters: N examples, B packed rows, T tokens of a row, C counted positions.
 """

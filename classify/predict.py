@@ -103,7 +103,7 @@ def label_probabilities(logits_K: Tensor) -> list[float]:
 
 
 def tags_of(gold: Mapping[str, Any], logits_LK: Tensor, labels: Sequence[str]) -> list[str]:
-    """Returns a tag per word; one that the model has not read is outside."""
+    """Returns a tag per word; a word that the model has not read counts as outside."""
     tags = [OUTSIDE] * len(gold["words"])
     for word, place in gold["read"]:
         tags[word] = labels[int(logits_LK[place].argmax())]
@@ -113,8 +113,9 @@ def tags_of(gold: Mapping[str, Any], logits_LK: Tensor, labels: Sequence[str]) -
 def best_answer(windows: Sequence[Mapping[str, Any]], parts: Sequence[Tensor], max_tokens: int) -> tuple[str, float]:
     """Returns the best answer in any window of a text, and by how much its score exceeds that of no answer, in nats.
 
-    A span's score is the logit of its first token plus that of its last. No answer's is the window's first token's for
-    both, in the window where that is lowest. A span may begin only where its window shows most around it (BERT).
+    A span's score is the logit of its first token plus that of its last. The score of no answer takes the window's
+    first token for both, in the window where this is lowest. A token may begin a span only in the window that shows
+    most around it (BERT).
     """
     best_text, best, none = "", -torch.inf, torch.inf
     for window, logits_L2 in zip(windows, parts, strict=True):

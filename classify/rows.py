@@ -1,7 +1,7 @@
 """The rows of labelled data: texts with labels, sentences with tagged words, questions with answers in a text.
 
-Besides rows with fields, it reads columns as of CoNLL-2003 (a word per line, its tag in the last column, an empty line
-after each sentence) and SQuAD's nested JSON.
+In addition to rows with fields, it reads columns as in CoNLL-2003 (a word per line, its tag in the last column, an
+empty line after each sentence) and SQuAD's nested JSON.
 """
 
 import itertools

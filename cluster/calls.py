@@ -263,7 +263,7 @@ def _require_life(vigil: Vigil, pending: Sequence[tuple[tuple[Calls[Any], int], 
             raise RunError(
                 f"{stuck.phase}: rank {rank} of {stuck.ranks.num_ranks}: {code} has not returned for"
                 f" {vigil.config.stall_seconds:g} s (cluster.stall_seconds). It would hang again, so the run ends;"
-                " mend the function, or raise the limit if it is only slow, and run the same command again"
+                " fix the function, or raise the limit if it is only slow, and run the same command again"
             )
     if vigil.is_stalled:
         why = f"it has made no progress for {vigil.config.stall_seconds:g} s (cluster.stall_seconds)"

@@ -8,7 +8,7 @@ from training.config import Config
 class ClusterConfig(Config):
     """What ranks take of their machines, and how long the driver waits for silent ranks and missing machines.
 
-    All of it may be changed between two runs of a job. Results do not depend on it, but for rounding where the number
+    All of it may be changed between two runs of a job. Results do not depend on it, except for rounding if the number
     of threads differs, as it does between machines.
     """
 

@@ -161,7 +161,7 @@ class Jobs:
 
 
 def wait_until_over(jobs: JobSource, job_id: str, seconds: float, late: str) -> ClusterJob:
-    """Wait until a job has ended. Raises: ValueError with the message `late` after so many seconds."""
+    """Wait until a job has ended. Raises: ValueError with the message `late` after `seconds`."""
     end = time.monotonic() + seconds
     while not (job := jobs.find(job_id)).is_over:
         if time.monotonic() > end:

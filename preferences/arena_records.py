@@ -7,7 +7,7 @@ becomes a task with a judgment (`preferences.page.arena`). Policies are numbered
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,10 +80,9 @@ class Conversation:
 
 
 class Conversations:
-    """Reads and writes conversations. `clock` returns seconds since the epoch."""
+    """Reads and writes conversations."""
 
-    def __init__(self, url_or_path: str | Path, *, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
+    def __init__(self, url_or_path: str | Path) -> None:
         self._reader, self._writer = open_engines(url_or_path)
 
     def close(self) -> None:
@@ -103,7 +102,7 @@ class Conversations:
                     prompt_id=prompt_id,
                     start=[message.fields for message in start],
                     is_swapped=bool(secrets.randbelow(2)),
-                    created_at=self._clock(),
+                    created_at=time.time(),
                 )
             )
             _insert_turn(connection, handle, 0, question, OWN)
@@ -129,7 +128,7 @@ class Conversations:
         place = (arena_turns.c.conversation == handle, arena_turns.c.turn == turn, arena_turns.c.finished_at == 0)
         values = {"responses": list(responses), "records": [dict(record) for record in records]}
         with self._writer.begin() as connection:
-            connection.execute(update(arena_turns).where(*place).values(**values, finished_at=self._clock()))
+            connection.execute(update(arena_turns).where(*place).values(**values, finished_at=time.time()))
 
     def get(self, labeler: str, handle: str) -> Conversation | None:
         """Returns this person's conversation; None if there is none of theirs with this handle."""

@@ -25,12 +25,10 @@ class BusyError(RuntimeError):
 class KeyHasher:
     """Hashes and verifies a few keys at a time. Further callers wait; if too many wait, they are refused."""
 
-    def __init__(
-        self, at_once: int = HASHES_AT_ONCE, waiting: int = HASHES_WAITING, wait_seconds: float = WAIT_SECONDS
-    ) -> None:
-        self._hasher, self._wait_seconds = PasswordHasher(), wait_seconds
-        self._queue = threading.BoundedSemaphore(at_once + waiting)
-        self._turns = threading.BoundedSemaphore(at_once)
+    def __init__(self) -> None:
+        self._hasher = PasswordHasher()
+        self._queue = threading.BoundedSemaphore(HASHES_AT_ONCE + HASHES_WAITING)
+        self._turns = threading.BoundedSemaphore(HASHES_AT_ONCE)
         self._nobody = self._hasher.hash(secrets.token_urlsafe())
 
     def hash(self, key: str) -> str:
@@ -55,7 +53,7 @@ class KeyHasher:
         if not self._queue.acquire(blocking=False):
             raise BusyError("too many keys are being checked; try again in a few seconds")
         try:
-            if not self._turns.acquire(timeout=self._wait_seconds):
+            if not self._turns.acquire(timeout=WAIT_SECONDS):
                 raise BusyError("too many keys are being checked; try again in a few seconds")
             try:
                 yield

@@ -195,7 +195,7 @@ def grant(connection: Connection, who: str, chosen: Iterable[Assignment], now: f
 def reveal(connection: Connection, who: str, position: int, now: float) -> None:
     """Marks a task as revealed to the labeler who has leased or judged it. Time on it counts from the first reveal.
 
-    One that was judged through the API, or elsewhere, may never have been revealed before its answer is changed.
+    A task that was judged through the API, or elsewhere, may be revealed for the first time when its answer is changed.
     """
     own = update(assignments).where(assignments.c.task == position, assignments.c.labeler == who)
     connection.execute(own.where(~assignments.c.is_revealed).values(is_revealed=True, given_at=now))

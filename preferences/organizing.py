@@ -39,7 +39,7 @@ def set_settings(connection: Connection, batch: str, **values: object) -> None:
 def set_num_labelers(
     connection: Connection, positions: Sequence[int], num_labelers: int, *, by: str, now: float
 ) -> None:
-    """Makes each of these tasks want `num_labelers` labelers. Answers that were given stay, also if they are more.
+    """Makes each of these tasks want `num_labelers` labelers. Answers that were given stay, even if they are more.
 
     Raises: ValueError for a number that is not possible.
     """
@@ -76,10 +76,11 @@ def _add_assignments(connection: Connection, positions: Sequence[int], number: i
 
 
 def set_archived(connection: Connection, positions: Sequence[int], *, is_archived: bool, by: str, now: float) -> None:
-    """Archives tasks, or takes them out of the archive. Archived tasks are given to nobody and count as no work left.
+    """Archives tasks, or takes them out of the archive. Archived tasks are given to nobody and do not count as work
+    left.
 
     Labelers may finish those that they have leased. Their hidden repeats go with them: they would show the same texts,
-    and stay open for ever, since only who has judged the original may get them.
+    and stay open forever, since only those who have judged the original may get them.
     """
     for part in parts(positions):
         own = or_(assignments.c.task.in_(part), assignments.c.original.in_(part))

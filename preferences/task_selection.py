@@ -186,7 +186,7 @@ def choose_tasks(
 ) -> list[Task]:
     """Returns tasks of `responses_per_task` distinct responses each, up to `tasks_per_prompt` per prompt.
 
-    With `num_tasks`, prompts compete for so many tasks in all: their sets have the rule's weights, and a prompt whose
+    With `num_tasks`, prompts compete for that many tasks in all: their sets have the rule's weights, and a prompt whose
     sets have little weight gets none. Without it, every prompt gets `tasks_per_prompt`. `uniform_share` of the
     probability is shared by all sets alike.
 

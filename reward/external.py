@@ -1,6 +1,6 @@
 """Where rewards come from: a reward model, a Python function or an HTTP endpoint. A failed score comes with a reason.
 
-`reward.sources` lists all kinds, also those that are made of these.
+`reward.sources` lists all kinds, including those that combine these.
 """
 
 import inspect

@@ -57,8 +57,8 @@ class SamplingSpec:
 
     `objective_weights` apply to a reward model with several objectives. `external_reward` scores instead of a reward
     model. `template_of` names a directory whose chat template replaces the policy's own, and `chat_template` replaces
-    that, too. With `meeting`, workers form teams there, each of which
-    computes one policy; only the first worker of a team scores its samples.
+    that, too. With `meeting`, workers form teams there, each of which computes one policy; only a team's first worker
+    scores its samples.
     """
 
     policy: Path

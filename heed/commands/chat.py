@@ -191,7 +191,7 @@ class Streamed:
         self.shown = ""
 
     def show(self, text: str) -> None:
-        """Print what the text has more than the last one, unless a character is still incomplete."""
+        """Print what was added since the last call, unless a character is still incomplete."""
         if text.startswith(self.shown) and not text.endswith("\ufffd"):
             print(text[len(self.shown) :], end="", flush=True)
             self.shown = text

@@ -52,31 +52,30 @@ Quality = Annotated[
     list[Path] | None,
     typer.Option(help="Folder of `heed judge-quality` of one of the judges, for the report; may repeat."),
 ]
-
-
 ClusterBy = Annotated[
     str,
     typer.Option(help="Field that says which prompts depend on each other, such as their template (default: none do)."),
 ]
-
-
 TrainingData = Annotated[
     list[str] | None,
     typer.Option(help="[MODEL=]FILE that a model was trained on, searched for the items; may repeat."),
 ]
+Policies = Annotated[
+    list[str],
+    typer.Argument(
+        help="Two or more model directories, .gguf files, hub ids, URL#MODEL or files of outputs; prefix with NAME="
+        " to name one. A NAME with several of them is an algorithm with several training runs (seeds)."
+    ),
+]
+Prompts = Annotated[
+    str, typer.Option(help="Prompts: rows with prompt or messages, and optionally prompt_id and category.")
+]
+MaxPrompts = Annotated[int, typer.Option(min=0, help="Number of prompts to read (default: all).", show_default=False)]
 
 
 def compare(
-    policies: Annotated[
-        list[str],
-        typer.Argument(
-            help="Two or more model directories, .gguf files, hub ids, URL#MODEL or files of outputs; prefix with NAME="
-            " to name one. A NAME with several of them is an algorithm with several training runs (seeds)."
-        ),
-    ],
-    prompts: Annotated[
-        str, typer.Option(help="Prompts: rows with prompt or messages, and optionally prompt_id and category.")
-    ],
+    policies: Policies,
+    prompts: Prompts,
     judge: Annotated[list[str] | None, typer.Option(help=f"Judge: {JUDGES}; may repeat.")] = None,
     out: Out = None,
     num_samples: Annotated[int, typer.Option(min=1, help="Responses per policy and prompt.")] = 1,
@@ -87,9 +86,7 @@ def compare(
     bf16: Annotated[bool, typer.Option("--bf16", help="Sample local models in bf16 instead of fp32.")] = False,
     category: Category = "",
     cluster_by: ClusterBy = "",
-    max_prompts: Annotated[
-        int, typer.Option(min=0, help="Number of prompts to read (default: all).", show_default=False)
-    ] = 0,
+    max_prompts: MaxPrompts = 0,
     split: Annotated[str, typer.Option(help="Split of the prompts, for a data set folder or hub id.")] = "train",
     subset: Annotated[str, typer.Option(help="Subset of the prompts, for a hub id with several.")] = "",
     training_data: TrainingData = None,

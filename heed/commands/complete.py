@@ -39,23 +39,28 @@ NUM_WORDS = 5  # per mask
 LN_10 = math.log(10)
 
 
+Model = Annotated[
+    str, typer.Argument(help="A model directory, such as runs/demo/pretrain/model, a .gguf file, or a hub id.")
+]
+TextOrDash = Annotated[
+    str, typer.Argument(help="The text; - (or nothing) reads standard input, without its last line end.")
+]
+Length = Annotated[
+    int, typer.Option(min=0, help="Maximum length of a continuation, in tokens; 0 only scores, with --logprobs.")
+]
+
+
 def complete(
     context: typer.Context,
-    model: Annotated[
-        str, typer.Argument(help="A model directory, such as runs/demo/pretrain/model, a .gguf file, or a hub id.")
-    ],
-    text: Annotated[
-        str, typer.Argument(help="The text; - (or nothing) reads standard input, without its last line end.")
-    ] = "-",
+    model: Model,
+    text: TextOrDash = "-",
     greedy: Greedy = False,
     beams: Beams = 0,
     temperature: Temperature = 1.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     samples: Annotated[int, typer.Option(min=1, help="Number of continuations to sample.")] = 1,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=0, help="Maximum length of a continuation, in tokens; 0 only scores, with --logprobs.")
-    ] = 128,
+    max_new_tokens: Length = 128,
     seed: Annotated[int, typer.Option(min=0, help="Seed for sampling.")] = 0,
     logprobs: Annotated[
         bool, typer.Option("--logprobs", help="Show each token's log-probability, and the joint probability.")
@@ -86,11 +91,7 @@ def complete(
         raise ValueError(
             "--max-new-tokens 0 writes nothing; only --logprobs was expected with it, which scores the text"
         )
-    if text == "-":
-        if sys.stdin.isatty():
-            console.print("type the text; Ctrl-D on a line of its own ends it")
-        text = sys.stdin.read().removesuffix("\n")
-    asked = Asked.of(model, text, has_weights=not tokens)
+    asked = Asked.of(model, _typed_text() if text == "-" else text, has_weights=not tokens)
     if tokens:
         show_tokens(asked)
     elif asked.purpose == "masked":
@@ -102,6 +103,12 @@ def complete(
         fill_in(asked)
     else:
         write(asked, choice, beams, samples, max_new_tokens, seed, logprobs)
+
+
+def _typed_text() -> str:
+    if sys.stdin.isatty():
+        console.print("type the text; Ctrl-D on a line of its own ends it")
+    return sys.stdin.read().removesuffix("\n")
 
 
 @dataclass(frozen=True)
@@ -141,7 +148,7 @@ class Asked:
 
     @property
     def read(self) -> list[int]:
-        """What the model reads: a decoder the start token and the text, as in pretraining; the others also its end."""
+        """What the model reads: the start token and the text, as in pretraining; all but decoders also its end."""
         tokenizer = self.tokenizer
         if self.purpose in ("language", "score"):
             return [tokenizer.start_id, *self.tokens]
@@ -311,10 +318,10 @@ def fill_in(asked: Asked) -> None:
 
 
 def likeliest_words(tokenizer: "Tokenizer", before: str, ranked: Sequence[int]) -> list[tuple[int, str]]:
-    """Returns the first few of the tokens that are whole words after the text `before`; if none is, of all that hold a
-    letter or a digit.
+    """Returns the likeliest few tokens that are whole words after the text `before`; if there are none, the likeliest
+    few with a letter or a digit.
 
-    A token is a whole word if the vocabulary cuts the text with the word into the text's own tokens and that one.
+    A token is a whole word if the text followed by the word is cut into the text's own tokens and this one.
     """
     before = before[before.rstrip().rfind(" ") + 1 :]  # cutting all of a long text once per word would take long
     left = tokenizer.encode_plain([before.removesuffix(" ")])[0]

@@ -13,6 +13,7 @@ from stages.progress import console, results_console
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from evaluation.evaluate.evaluating import Evaluation
     from evaluation.evaluate.folder import EvaluationReport
 
 MAX_SENTENCES = 10  # per suite
@@ -62,6 +63,12 @@ FailIf = Annotated[
         " not to be (by more than that), 1 if shown, 2 if undecided."
     ),
 ]
+MaxFailedShare = Annotated[
+    float, typer.Option(min=0, max=1, help="Share of requests that may fail before the command stops.")
+]
+Cache = Annotated[
+    Path | None, typer.Option(help="Cache of all answers (default: answers.sqlite next to the output folder).")
+]
 MostRequests = Annotated[
     int,
     typer.Option(
@@ -86,12 +93,8 @@ def evaluate(
     budget: MostRequests = 0,
     concurrency: Concurrency = 8,
     timeout: Timeout = 120.0,
-    max_failed_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of requests that may fail before the command stops.")
-    ] = 0.1,
-    cache: Annotated[
-        Path | None, typer.Option(help="Cache of all answers (default: answers.sqlite next to the output folder).")
-    ] = None,
+    max_failed_share: MaxFailedShare = 0.1,
+    cache: Cache = None,
     fail_if: FailIf = "",
 ) -> None:
     """Evaluate models on benchmarks: ask, score, compare, report. See docs/evaluate.md.
@@ -99,7 +102,6 @@ def evaluate(
     An interrupted evaluation continues: answers are cached.
     """
     from evaluation.evaluate.evaluating import Evaluation
-    from evaluation.evaluate.evaluating import evaluate as evaluate_models
     from evaluation.evaluate.fail_if import Gate
     from evaluation.evaluate.models import Answering
     from evaluation.inputs import named_runs
@@ -112,30 +114,29 @@ def evaluate(
     folder = out or folder_of("evaluate", [*(suite or ["logs"]), *(name for name, _ in named)])
     asking = asking_of(folder, cache, concurrency, timeout, max_failed_share, budget)
     with progress_bars() as progress:
-        how = Answering(
-            asking,
-            seed,
-            "bf16" if bf16 else "fp32",
-            max_new_tokens,
-            progress,
-            partial(console.print, markup=False),
-            samples,
-        )
+        say = partial(console.print, markup=False)
+        how = Answering(asking, seed, "bf16" if bf16 else "fp32", max_new_tokens, progress, say, samples)
         wanted = Evaluation(
             models, suite or [], data or [], judge, baseline, training_data or [], max_items, how, gate is not None
         )
-        try:
-            report = evaluate_models(wanted, folder)
-        except (OSError, RuntimeError) as error:
-            if gate is None:
-                raise
-            raise ValueError(f"--fail-if: undecided, since the evaluation failed: {error}") from error  # 1 is "worse"
+        report = _evaluated(wanted, folder, has_gate=gate is not None)
     _print_results(report)
     console.print(str(folder / "report.html"), markup=False)
     if gate is not None:
         code, sentence = gate.outcome(report)
         results_console().print(sentence, markup=False)
         raise typer.Exit(code)
+
+
+def _evaluated(wanted: "Evaluation", folder: Path, *, has_gate: bool) -> "EvaluationReport":
+    from evaluation.evaluate.evaluating import evaluate as evaluate_models
+
+    try:
+        return evaluate_models(wanted, folder)
+    except (OSError, RuntimeError) as error:
+        if not has_gate:
+            raise
+        raise ValueError(f"--fail-if: undecided, since the evaluation failed: {error}") from error  # 1 is "worse"
 
 
 def _print_results(report: "EvaluationReport") -> None:

@@ -2,8 +2,9 @@
 
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,6 +15,7 @@ from stages.progress import console
 
 if TYPE_CHECKING:
     from cluster.jobs import ClusterJob, Jobs, JobSource
+    from heed.jobs.job import JobConfig
     from heed.jobs.launchers.launcher import Launch, Launcher
     from heed.jobs.submission import Shipment
 
@@ -33,46 +35,22 @@ GPUS_PER_NODE = 8
 TABLE_COLUMNS = 10_000
 
 
-# Options of `heed submit` for machines that Slurm, Kubernetes or SkyPilot start.
-OnSlurm = Annotated[bool, typer.Option("--slurm", help="Start the cluster as a Slurm job.", rich_help_panel=MACHINES)]
-OnKubernetes = Annotated[
-    bool, typer.Option("--kubernetes", help="Start the cluster as a RayJob of KubeRay.", rich_help_panel=MACHINES)
-]
-OnSky = Annotated[
-    bool, typer.Option("--sky", help="Start the cluster in a cloud, through SkyPilot.", rich_help_panel=MACHINES)
-]
-Nodes = Annotated[
-    int,
-    typer.Option(
-        help="Number of machines (default: as many as the ranks need).",
-        min=0,
-        show_default=False,
-        rich_help_panel=MACHINES,
-    ),
-]
-GpusPerNode = Annotated[
-    int, typer.Option(help="GPUs per machine; 0 for ranks on CPUs.", min=0, rich_help_panel=MACHINES)
-]
-Gpu = Annotated[str, typer.Option(help="Kind of GPU, such as h100.", show_default=False, rich_help_panel=MACHINES)]
-Image = Annotated[
-    str,
-    typer.Option(
-        help="Container image with the packages of constraints.txt.", show_default=False, rich_help_panel=MACHINES
-    ),
-]
-Volume = Annotated[
-    str,
-    typer.Option(
-        help="Claim or volume that the machines mount at --runs.", show_default=False, rich_help_panel=MACHINES
-    ),
-]
+def _machine(text: str, *names: str, **more: Any) -> Any:
+    """Returns an option of `heed submit` for machines that Slurm, Kubernetes or SkyPilot start."""
+    return typer.Option(*names, help=text, rich_help_panel=MACHINES, **{"show_default": False, **more})
+
+
+OnSlurm = Annotated[bool, _machine("Start the cluster as a Slurm job.", "--slurm")]
+OnKubernetes = Annotated[bool, _machine("Start the cluster as a RayJob of KubeRay.", "--kubernetes")]
+OnSky = Annotated[bool, _machine("Start the cluster in a cloud, through SkyPilot.", "--sky")]
+Nodes = Annotated[int, _machine("Number of machines (default: as many as the ranks need).", min=0)]
+GpusPerNode = Annotated[int, _machine("GPUs per machine; 0 for ranks on CPUs.", min=0, show_default=True)]
+Gpu = Annotated[str, _machine("Kind of GPU, such as h100.")]
+Image = Annotated[str, _machine("Container image with the packages of constraints.txt.")]
+Volume = Annotated[str, _machine("Claim or volume that the machines mount at --runs.")]
 Out = Annotated[
     Path | None,
-    typer.Option(
-        help="Folder for the rendered file and the code (default: RUN/launch; launch/NAME if --runs is not here).",
-        show_default=False,
-        rich_help_panel=MACHINES,
-    ),
+    _machine("Folder for the rendered file and the code (default: RUN/launch; launch/NAME if --runs is not here)."),
 ]
 
 
@@ -107,14 +85,11 @@ def submit(
     job is validated first. Submitting a stopped or lost job again continues it.
     """
     from heed.jobs.submission import Shipment
-    from stages.lineage import code_version
 
     launcher = _chosen_launcher(slurm=slurm, kubernetes=kubernetes, sky=sky)
+    wanted = Wanted(nodes, gpus_per_node, gpu, image, volume, out)
     if launcher is None:
-        _refuse_given({
-            "--nodes": nodes, "--gpus-per-node": gpus_per_node != GPUS_PER_NODE, "--gpu": gpu, "--image": image,
-            "--volume": volume, "--out": out,
-        })  # fmt: skip
+        wanted.refuse()
     checked = read_job(job, override, workers, first, only)
     if checked.loop is not None:
         raise ValueError(f"{job}: the job has [loop], which only `heed loop` runs; a job without [loop] was expected")
@@ -126,30 +101,53 @@ def submit(
     elif shipment.left_out:
         console.print(f"not sent: {', '.join(map(str, shipment.left_out))}", markup=False)
     if launcher is not None:
-        from heed.jobs.launchers.launcher import Launch, Machines, payload_name
-
-        machines = Machines.of(checked, nodes, gpus_per_node, gpu)
-        folder = (out or (runs / checked.name / "launch" if runs.is_dir() else Path("launch", checked.name))).absolute()
-        with shipment.packed() as packing:
-            payload = folder / payload_name(packing)
-            launch = Launch(checked.name, machines, command, runs, folder, payload, code_version(), image, volume)
-            _render(launcher, launch, packing)
+        launch = _rendered(launcher, wanted, shipment, checked, command, runs)
         if dry_run:
             console.print("the same command without --dry-run submits it, edited or not", markup=False)
         else:
-            _submitted(launcher, launcher.submit(launch, folder / launcher.file), follow=follow)
+            _submitted(launcher, launcher.submit(launch, launch.folder / launcher.file), follow=follow)
     elif not dry_run:
         cluster = _cluster(address)
         _submitted(cluster, _sent(cluster, shipment, checked.name, command, runs), follow=follow)
 
 
-def _render(launcher: "Launcher", launch: "Launch", packing: Path) -> None:
-    """Write the packed code and the launcher's file, and say so, or that a file which somebody has edited stays."""
-    from heed.jobs.launchers.launcher import write
+@dataclass(frozen=True)
+class Wanted:
+    """The machines that a launcher starts, by the options of `heed submit`."""
 
-    is_rendered = write(launcher, launch, packing)
+    nodes: int
+    gpus_per_node: int
+    gpu: str
+    image: str
+    volume: str
+    out: Path | None
+
+    def refuse(self) -> None:
+        """Raises: ValueError for an option that only launchers read."""
+        if self != (none := Wanted(0, GPUS_PER_NODE, "", "", "", None)):
+            given = [f"--{one.replace('_', '-')}" for one in vars(self) if getattr(self, one) != getattr(none, one)]
+            raise ValueError(
+                f"{', '.join(given)}: expected only with --slurm, --kubernetes or --sky, which start machines"
+            )
+
+
+def _rendered(
+    launcher: "Launcher", wanted: Wanted, shipment: "Shipment", job: "JobConfig", command: str, runs: Path
+) -> "Launch":
+    """Write the packed code and the launcher's file. Report that, or that an edited file stays as it is."""
+    from heed.jobs.launchers.launcher import Launch, Machines, payload_name, write
+    from stages.lineage import code_version
+
+    machines = Machines.of(job, wanted.nodes, wanted.gpus_per_node, wanted.gpu)
+    folder = runs / job.name / "launch" if runs.is_dir() else Path("launch", job.name)
+    folder = (wanted.out or folder).absolute()
+    with shipment.packed() as packing:
+        payload, version = folder / payload_name(packing), code_version()
+        launch = Launch(job.name, machines, command, runs, folder, payload, version, wanted.image, wanted.volume)
+        is_rendered = write(launcher, launch, packing)
     line = "rendered: {}" if is_rendered else "edited, so used as it is: {} (remove it to render it again)"
-    console.print(line.format(launch.folder / launcher.file), markup=False, soft_wrap=True)
+    console.print(line.format(folder / launcher.file), markup=False, soft_wrap=True)
+    return launch
 
 
 def _sent(cluster: "Jobs", shipment: "Shipment", job_name: str, command: str, runs: Path) -> str:
@@ -174,11 +172,6 @@ def _chosen_launcher(*, slurm: bool, kubernetes: bool, sky: bool) -> "Launcher |
     if len(chosen) > 1:
         raise ValueError(f"--{' --'.join(chosen)}: one of them was expected")
     return _launcher(chosen[0]) if chosen else None
-
-
-def _refuse_given(options: dict[str, object]) -> None:
-    if given := [option for option, value in options.items() if value]:
-        raise ValueError(f"{', '.join(given)}: expected only with --slurm, --kubernetes or --sky, which start machines")
 
 
 def _launcher(name: str) -> "Launcher | None":

@@ -139,6 +139,22 @@ def export_labels(
     typer.echo(f"{num_rows:,} rows of {chosen.name} ({chosen.description}) in {out}")
 
 
+TasksPerPrompt = Annotated[
+    int, typer.Option(min=1, help="Tasks made of each prompt; with --tasks, the most of one prompt.")
+]
+NumTasks = Annotated[
+    int, typer.Option(min=0, help="Tasks in all, for which the prompts compete; 0 = --tasks-per-prompt of each.")
+]
+Judges = Annotated[list[Path] | None, typer.Option(help="A reward model that selects comparisons; may repeat.")]
+Choose = Annotated[
+    str,
+    typer.Option(
+        help="How --judge selects: large-gap, information, near-tie, disagreement, or uniform (docs/labels-tasks.md);"
+        " without a --judge, tasks are selected uniformly."
+    ),
+]
+
+
 @label_app.command("sample")
 def sample_for_labelers(
     policies: Annotated[list[Path], typer.Argument(help="Model directories. Every policy answers every prompt.")],
@@ -147,22 +163,10 @@ def sample_for_labelers(
     batch: Annotated[str, typer.Option(help="The batch that the tasks go to.")],
     responses: Annotated[int, typer.Option(help="Responses per task: 2 to 9 to rank, or 1 to rate alone.")] = 4,
     samples: Annotated[int, typer.Option(min=1, help="Samples per policy and prompt.")] = 4,
-    tasks_per_prompt: Annotated[
-        int, typer.Option(min=1, help="Tasks made of each prompt; with --tasks, the most of one prompt.")
-    ] = 1,
-    tasks: Annotated[
-        int, typer.Option(min=0, help="Tasks in all, for which the prompts compete; 0 = --tasks-per-prompt of each.")
-    ] = 0,
-    judge: Annotated[
-        list[Path] | None, typer.Option(help="A reward model that selects comparisons; may repeat.")
-    ] = None,
-    choose: Annotated[
-        str,
-        typer.Option(
-            help="How --judge selects: large-gap, information, near-tie, disagreement, or uniform"
-            " (docs/labels-tasks.md); without a --judge, tasks are selected uniformly."
-        ),
-    ] = "large-gap",
+    tasks_per_prompt: TasksPerPrompt = 1,
+    tasks: NumTasks = 0,
+    judge: Judges = None,
+    choose: Choose = "large-gap",
     weight: Weights = None,
     labelers: Annotated[int, typer.Option(min=1, help="How many labelers judge each task.")] = 1,
     max_new_tokens: Annotated[

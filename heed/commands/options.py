@@ -72,8 +72,8 @@ def read_job(path: Path | None, overrides: list[str] | None, workers: int, first
 
 
 def require_cores_for(workers: int) -> None:
-    """Raise ValueError if this machine is to run the job and has fewer cores than `--workers`, which batches would
-    otherwise be refused for.
+    """Raise ValueError if this machine would run the job and has fewer cores than `--workers`; otherwise the error
+    would be about batches.
     """
     from cluster.connection import require_cores
 

@@ -136,7 +136,7 @@ def verify_sampler(
 
 
 def _checks(engine: str, model: Path, precision: str, python: str, team_size: int, num_draws: int) -> "Iterator[Check]":
-    """Yields the checks as they finish. Other processes make them, all of which make the same.
+    """Yields the checks as they finish. They are made by a team of processes, all of which run the same test.
 
     Raises: ValueError for the user's mistakes; RunError if the process ends before all checks are done.
     """

@@ -148,7 +148,7 @@ class JobConfig(Config):
 
     @cached_property
     def later_sections(self) -> dict[str, Config]:
-        """The sections of later rounds' stages, and of those of the first that a loop changes."""
+        """The sections of later rounds' stages, and of the first round's stages that a loop changes."""
         later = [stage for stage in self.registry if stage.repeats]
         return {stage.name: section_of_round(stage, getattr(self, stage.repeats)) for stage in later}
 

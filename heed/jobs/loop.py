@@ -142,7 +142,7 @@ def _wait(folder: Path, unblocked: LoopState, waiting: LabelsWaitError, *, waits
 
 
 def _state_of(waiting: LabelsWaitError, unblocked: LoopState, shown: LoopState) -> LoopState:
-    """Returns what a loop waits for now. Keeps the first reason why the store is away; later ones only vary it."""
+    """Returns what a loop waits for now. Keeps the first reason why the store is away; later ones are only reworded."""
     try:
         return replace(unblocked, waits_for=waiting.count_missing())
     except STORE_AWAY as error:

@@ -284,7 +284,7 @@ def training_memory(counts: Counts, layout: Layout, of: Pass, num_logits: int, n
 
 
 def saved_bytes(counts: Counts, layout: Layout) -> int:
-    """Returns the CPU memory in which rank 0 gathers the weights of one file and the tensor that no longer fits it."""
+    """Returns the CPU memory in which rank 0 gathers the weights of one file, and the first tensor of the next."""
     return min(4 * counts.total, MAX_FILE_BYTES + 2 * 4 * counts.largest) if layout.is_gpu else 0
 
 
@@ -435,7 +435,8 @@ def generator(models: PPOModels, layout: Layout, work: PPOWork, other_bytes: int
     """Returns the memory of a generator: weights in the compute dtype, and sampling. Other roles hold `other_bytes`.
 
     In a team, a rank has the cache and the activations of its own heads, but whole logits. Tensors arrive in chunks:
-    whole ones, which are cut, or from a broadcast a rank's parts. vLLM fills all that it may take with its cache.
+    whole tensors, which are then cut, or in a broadcast only the rank's parts. vLLM's cache fills all the memory that
+    vLLM may take.
     """
     policy, size, c = models.policy, work.team_size, layout.compute_bytes
     config, P, phases = policy.config, policy.total, dict[str, Parts]()

@@ -40,7 +40,7 @@ def write_run_report(folder: Path) -> dict[str, Any]:
 
 
 def renew_status(folder: Path) -> None:
-    """Note in status.json that this process still works on the run, which waits: its last stage ended with that."""
+    """Note in status.json that this process is still there while the run waits: its last stage ended by waiting."""
     with suppress(OSError, ValueError):  # as when a job writes its status
         status = record_of(json.loads((folder / STATUS).read_text(encoding="utf-8")), RunStatus, STATUS)
         write_json(folder / STATUS, as_json(replace(status, updated=time.time())))

@@ -1,8 +1,8 @@
 """Times of a rank's work, and the hardware that `heed plan` knows. They are rough: docs/plan.md compares them.
 
 On a GPU, a pass takes the time of its matrix products at a share of the peak, plus the time in which its other kernels
-read and write. What DDP and ZeRO send meanwhile counts only as far as it takes longer. On a CPU, products count, and in
-sampling what is read.
+read and write. What DDP and ZeRO send meanwhile counts only as far as it takes longer. On a CPU, only products count,
+and in sampling also what is read.
 """
 
 import math
@@ -50,9 +50,9 @@ class Hardware:
 
     @property
     def usual_share(self) -> float:
-        """The share of `flops` to expect, if the user gives none. On a GPU it is that of matrix products, most of the
-        four fifths that the best ones reach (792 of an H100's 989 TFLOP/s: S. Bekman, Machine Learning Engineering). On
-        a CPU it is that of whole steps, in the measured rate of a product.
+        """The share of `flops` to expect, if the user gives none. On a GPU it is the share that matrix products reach,
+        a little below the four fifths of the best ones (792 of an H100's 989 TFLOP/s: S. Bekman, Machine Learning
+        Engineering). On a CPU it is that of whole steps, relative to the measured rate of a product.
         """
         return 0.65 if self.is_gpu else 0.4
 

@@ -1,7 +1,7 @@
 """How long generators and learners of PPO wait for each other, by a simulation of iterations.
 
-Each decoding step and each iteration's learning takes the time that `heed.jobs.times` gives it; what waits for what is
-decided as in the placement itself, for continuous sampling by its own schedule.
+Each decoding step and each iteration's learning takes the time that `heed.jobs.times` gives it; what waits for what
+follows the placement; continuous sampling uses its own schedule.
 """
 
 import heapq
@@ -25,9 +25,9 @@ NUM_ITERATIONS, LEFT_OUT = 20, 8  # the first ones, for which nothing was sample
 
 @dataclass(frozen=True)
 class Speeds:
-    """What simulated iterations consist of. Generators are teams, which sample `at_once` responses each at a time;
-    `step` returns the seconds of a decoding step by its rows, `read` those in which a team reads so many tokens, and
-    `learn` those of an iteration's learning by the tokens of its responses.
+    """The parts of a simulated iteration. Generators are teams, each of which samples `at_once` responses at a time.
+    All functions return seconds: `step` of a decoding step with that many rows, `read` of a team's reading that many
+    tokens, and `learn` of learning from responses with that many tokens.
     """
 
     num_teams: int
@@ -60,7 +60,7 @@ class Speeds:
 @dataclass(frozen=True)
 class Waiting:
     """Seconds of an iteration, and the shares of it in which generators and learners wait for each other or for the
-    longest responses. Ranks that do both work in turns, and have one share.
+    longest responses. Ranks that do both take turns, and have one share.
     """
 
     seconds: float

@@ -99,7 +99,7 @@ class Watched:
         self._html, self._version, self._due = "", "", 0.0
 
     def version(self) -> str:
-        """Returns a hash of the files' current state, or until the next page is due, of the state on the last page."""
+        """Returns a hash of the files' current state; until the next page is due, that of the last page."""
         if time.monotonic() >= self._due:
             return self._files()
         return self._version
@@ -206,7 +206,7 @@ def now_of(status: RunStatus, lines: list[dict[str, Any]], at: float) -> Now:
     silent = at - status.updated
     if status.state == "waiting":
         # A loop that waits looks every few seconds; other commands end when they have to wait.
-        ended = f"No command has looked for {duration(silent)}: it ended or was killed. Run it again to continue."
+        ended = f"The waiting command ended or was killed {duration(silent)} ago. Run it again to continue."
         text = f"{status.message}.{f' {ended}' if silent > SILENT_SECONDS else ''}"
         return Now("unclear", clean_text(text), None, facts, restarts)
     where = f" in {status.stage}" if status.stage else ""

@@ -1,4 +1,4 @@
-"""A round's labels: samples of the newest policy, of which a rule makes tasks for the world's labelers or for people.
+"""A round's labels: a rule makes tasks of the newest policy's samples, for the world's labelers or for people.
 
 Tasks of all rounds stay open until they are answered. A round writes the rankings of all labels that have come so far,
 whichever round asked for them, and its reward model is trained on those.
@@ -242,7 +242,7 @@ def _add_tasks(run: StageRun, config: RoundConfig, prompts: Sequence[Prompt], ea
 
 
 def _with_new_ids(store: Labels, tasks: Sequence[Task], batch: str) -> list[Task]:
-    """Returns the tasks, with the batch in an id that another batch has: this stage's before its settings changed."""
+    """Returns the tasks, with the batch added to each id that another batch has, such as this stage's earlier one."""
     others = [other for other in store.batches() if other != batch]
     taken = {stored.task.task_id for other in others for stored in store.tasks(other)}
     return [replace(task, task_id=f"{task.task_id}/{batch}") if task.task_id in taken else task for task in tasks]

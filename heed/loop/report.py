@@ -52,7 +52,7 @@ class LoopState:
 
 @dataclass(frozen=True)
 class RoundFiles:
-    """What a round has left so far; None for what it has not."""
+    """What a round has written so far; None for what is not there yet."""
 
     number: int
     collected: RoundResults | None
@@ -300,7 +300,7 @@ def _report_gain(stage: StageFolder) -> StageReport:
 
 
 COLLECT_REPORTER = StageReporter(
-    "Labels of a round", "Samples of the newest policy, of which a rule chooses what labelers rank.", _report_collected
+    "Labels of a round", "A rule chooses what labelers rank among samples of the newest policy.", _report_collected
 )
 GAIN_REPORTER = StageReporter(
     "Gain of a round", "The round's policy compared with the previous round's, on the same prompts.", _report_gain

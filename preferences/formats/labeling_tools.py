@@ -166,6 +166,14 @@ class Said:
     flags: dict[int, list[str]] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)  # for the note
 
+    def rate(self, question: str, about: str, rating: float, asked: Shown) -> None:
+        """Adds a number that answers a question about the field `about` ("" = the file does not say which)."""
+        place = rated_place(question, about, asked)
+        if place is None:
+            self.others[question] = rating
+        else:
+            self.ratings.setdefault(place[0], {})[place[1]] = rating
+
     @property
     def note(self) -> str:
         """What a person wrote, if that is all there is; otherwise JSON."""
@@ -423,11 +431,7 @@ def _read_answer(where: str, question: str, value: Any, asked: Shown, said: Said
         else:
             said.others[question] = items
     elif is_number(value):
-        place = rated_place(question, "", asked)
-        if place is None:
-            said.others[question] = value
-        else:
-            said.ratings.setdefault(place[0], {})[place[1]] = value
+        said.rate(question, "", value, asked)
     elif isinstance(value, str):
         verdict = verdict_ranks(value, asked) if question not in NOTES else ()
         if verdict and rated_place(question, "", asked) is None:
@@ -550,11 +554,7 @@ def _read_result(where: str, result: Row, value: Row, asked: Shown, said: Said) 
         number = as_number(value[name])
         if number is None:
             raise ValueError(f"{where}: field {name!r} is {shown(value[name])}; a number was expected")
-        place = rated_place(control, about, asked)
-        if place is None:
-            said.others[control] = number
-        else:
-            said.ratings.setdefault(place[0], {})[place[1]] = number
+        said.rate(control, about, number, asked)
     elif "choices" in value:
         _read_choices(where, control, about, list_field(where, value, "choices"), asked, said)
     elif "text" in value and set(value) <= {"text", "type"}:
@@ -572,19 +572,13 @@ def _read_choices(where: str, control: str, about: str, choices: list[Any], aske
         if not isinstance(choice, str):
             raise ValueError(f"{where}: field 'choices' holds {kind_of(choice)}; strings were expected")
     verdict = verdict_ranks(choices[0], asked) if len(choices) == 1 else ()
-    flagged = _flagged_place(control, about, asked)
-    if flagged is not None:
-        said.flags.setdefault(flagged, []).extend(choices)
-    elif verdict and rated_place(control, about, asked) is None:
+    place = rated_place(control, about, asked)
+    if place is not None and place[0] in FLAGS:
+        said.flags.setdefault(place[1], []).extend(choices)
+    elif verdict and place is None:
         said.ranks = said.ranks or verdict
     else:
         said.others[control] = choices[0] if len(choices) == 1 else choices
-
-
-def _flagged_place(control: str, about: str, asked: Shown) -> int | None:
-    """Returns the response that a control such as `flags_1` marks; None for another control."""
-    place = rated_place(control, about, asked)
-    return place[1] if place is not None and place[0] in FLAGS else None
 
 
 def _label_studio_ranks(where: str, ranker: Row, asked: Shown) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """The labeling server: pages and API on one label store as an ASGI application, and running it.
 
-Leaves out: deadlines for slow clients, which the proxy in front of the server has, HTTP/2 and WebSockets.
+Leaves out: HTTP/2, WebSockets, and deadlines for slow clients, which the proxy in front of the server sets.
 """
 
 import errno
@@ -50,6 +50,7 @@ HEADINGS = {
     429: "Too many tries",
     503: "Busy",
 }
+REFUSALS = {RefusedError: "Not possible", AccountClosedError: "Account closed"}
 TEXTS = {404: "The address may be mistyped.", 413: "What was sent is longer than this page accepts."}
 
 
@@ -63,7 +64,7 @@ def make_app(
 ) -> FastAPI:
     """Returns the server as an ASGI application. `clock` returns seconds since the epoch, as the store's clock does.
 
-    With an `arena`, its pages are there too, and are the first that people see.
+    With an `arena`, the application has its pages too, and they are the first that people see.
     """
     app = FastAPI(
         title="Heed labels",
@@ -119,69 +120,48 @@ def _methods_at(routes: Sequence[BaseRoute], path: str) -> str:
 
 
 def _handle_errors(app: FastAPI, site: Site, routes: Sequence[BaseRoute]) -> None:
-    def problem(
-        request: Request, status: int, heading: str, detail: str, headers: dict[str, str] | None = None
-    ) -> Response:
-        if request.url.path.startswith("/api/"):
+    def answer(request: Request, error: Exception) -> Response:
+        is_api = request.url.path.startswith("/api/")
+        status, heading, detail, headers = _problem(request, error, is_api=is_api)
+        if status == 405:
+            headers["Allow"] = _methods_at(routes, request.url.path)
+        if is_api:
             return in_json(detail, status, headers)
         page = site.message(request, status, heading, detail)
-        page.headers.update(headers or {})
+        page.headers.update(headers)
         return page
 
-    @app.exception_handler(SignInNeededError)
-    def sign_in_needed(request: Request, error: SignInNeededError) -> Response:  # noqa: ARG001
-        return RedirectResponse("/sign-in", 303)
+    for kind in (*REFUSALS, LeaseLostError, *STORE_AWAY, TooManyTriesError, BusyError, ValueError, HTTPException):
+        app.add_exception_handler(kind, answer)
+    app.add_exception_handler(SignInNeededError, lambda *_: RedirectResponse("/sign-in", 303))
+    app.add_exception_handler(RequestValidationError, _invalid)
+    # Nobody reads this answer. Without it, each disconnect logs a traceback.
+    app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=400))
 
-    @app.exception_handler(RefusedError)
-    def refused(request: Request, error: RefusedError) -> Response:
-        return problem(request, 403, "Not possible", str(error))
 
-    @app.exception_handler(AccountClosedError)
-    def closed(request: Request, error: AccountClosedError) -> Response:
-        return problem(request, 403, "Account closed", str(error))
-
-    @app.exception_handler(LeaseLostError)
-    def too_late(request: Request, error: LeaseLostError) -> Response:  # noqa: ARG001
-        return problem(request, 409, "Too late", TOO_LATE)
-
-    def store_is_away(request: Request, error: Exception) -> Response:
+def _problem(request: Request, error: Exception, *, is_api: bool) -> tuple[int, str, str, dict[str, str]]:
+    """Returns the status, heading, text and headers with which an error is answered."""
+    if isinstance(error, tuple(REFUSALS)):
+        return 403, REFUSALS[type(error)], str(error), {}
+    if isinstance(error, LeaseLostError):
+        return 409, "Too late", TOO_LATE, {}
+    if isinstance(error, STORE_AWAY):
         LOG.error("the store cannot be reached: %s", reason_of(error))
-        return problem(request, 503, "Not possible just now", AWAY, {"Retry-After": str(RETRY_SECONDS)})
-
-    for kind in STORE_AWAY:
-        app.add_exception_handler(kind, store_is_away)
-
-    @app.exception_handler(TooManyTriesError)
-    def too_many_tries(request: Request, error: TooManyTriesError) -> Response:
-        return problem(request, 429, HEADINGS[429], str(error), {"Retry-After": str(error.wait_seconds)})
-
-    @app.exception_handler(BusyError)
-    def busy(request: Request, error: BusyError) -> Response:
-        return problem(request, 503, HEADINGS[503], str(error), {"Retry-After": "2"})
-
-    @app.exception_handler(ValueError)
-    def contradicts(request: Request, error: ValueError) -> Response:
-        heading = "Not possible" if request.method == "GET" else "Not stored"
-        return problem(request, 409, heading, str(error))
-
-    @app.exception_handler(HTTPException)
-    def refused_by_status(request: Request, error: HTTPException) -> Response:
-        heading = HEADINGS.get(error.status_code, "Not possible")
-        is_api = request.url.path.startswith("/api/")
+        return 503, "Not possible just now", AWAY, {"Retry-After": str(RETRY_SECONDS)}
+    if isinstance(error, TooManyTriesError):
+        return 429, HEADINGS[429], str(error), {"Retry-After": str(error.wait_seconds)}
+    if isinstance(error, BusyError):
+        return 503, HEADINGS[503], str(error), {"Retry-After": "2"}
+    if isinstance(error, HTTPException):
         text = error.detail if is_api else TEXTS.get(error.status_code, error.detail)
-        headers = dict(error.headers or {})
-        if error.status_code == 405:
-            headers["Allow"] = _methods_at(routes, request.url.path)
-        return problem(request, error.status_code, heading, text, headers)
+        return error.status_code, HEADINGS.get(error.status_code, "Not possible"), text, dict(error.headers or {})
+    return 409, "Not possible" if request.method == "GET" else "Not stored", str(error), {}
 
-    @app.exception_handler(ClientDisconnect)
-    def gone(request: Request, error: ClientDisconnect) -> Response:  # noqa: ARG001
-        return Response(status_code=400)  # nobody reads this; without it, each one logs a traceback
 
-    @app.exception_handler(RequestValidationError)
-    def invalid(request: Request, error: RequestValidationError) -> Response:  # noqa: ARG001
-        # Do not send the input back: it may be a key, or contain what a response cannot encode.
-        return in_json([{name: found[name] for name in ("type", "loc", "msg")} for found in error.errors()], 422)
+def _invalid(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    # Do not send the input back: it may be a key, or contain what a response cannot encode.
+    return in_json([{name: found[name] for name in ("type", "loc", "msg")} for found in error.errors()], 422)
 
 
 def in_json(detail: Any, status: int, headers: dict[str, str] | None = None) -> Response:

@@ -239,10 +239,9 @@ class Arena:
         *,
         batch: str,
         prompts: Sequence[ArenaPrompt] = (),
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self.store, self.conversations, self.config, self.prompts = store, conversations, config, prompts
-        self._writers, self._batch, self._clock = writers, batch, clock
+        self._writers, self._batch, self._clock = writers, batch, time.time
         self._live: dict[tuple[str, int], LockstepTurn] = {}
         self._beginning: set[str] = set()  # people whose turn is being stored
         self._lock = threading.Lock()

@@ -120,7 +120,7 @@ class OidcPages:
         return email, "lead" if email in self.config.leads else "labeler"
 
     def _signed_in(self, request: Request, token: str) -> Response:
-        """Returns a page of this server that goes on by itself.
+        """Returns a page of this server that continues to the next one without a click.
 
         A redirect would be part of the provider's navigation, for which browsers hold back the session's cookie.
         """

@@ -144,8 +144,8 @@ def number_words(response: str, *, num_words: Count, relation: Relation) -> bool
 
 
 def number_paragraphs(response: str, *, num_paragraphs: Count) -> bool:
-    """Whether there are exactly so many paragraphs between `***`, none of them empty except before the first and after
-    the last `***`.
+    """Whether there are exactly that many paragraphs between `***`, none of them empty except before the first and
+    after the last `***`.
     """
     paragraphs = _parts(response, "***")
     return all(paragraphs) and len(paragraphs) == num_paragraphs
@@ -158,7 +158,7 @@ def _parts(response: str, separator: str) -> list[str]:
 
 
 def nth_paragraph_first_word(response: str, *, num_paragraphs: Count, nth_paragraph: Count, first_word: Text) -> bool:
-    """Whether there are exactly so many paragraphs between blank lines, and the nth (from 1) begins with the word.
+    """Whether there are exactly that many paragraphs between blank lines, and the nth (from 1) begins with the word.
 
     Case, quotation marks before the word and punctuation after it are ignored.
     """
@@ -173,7 +173,7 @@ def nth_paragraph_first_word(response: str, *, num_paragraphs: Count, nth_paragr
 
 
 def number_placeholders(response: str, *, num_placeholders: Count) -> bool:
-    """Whether there are at least so many placeholders in square brackets, such as [address]."""
+    """Whether there are at least that many placeholders in square brackets, such as [address]."""
     return len(re.findall(r"\[[^\[\]\n]*\]", response)) >= num_placeholders
 
 
@@ -187,7 +187,7 @@ def postscript(response: str, *, postscript_marker: Text) -> bool:
 
 
 def number_bullet_lists(response: str, *, num_bullets: Count) -> bool:
-    """Whether exactly so many lines are bullet points: they begin with `-`, or with `*` but not `**`."""
+    """Whether exactly that many lines are bullet points: they begin with `-`, or with `*` but not `**`."""
     lines = [line.lstrip() for line in response.splitlines()]
     return sum(line.startswith(("-", "*")) and not line.startswith("**") for line in lines) == num_bullets
 
@@ -198,7 +198,7 @@ def constrained_response(response: str) -> bool:
 
 
 def number_highlighted_sections(response: str, *, num_highlights: Count) -> bool:
-    """Whether at least so many passages of a line are highlighted, as *this* or **this**.
+    """Whether at least that many passages of a line are highlighted, as *this* or **this**.
 
     The two forms are searched for separately, so that bold text in a bullet point of `*` counts twice.
     """
@@ -207,7 +207,7 @@ def number_highlighted_sections(response: str, *, num_highlights: Count) -> bool
 
 
 def multiple_sections(response: str, *, section_spliter: Text, num_sections: Count) -> bool:
-    """Whether at least so many sections begin, each with the word (in this case) and a number, such as "SECTION 1"."""
+    """Whether at least that many sections begin, each with the word, in this case, and a number, as in "SECTION 1"."""
     return len(re.findall(rf"{re.escape(section_spliter)}\s?\d+", response)) >= num_sections
 
 
@@ -262,7 +262,7 @@ def quotation(response: str) -> bool:
 
 
 def capital_word_frequency(response: str, *, capital_frequency: Count, capital_relation: Relation) -> bool:
-    """Whether so many words are in capital letters. An apostrophe separates words, so "I'M" is two.
+    """Whether that many words are in capital letters. An apostrophe separates words, so "I'M" is two.
 
     The published script splits words by NLTK's tokenizer, whose rules for contractions differ from this one.
     """

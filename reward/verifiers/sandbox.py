@@ -40,7 +40,7 @@ _PROBES = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What code may use, and its tests as much again; the clock runs for both."""
+    """Limits of the code's process. Its tests may use as much again; the clock's limit is for both together."""
 
     cpu_seconds: int
     wall_seconds: float
@@ -135,8 +135,8 @@ def score_code(code: str, tests: Sequence[str], limits: Limits) -> Scored:
 
     Code that fails, or needs more computing time or memory than it may use, does not pass. If it tried to pass without
     being right, the kind of failure is FORGED. If a test uses an object of the code's in a way that needs both in one
-    process, it is REFUSED. It cannot be told of code that needs more time by the clock, since the machine may have been
-    busy, and if the machine ended a process.
+    process, it is REFUSED. There is no score if the code exceeds its limit by the clock, since the machine may have
+    been busy, or if the machine ended a process.
     """
     key = (SCRIPT, limits)
     try:

@@ -55,10 +55,8 @@ ALLOWED = {
     "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "sched_yield": (24, 124), "sched_getaffinity": (204, 123),
     "getrandom": (318, 278), "getrusage": (98, 165), "times": (100, 153),
 }  # fmt: skip
-ARCHITECTURES = {
-    "x86_64": (0, 0xC000003E),
-    "aarch64": (1, 0xC00000B7),
-}  # column of ALLOWED; AUDIT_ARCH of linux/audit.h
+# Column of ALLOWED; AUDIT_ARCH of linux/audit.h.
+ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 # linux/prctl.h, linux/seccomp.h and linux/bpf_common.h
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 1, 38, 22, 2
@@ -133,7 +131,7 @@ def plain(value: Any) -> Any:
 
 
 def update(old: Any, new: Any) -> None:
-    """Make a mutable argument what a call has made of it."""
+    """Copy a call's changes into a mutable argument."""
     old.clear()
     old.extend(new) if isinstance(old, (list, deque, bytearray)) else old.update(new)
 

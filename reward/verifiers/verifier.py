@@ -224,8 +224,8 @@ def _row_checks(where: str, row: Mapping[str, Any]) -> list[Check]:
 
 
 def _all_of(parts: Iterable[Scored]) -> Scored:
-    """Returns a 0 if a check found the response wrong, whatever the others could not tell: the one of an attempt to
-    forge, or else the first; without any, the first failure; else 1.
+    """Combines the checks of a response. If one found it wrong, returns that 0, even if others failed: that of an
+    attempt to forge, or else the first. Otherwise returns the first failure, or 1 if there is none.
     """
     scored = [*parts]
     wrong = sorted((one for one in scored if one.score == 0), key=lambda one: one.failure_kind != FORGED)

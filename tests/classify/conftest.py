@@ -1,6 +1,5 @@
 """A tiny encoder in BERT's layout, and a stage run in this process."""
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from lm.encoder import MaskedLanguageModel
 from lm.model import init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
+from tests.rows import jsonl
 from training.config import EngineConfig
 from training.engine import StageContext
 from training.tokens import TokenFolders, write_arrays
@@ -31,7 +31,7 @@ WORDS = "Mia Tom likes has a the red blue kite ball cake milk is at park lake ha
 def config_for(folder: Path, task: str, rows: Sequence[dict[str, Any]], **changes: Any) -> ClassifyConfig:
     """All rows to learn from, and the same ones held out."""
     path = folder / f"{task}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(jsonl(rows), encoding="utf-8")
     values: dict[str, Any] = {
         "task": task, "data": ({"source": str(path)},), "heldout": ({"source": str(path)},), "seq_len": 40,
         "doc_stride": 8, "max_question_tokens": 16, "num_epochs": 30.0, "dropout": 0.0,

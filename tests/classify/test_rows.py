@@ -9,6 +9,7 @@ import pytest
 
 from classify.config import ClassifyConfig, ClassifyData
 from classify.rows import LabelledText, Question, TaggedWords, iob2, read_labelled
+from tests.rows import jsonl
 from training.data import SourceRows
 
 
@@ -18,7 +19,7 @@ def read(task: Any, path: Path, labels: tuple[str, ...] = (), **settings: Any) -
 
 
 def write(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(jsonl(rows), encoding="utf-8")
     return path
 
 

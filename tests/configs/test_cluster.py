@@ -2,14 +2,12 @@
 
 import re
 import shlex
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.main import get_command
 
-from cluster.config import ClusterConfig
 from heed.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -59,10 +57,3 @@ def test_the_page_quotes_what_is_said() -> None:
     # A pattern for each quote, in which the code writes the numbers and "..." as expressions.
     patterns = {quote: re.sub(r"300|60|\\\.\\\.\\\.", r"\\{[^}]+\\}", re.escape(quote)) for quote in quoted}
     assert [quote for quote, pattern in patterns.items() if not re.search(pattern, said)] == []
-
-
-def test_the_page_shows_the_defaults_of_the_section_on_the_cluster() -> None:
-    shown = re.search(r"^```\n(\[cluster\]\n.*?)^```", DOCUMENTS["cluster.md"], re.MULTILINE | re.DOTALL)
-    assert shown is not None
-    assert ClusterConfig.model_validate(tomllib.loads(shown[1])["cluster"]) == ClusterConfig()
-    assert len(tomllib.loads(shown[1])["cluster"]) == len(ClusterConfig.model_fields)

@@ -19,6 +19,7 @@ from lm.tokenizer import Tokenizer
 from preferences.rankings import split_rankings
 from reward.prepared import read_rankings
 from tests.models import load_language_model
+from tests.rows import jsonl
 from tests.token_files import train_dpo
 from training.config import EngineConfig
 from training.engine import StageContext
@@ -39,7 +40,7 @@ def write_rankings(path: Path, num_tasks: int = 40, long_tasks: Sequence[int] = 
             row = {"task_id": f"t{i}", "prompt": [{"role": "user", "content": f"Where is dog {i}?"}],
                    "responses": responses, "ranks": ranks[: 3 + i % 2], "labeler": labeler}  # fmt: skip
             rows.append(row | ({"objective": objective if i % 2 else "calm"} if objective else {}))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(jsonl(rows))
 
 
 def config_for(folder: Path, **changes: Any) -> DPOConfig:

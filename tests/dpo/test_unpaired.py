@@ -27,6 +27,7 @@ from reward.comparisons import Comparison, Verdict
 from reward.config import RankingsConfig, RewardConfig
 from reward.prepared import Split, read_rankings
 from tests.dpo.test_dpo_stage import config_for, context_of, results_of
+from tests.rows import jsonl
 from tests.token_files import train_dpo, train_reward
 from training.config import BatchConfig
 from training.engine import build_engine
@@ -196,7 +197,7 @@ def write_labels(path: Path, num_rows: int = 48) -> None:
         {"prompt": f"Where is dog {i}?", "completion": "Far" + "!" * (2 * (i % 2)), "label": bool(i % 2)}
         for i in range(num_rows)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(jsonl(rows))
 
 
 def test_it_learns_from_labels_of_single_responses(tmp_path: Path, model_folder: Path) -> None:
@@ -238,7 +239,7 @@ def rated_rows(ratings: list[float]) -> list[dict[str, Any]]:
 
 
 def test_labels_of_one_kind_are_refused_before_training(tmp_path: Path, model_folder: Path) -> None:
-    (tmp_path / "rankings.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rated_rows([5.0, 6.0])))
+    (tmp_path / "rankings.jsonl").write_text(jsonl(rated_rows([5.0, 6.0])))
     with pytest.raises(
         ValueError,
         match=r"\d+ responses to learn from in .*rankings.jsonl, \d+ are desirable and 0 undesirable; .*"
@@ -346,5 +347,5 @@ def test_flags_of_rankings_survive_a_file(tmp_path: Path) -> None:
     flagged = replace(plain, task_id="t1", flags=(("rude",), ()))
     assert "flags" not in ranking_row(plain)
     path = tmp_path / "rankings.jsonl"
-    path.write_text("".join(json.dumps(ranking_row(ranking)) + "\n" for ranking in (plain, flagged)))
+    path.write_text(jsonl(ranking_row(ranking) for ranking in (plain, flagged)))
     assert read_rankings(RankingsConfig(source=str(path))) == [plain, flagged]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from files.conversations import FORMATS, ConversationReader
+from tests.rows import jsonl
 from training.data import DataConfig, read_conversations, read_prompts
 
 DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
@@ -109,11 +110,11 @@ def test_calls_of_tools_are_read_in_every_format_that_has_them(tmp_path: Path, r
 def test_conversations_that_differ_in_their_tools_are_not_repeats(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     rows = [called(), called(arguments={"x": 1}), called() | {"tools": []}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]))
+    path.write_text(jsonl([*rows, rows[0]]))
     heard: list[str] = []
     list(read_conversations([DataConfig(source=str(path))], heard.append))
     assert heard[1] == f"{path}: of 4 rows, 1 x seen before (kept)"
-    path.write_text("".join(json.dumps({"prompt_id": "p", **row}) + "\n" for row in rows))
+    path.write_text(jsonl({"prompt_id": "p", **row} for row in rows))
     with pytest.raises(ValueError, match="prompt_id 'p' is also that of a different prompt"):
         read_prompts(DataConfig(source=str(path)))
 
@@ -181,7 +182,7 @@ def test_conversations_that_differ_in_their_tools_are_not_repeats(tmp_path: Path
 )
 def test_ambiguous_rows_are_refused(tmp_path: Path, rows: list[dict[str, Any]], words: str) -> None:
     path = tmp_path / "d.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(jsonl(rows))
     with pytest.raises(ValueError, match=words):
         list(read_conversations([DataConfig(source=str(path))]))
 

@@ -25,6 +25,7 @@ from files.rows import OFFLINE, REFUSED, UNREACHABLE, InvalidRows, hub_reason, r
 from files.strict_json import MAX_ROW_BYTES
 from preferences.formats.merging import collect_all
 from preferences.formats.registry import read_as
+from tests.rows import jsonl
 
 ROWS = [{"a": 1}, {"a": 2}, {"a": 3}]
 
@@ -43,7 +44,7 @@ def test_a_json_list(tmp_path: Path, indent: int | None) -> None:
 
 def test_json_of_one_object_a_line_is_read_as_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    path.write_text(jsonl(ROWS))
     assert [where for where, _ in read_source(str(path))] == [f"{path}: line {n}" for n in (1, 2, 3)]
 
 

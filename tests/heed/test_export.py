@@ -1,7 +1,6 @@
 """`heed export gguf`, and commands that take the file it writes in the place of a model directory."""
 
 import io
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
 from lm.weights import read_config, save_model
 from tests.models import load_language_model
+from tests.rows import jsonl
 
 ROOT = Path(__file__).parents[2]
 Call = Callable[..., tuple[int, str, str]]
@@ -67,7 +67,7 @@ def test_commands_take_the_file_as_a_model(call: Call, exported: Path, model_fol
     )
     assert call("inspect", exported) == call("inspect", model_folder)
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{n} and", "completion": f" {n}"}) + "\n" for n in range(4)))
+    rows.write_text(jsonl({"prompt": f"{n} and", "completion": f" {n}"} for n in range(4)))
     of_file, of_folder = (call("few-shot", model, rows, "--shots", "1") for model in (exported, model_folder))
     assert of_file == of_folder
     assert "exact match" in of_file[1]

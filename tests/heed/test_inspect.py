@@ -1,6 +1,5 @@
 """`heed inspect` and `heed few-shot` as a user calls them."""
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from lm.encoder import EncoderDecoder
 from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
+from tests.rows import jsonl
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,7 +77,7 @@ def test_what_is_no_shape_is_refused_by_name(call: Call, tmp_path: Path) -> None
 
 def test_few_shot_prints_a_row_for_each_number_of_shots(call: Call, model_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{i}:", "completion": str(i)}) + "\n" for i in range(9)))
+    path.write_text(jsonl({"prompt": f"{i}:", "completion": str(i)} for i in range(9)))
     code, said, _ = call("few-shot", str(model_folder), str(path), "--shots", "0", "--shots", "3", "--max-rows", "8")
     assert code == 0
     rows = [line.split() for line in said.splitlines()[1:]]

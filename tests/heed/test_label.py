@@ -14,6 +14,7 @@ from typer.main import get_command
 import heed.commands.label
 from preferences.formats.registry import FORMATS
 from preferences.store import LabelStore
+from tests.rows import jsonl
 
 ROOT = Path(__file__).parents[2]
 REAL = Path(__file__).parents[3] / "shared" / "data"
@@ -37,7 +38,7 @@ def whole(store: LabelStore) -> list[Any]:
 
 
 def write(path: Path, *rows: Any) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(jsonl(rows))
     return str(path)
 
 

@@ -18,6 +18,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from ppo.report import PPOResults
 from preferences.statistics.estimates import UNKNOWN, Interval
+from tests.rows import jsonl
 
 WORDS = ["fox", "dog", "bird", "bush", "hand", "brown"]
 DEBUG_JOB = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"
@@ -48,7 +49,7 @@ def run_folder(
 @pytest.fixture
 def prompts(tmp_path: Path) -> str:
     path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"Name a {word}"}) + "\n" for word in WORDS))
+    path.write_text(jsonl({"prompt": f"Name a {word}"} for word in WORDS))
     return str(path)
 
 

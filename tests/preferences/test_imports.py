@@ -23,6 +23,7 @@ from preferences.formats.registry import format_to_read, format_to_write
 from preferences.leases import Lease
 from preferences.records import Answer, Message, Task
 from preferences.store import LabelStore
+from tests.rows import jsonl
 
 ROWS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "format_rows.json").read_text())
 GOOD = ROWS["heed"] | {"repeat_of": ""}
@@ -30,7 +31,7 @@ ACT = GOOD["judgments"][0]
 
 
 def write(path: Path, *rows: Any) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(jsonl(rows))
     return str(path)
 
 

@@ -1,6 +1,5 @@
 """Tasks with one response, which labelers rate and mark alone: in the store, in statistics, and in every format."""
 
-import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -26,6 +25,7 @@ from preferences.rows import task_row
 from preferences.statistics.summary import summary
 from preferences.store import LabelStore
 from reward.prepared import read_judgments
+from tests.rows import jsonl
 
 HOW = {"client": "test", "instructions_version": "1"}
 PROMPT = (Message("user", "Why?"), Message("assistant", "Who asks?"), Message("user", "I do."))
@@ -84,7 +84,7 @@ def test_a_batch_has_single_responses_or_rankings(store, tmp_path):
     path = tmp_path / "tasks.jsonl"
     asked = [{"role": "user", "content": "Why?"}]
     rows = [{"task_id": name, "prompt": asked, "responses": list(texts)} for name, texts in (("p", "ab"), ("q", "a"))]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(jsonl(rows))
     found = collect_all(format_to_read("heed"), read_source(str(path)))
     with pytest.raises(ValueError, match=rf"{path}: line 2: task 'q': responses has 1 entry, but the tasks of batch"):
         store_found(store, found, "c")
@@ -212,7 +212,7 @@ def test_yes_or_no_as_trls_unpaired_rows(judged, sqlite_tables, tmp_path):
     assert left_out == {"turns": 8}
     assert rows_of(judged, "trl_unpaired") == ([], {"criteria": 8, "turns": 8, "no yes or no": 8})
     path = tmp_path / "unpaired.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(jsonl(rows))
     with LabelStore(shutil.copy(sqlite_tables, tmp_path / "other.db")) as other:
         form, _ = sniff(read_source(str(path)), str(path))
         store_found(other, collect_all(form, read_source(str(path))), "new")

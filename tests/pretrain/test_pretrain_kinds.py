@@ -13,6 +13,7 @@ from lm.encoder import EncoderDecoder, MaskedLanguageModel
 from lm.tokenizer import Tokenizer
 from lm.weights import load_model
 from pretrain.stage import PretrainConfig, prepare_tokenizer, train
+from tests.rows import jsonl
 from tests.token_files import pretrain_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import TextConfig
@@ -36,7 +37,7 @@ Finished = tuple[Path, dict[str, Any]]
 
 def pretrain(folder: Path, model: ModelConfig, **changes: Any) -> Finished:
     for name, texts in (("train", TEXTS * 8), ("heldout", TEXTS)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        (folder / f"{name}.jsonl").write_text(jsonl({"text": text} for text in texts))
     values: dict[str, Any] = {
         "texts": (TextConfig(source=str(folder / "train.jsonl")),),
         "heldout": (TextConfig(source=str(folder / "heldout.jsonl")),),

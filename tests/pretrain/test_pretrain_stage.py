@@ -14,6 +14,7 @@ from lm.tokenizer import Tokenizer
 from pretrain import stage
 from pretrain.stage import PretrainConfig, bits_per_byte, prepare_tokenizer, train
 from tests.models import load_language_model
+from tests.rows import jsonl
 from tests.token_files import pretrain_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import TextConfig
@@ -40,7 +41,7 @@ HELDOUT = ["The bird sleeps in the hand.", "The dog über the bush sleeps.", "Th
 
 def write_config(folder: Path) -> PretrainConfig:
     for name, texts in (("train", TRAIN * 8), ("heldout", HELDOUT)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        (folder / f"{name}.jsonl").write_text(jsonl({"text": text} for text in texts))
     return PretrainConfig(
         texts=(TextConfig(source=str(folder / "train.jsonl")),),
         heldout=(TextConfig(source=str(folder / "heldout.jsonl")),),
@@ -139,7 +140,7 @@ def byte_spelling(tokenizer: Tokenizer, token: int) -> bytes:
 def heldout_rows(folder: Path, texts: list[str], tokenizer: Tokenizer, seq_len: int) -> tuple[Any, Any]:
     """Tokens and the bytes that they stand for, as a run writes and reads them."""
     config = write_config(folder)
-    (folder / "heldout.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "heldout.jsonl").write_text(jsonl({"text": text} for text in texts))
     tokenizer.save(folder / "tokenizer")
     data = pretrain_tokens(folder, config, folder / "tokenizer")
     return tuple(stream_rows(data.heldout / f"{name}.bin", seq_len) for name in ("tokens", "num_bytes"))

@@ -1,6 +1,5 @@
 """Reading and tokenizing rankings."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from reward.collect import write_rankings
 from reward.comparisons import Verdict, encode_response
 from reward.config import RankingsConfig
 from reward.prepared import read_rankings
+from tests.rows import jsonl
 
 GOOD: dict[str, Any] = {
     "task_id": "t1",
@@ -25,7 +25,7 @@ GOOD: dict[str, Any] = {
 
 def write(folder: Path, *rows: dict[str, Any]) -> RankingsConfig:
     path = folder / "rankings.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(jsonl(rows))
     return RankingsConfig(source=str(path))
 
 

@@ -15,6 +15,7 @@ from lm.weights import ModelFolder, load_model, read_config, save_model
 from reward.config import RankingsConfig, RewardConfig
 from reward.scoring import RewardModel, head_scores, network_folder
 from reward.stage import network_source
+from tests.rows import jsonl
 from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
@@ -24,7 +25,7 @@ ASKED = [{"role": "user", "content": "Where is the dog?"}]
 
 
 def write_rows(path: Path, rows: list[dict[str, object]]) -> DataConfig:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(jsonl(rows))
     return DataConfig(source=str(path))
 
 

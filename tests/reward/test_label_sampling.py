@@ -1,6 +1,5 @@
 """`heed label sample`: responses of policies become tasks that labelers can be given."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from lm.weights import save_model
 from preferences.store import LabelStore
 from reward import collect
 from tests.models import load_scalar_model
+from tests.rows import jsonl
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -29,7 +29,7 @@ def folder(tmp_path: Path, tiny_config: ModelConfig, tokenizer: Tokenizer) -> Pa
     init_weights(judge, seed=5)
     save_model(tmp_path / "judge", judge, judge.state_dict(), tokenizer)
     rows = [{"prompt_id": f"p{n}", "messages": [{"role": "user", "content": f"The fox {n}?"}]} for n in range(6)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "prompts.jsonl").write_text(jsonl(rows))
     return tmp_path
 
 

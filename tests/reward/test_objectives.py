@@ -24,6 +24,7 @@ from reward.objective import AuxiliaryParameters, RankingObjective, RewardLearne
 from reward.scoring import RewardModel, head_scores, weights_by_label
 from reward.stage import network_source
 from tests.models import load_scalar_model
+from tests.rows import jsonl
 from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
@@ -37,7 +38,7 @@ RESPONSES = ["Far", "Far!!", "Far!", "Far!!!"]
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(jsonl(rows))
     return str(path)
 
 

@@ -19,6 +19,7 @@ from preferences.formats.merging import RECENT_TASKS, ImportedLabels
 from preferences.statistics.agreement import accuracy_against
 from reward.config import RankingsConfig, RewardConfig
 from reward.prepared import ARRAYS, PreparedRankings, ranking_parts, read_judgments, split_of
+from tests.rows import jsonl
 from training.config import BatchConfig, OptimizerConfig
 from training.data import DataConfig
 from training.tokens import write_arrays
@@ -43,7 +44,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> tuple[RewardConfig, Import
         for again in range(1 + (i % 3 == 0))
         if labeler == "ann" or i % 4 == 0
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(jsonl(rows))
     config = RewardConfig(
         rankings=RankingsConfig(source=str(path)),
         demonstrations=(DataConfig(source=str(path)),),

@@ -13,6 +13,7 @@ from lm.weights import save_model
 from reward.config import RankingsConfig, RewardConfig
 from reward.prepared import WARNINGS, read_judgments, read_rankings, warnings_about
 from tests.models import load_scalar_model
+from tests.rows import jsonl
 from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
@@ -71,7 +72,7 @@ def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
 def test_rows_of_one_labeler_that_repeat_count_once(tmp_path: Path) -> None:
     row = {"prompt": "Why?", "chosen": "So.", "rejected": "No."}
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for _ in range(3)))
+    path.write_text(jsonl(row for _ in range(3)))
     data = RankingsConfig(source=str(path), format="trl")
     assert len(read_rankings(data)) == 1
     assert read_judgments(data).report.counts() == {"row seen twice": 2}
@@ -88,7 +89,7 @@ def test_rows_that_were_skipped_are_listed_with_the_odd_ones(tmp_path: Path) -> 
         ([row, {"prompt": "Why?"}, row], ["invalid", "row seen twice"]),
         ([contradicting | {"responses": ["a", text]} for text in ("b", "c", "b")], ["invalid", "row seen twice"]),
     ):
-        path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+        path.write_text(jsonl(rows))
         found = read_judgments(RankingsConfig(source=str(path), on_invalid="skip"))
         listed = warnings_about(found)
         assert [warning["kind"] for warning in listed] == kinds

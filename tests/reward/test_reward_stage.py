@@ -22,6 +22,7 @@ from reward.objective import AuxiliaryParameters, RankingObjective, RewardLearne
 from reward.prepared import read_rankings
 from reward.scoring import head_scores, read_by, scores_of
 from tests.models import load_language_model, load_scalar_model
+from tests.rows import jsonl
 from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
@@ -116,7 +117,7 @@ def test_labelers_weights_make_weighted_means(scalar: ScalarModel) -> None:
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> RankingsConfig:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(jsonl(rows))
     return RankingsConfig(source=str(path))
 
 

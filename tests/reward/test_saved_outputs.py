@@ -13,6 +13,7 @@ from preferences.formats.registry import format_to_write
 from preferences.records import Answer, ShownTask
 from preferences.scripted import answer_all
 from preferences.store import LabelStore
+from tests.rows import jsonl
 
 STORE = ("--store", "labels.sqlite", "--batch", "main")
 
@@ -23,7 +24,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(name: str, *rows: object) -> str:
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    Path(name).write_text(jsonl(rows), encoding="utf-8")
     return name
 
 

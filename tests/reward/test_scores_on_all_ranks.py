@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from lm.model import Transformer
 from reward.config import RewardConfig
 from tests.models import load_scalar_model
+from tests.rows import jsonl
 from tests.token_files import train_reward
 from training.config import EngineConfig
 from training.engine import StageContext
@@ -43,7 +44,7 @@ def config_for(folder: Path) -> RewardConfig:
     ]
     demonstrations = [{"prompt": f"Where is fox {i}?", "completion": "In the bush."} for i in range(9)]
     for name, rows in (("rankings", rankings), ("demonstrations", demonstrations)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / f"{name}.jsonl").write_text(jsonl(rows))
     return RewardConfig.model_validate(
         {
             "rankings": {"source": str(folder / "rankings.jsonl")},

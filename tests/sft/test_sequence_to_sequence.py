@@ -21,23 +21,18 @@ from lm.weights import load_model, save_model
 from sft.demonstrations import Limit, demonstration_parts, split_pair
 from sft.stage import SFTConfig, policy_source, train
 from tests.lm.vocabularies import unigram
+from tests.sft.test_sft_stage import PAIRS, write_data
 from tests.token_files import sft_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.engine import StageContext
 
-PAIRS = [("Where is the fox?", "In the bush."), ("Where is the dog?", "Far."), ("The bird?", "In the hand, 山.")]
 CONFIG = ModelConfig(
     kind="encoder-decoder", vocab_size=288, max_position_embeddings=64, hidden_size=24, num_hidden_layers=1,
     num_encoder_layers=1,
     num_attention_heads=2, num_key_value_heads=2, intermediate_size=48, mlp="relu", norm="layer", norm_place="post",
     positions="sinusoidal", scale_embedding=True,
 )  # fmt: skip
-
-
-def write_data(path: Path, pairs: list[tuple[str, str]]) -> tuple[DataConfig, ...]:
-    path.write_text("".join(json.dumps({"prompt": prompt, "completion": answer}) + "\n" for prompt, answer in pairs))
-    return (DataConfig(source=str(path)),)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from lm.weights import ModelFolder
 from sft.demonstrations import Limit, demonstration_parts
 from sft.stage import SFTConfig, make_objective, policy_source, train
 from tests.models import load_language_model
+from tests.rows import jsonl
 from tests.token_files import sft_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
@@ -30,7 +31,7 @@ PAIRS = [("Where is the fox?", "In the bush."), ("Where is the dog?", "Far."), (
 
 
 def write_data(path: Path, pairs: list[tuple[str, str]]) -> tuple[DataConfig, ...]:
-    path.write_text("".join(json.dumps({"prompt": prompt, "completion": answer}) + "\n" for prompt, answer in pairs))
+    path.write_text(jsonl({"prompt": prompt, "completion": answer} for prompt, answer in pairs))
     return (DataConfig(source=str(path)),)
 
 
@@ -169,7 +170,7 @@ STRICT = """{% for message in messages %}
 def test_a_conversation_that_the_template_refuses_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = tmp_path / "d.jsonl"
     conversations = [turns(SHORT), [{"role": "system", "content": "Be brief."}, *turns(SHORT)]]
-    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    path.write_text(jsonl({"messages": messages} for messages in conversations))
     with pytest.raises(ValueError) as refused:  # noqa: PT011 - the whole message is compared
         list(demonstration_parts(tokenizer.with_template(STRICT), (DataConfig(source=str(path)),), Limit(False, 64), 0))
     assert str(refused.value) == f"{path}: line 2: chat_template refuses the conversation: System role not supported"
@@ -178,7 +179,7 @@ def test_a_conversation_that_the_template_refuses_is_named(tmp_path: Path, token
 def test_skipped_rows_are_in_the_results(tmp_path: Path, model_folder: Path) -> None:
     path = tmp_path / "some.jsonl"
     rows = [{"prompt": question, "completion": answer} for question, answer in PAIRS]
-    path.write_text("".join(json.dumps(row) + "\n" for row in [{"prompt": "no answer"}, *rows, rows[0]]))
+    path.write_text(jsonl([{"prompt": "no answer"}, *rows, rows[0]]))
     context = StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
     sources = (DataConfig(source=str(path), on_invalid="skip"),)
     config = config_for(tmp_path, demonstrations=sources, num_epochs=0.1)
@@ -228,5 +229,5 @@ def turns(row: dict[str, str]) -> list[dict[str, str]]:
 
 
 def write_rows(path: Path, *rows: dict[str, str]) -> DataConfig:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(jsonl(rows))
     return DataConfig(source=str(path))

@@ -18,6 +18,7 @@ from heed.jobs.run import Run
 from lm.tokenizer import Tokenizer
 from pretrain.stage import STAGE, tokenize, train
 from stages.data import TOKENS, Fitting, fitting_prompts
+from tests.rows import jsonl
 from training.config import EngineConfig
 from training.data import DataConfig, Overlong, read_prompts, untold
 from training.engine import StageContext
@@ -100,7 +101,7 @@ def test_a_mistake_in_later_data_shows_before_the_pretraining_texts_are_tokenize
 
 
 def write_prompts(path: Path, texts: Iterable[str]) -> DataConfig:
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    path.write_text(jsonl({"prompt": text} for text in texts))
     return DataConfig(source=str(path))
 
 
@@ -147,7 +148,7 @@ def test_prompts_that_are_too_long_are_refused_skipped_or_shortened(checked: Run
     path, long = tmp_path / "p.jsonl", "word " * 200
     turns = [("user", long), ("assistant", "yes"), ("user", "why")]
     rows = [{"prompt": "short"}, {"prompt": long}, {"prompt": [{"role": r, "content": text} for r, text in turns]}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(jsonl(rows))
     data, lines = DataConfig(source=str(path)), list[str]()
     with pytest.raises(ValueError, match=r"p\.jsonl: line 2: prompt '1' has \d+ tokens; at most 60 leave room"):
         fit(checked, data)

@@ -1,6 +1,5 @@
 """What commands print."""
 
-import json
 import time
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 from rich.table import Table
 
 from stages.progress import POLL_SECONDS, StageProgress, follow, in_words, results_console
+from tests.rows import jsonl
 
 
 def test_a_table_in_a_pipe_cuts_no_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,9 +35,7 @@ def test_steps_that_were_lost_are_not_shown(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
 
     def lines(steps: int) -> str:
-        return "".join(
-            json.dumps({"step": step + 1, "num_steps": 283, "tokens_per_second": 1.0}) + "\n" for step in range(steps)
-        )
+        return jsonl({"step": step + 1, "num_steps": 283, "tokens_per_second": 1.0} for step in range(steps))
 
     metrics.write_text(lines(60))
     with follow("reward", tmp_path) as progress:

@@ -76,7 +76,7 @@ class Sky:
         return call(["sky", "logs", "--no-follow", "--tail", "0", *_words(job_id)], WHERE, accepted=STATES)
 
     def stop(self, job_id: str) -> ClusterJob:
-        """Cancel a job. Its machines go ten minutes later, and `sky down` takes them at once."""
+        """Cancel a job. Its machines end ten minutes later; `sky down` ends them at once."""
         call(["sky", "cancel", "--yes", *_words(job_id)], WHERE)
         return self.find(job_id)
 

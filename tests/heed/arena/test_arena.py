@@ -32,6 +32,7 @@ from preferences.page.config import LabelingConfig
 from preferences.records import Message
 from preferences.store import LabelStore
 from tests.models import load_language_model
+from tests.rows import jsonl
 from tests.serving import serving
 
 if TYPE_CHECKING:
@@ -384,7 +385,7 @@ def test_wrong_policies_are_refused(specs: list[str], message: str, model_folder
 def test_prompts_and_configuration(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in (turns[1:], turns)))
+    file.write_text(jsonl({"messages": messages} for messages in (turns[1:], turns)))
     assert [len(prompt.messages) for prompt in read_prompts(str(file))] == [1, 2]
     assert arena_config(LabelingConfig()).title == "Arena"
     assert arena_config(LabelingConfig(title="Mine")).title == "Mine"

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from tests.rows import jsonl
+
 ROOT = Path(__file__).parents[3]
 HEED = (str(Path(sys.executable).with_name("heed")),)
 MODULE = (sys.executable, "-m", "heed")
@@ -61,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iter
     (path / "liked_words.py").write_text("LIKED = 'aeiou'\n")
     (path / "data").mkdir()
     turns = [{"prompt": f"Where is {i}?", "completion": "The dog sleeps."} for i in range(16)]
-    (path / "data" / "turns.jsonl").write_text("".join(json.dumps(turn) + "\n" for turn in turns))
+    (path / "data" / "turns.jsonl").write_text(jsonl(turns))
     debug = tomllib.loads((ROOT / "configs" / "jobs" / "debug.toml").read_text())
     source = {"source": "data/turns.jsonl"}
     sft = debug["sft"] | {

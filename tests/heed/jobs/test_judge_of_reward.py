@@ -18,6 +18,7 @@ from lm.source import load
 from lm.tokenizer import Tokenizer
 from lm.weights import WithNewHead, save_model
 from reward.verifiers import verifier
+from tests.rows import jsonl
 from training.notices import speaking_through
 
 ALONE = '{ kind = "function", function = "FOLDER/reward.py:score" }'
@@ -172,7 +173,7 @@ def test_a_comparison_says_before_it_samples_what_it_could_show(tmp_path: Path, 
     """15 prompts get 8 samples each unless the job says otherwise; people and greedy policies get one."""
     job = compared(tmp_path, model_folder, ALONE, 'judge_function = "FOLDER/judge.py:score"')
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"Why {number}?"}) + "\n" for number in range(15)))
+    prompts.write_text(jsonl({"prompt": f"Why {number}?"} for number in range(15)))
     (tmp_path / "run").mkdir()
     run = Run(job, tmp_path / "run", None, None).of("compare")  # type: ignore[arg-type]
     config, said = job.compare, list[str]()

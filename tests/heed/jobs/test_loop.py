@@ -500,7 +500,7 @@ def test_people_label_through_the_server_while_the_loop_runs(heed: Any, tmp_path
     killed = read_status()
     assert killed.state == "waiting"
     assert killed.message.startswith("collect waits for labels of batch 'tiny' in ")
-    assert "No command has looked for" in now_of(killed, [], killed.updated + 60).text
+    assert "The waiting command ended or was killed" in now_of(killed, [], killed.updated + 60).text
     assert run_loop(loader(path), folder.parent, waits=False) == folder  # nobody has answered yet
     assert read_state(folder) == LoopState(1, waits_for=6)
     answer(store, 8)

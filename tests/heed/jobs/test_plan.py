@@ -1,7 +1,6 @@
 """`heed plan`: numbers by hand, every shipped job, and jobs that do not fit."""
 
 import itertools
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +35,7 @@ from heed.jobs.times import GIB, GPUS, hardware
 from lm import layers
 from lm.config import ModelConfig
 from lm.inspection import forward_bytes
+from tests.rows import jsonl
 from training.config import OptimizerConfig
 
 ROOT = Path(__file__).parents[3]
@@ -219,7 +219,7 @@ def test_rows_of_local_files_are_counted(tmp_path: Path) -> None:
     prompt = [{"role": "user", "content": "Say."}]
     row = {"task_id": "1", "prompt": prompt, "responses": ["a", "b", "c"], "ranks": [1, 2, 3], "labeler": "x"}
     rows = [row | {"task_id": str(number)} for number in range(640)]
-    rankings.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rankings.write_text(jsonl(rows), encoding="utf-8")
     path = next(path for path in CLUSTER_JOBS if path.stem == "tldr-124m-1gpu")
     reward = stage_of(
         plan_of(path, overrides=(f"reward.rankings.source={rankings}", "reward.rankings.format=rankings")), "reward"

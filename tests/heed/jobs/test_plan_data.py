@@ -21,6 +21,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from sft.demonstrations import encoded_all
 from tests.hub_server import NAME, serve
+from tests.rows import jsonl
 from training.packing import best_fit, pass_tokens, split_passes
 
 LAPTOP = Hardware("cpu", 16 * GIB, 5e11, 4e10, 0.0, is_gpu=False)
@@ -75,7 +76,7 @@ def folder(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(jsonl(rows))
 
 
 def plan_of(folder: Path, text: str, *overrides: str) -> Plan:

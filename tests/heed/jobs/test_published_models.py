@@ -1,6 +1,5 @@
 """The jobs that Heed shows pass their preflight on tokenizers that have the special tokens of the models they name."""
 
-import json
 import re
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from heed.jobs.pipeline import check_data
 from heed.jobs.run import Run
 from tests.lm.published_tokens import PUBLISHED
 from tests.lm.test_published_tokens import write
+from tests.rows import jsonl
 
 ROOT = Path(__file__).parents[3]
 CLUSTER_JOBS = sorted((ROOT / "configs" / "jobs" / "cluster").glob("*.toml"))
@@ -51,7 +51,7 @@ def overrides_for(path: Path, folder: Path) -> list[str]:
         {"demonstrations": DEMONSTRATIONS, "prompts": [{**row, "answer": "7"} for row in DEMONSTRATIONS]},
     )
     for name, rows in sources.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / f"{name}.jsonl").write_text(jsonl(rows))
     for stage in job.stages:
         section = job.section_of(stage).model_dump()
         if model := section.get("init_from"):
@@ -66,7 +66,7 @@ def overrides_for(path: Path, folder: Path) -> list[str]:
             changes += [f"{stage.name}.seq_len=2048", "engine.sequence_parallel_size=1"]
         if "rankings" in section:
             kind = section["rankings"]["format"]
-            (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PREFERENCES[kind]))
+            (folder / "pairs.jsonl").write_text(jsonl(PREFERENCES[kind]))
             changes.append(f'{stage.name}.rankings={{source="{folder}/pairs.jsonl", format="{kind}"}}')
         for field in ("demonstrations", "heldout"):
             if section.get(field):

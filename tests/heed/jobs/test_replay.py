@@ -12,6 +12,7 @@ from lm.samplers.draws import ALARM
 from lm.samplers.engine import max_difference
 from ppo.rollout_log import ROLLOUTS
 from tests.heed.jobs.conftest import HeedCommand
+from tests.rows import jsonl
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def test_the_command_says_what_differs_from_the_record(run: Path, heed: Callable
     responses = lines[0]["responses"]
     assert isinstance(responses, list)
     responses[4], true = "0" * 16, responses[4]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text(jsonl(lines))
     command = heed("replay", str(run), "--iteration", "1", "--response", "4")
     assert command.wait() == 1
     said = command.output

@@ -24,6 +24,7 @@ from lm.weights import save_model
 from preferences.rankings import is_heldout
 from reward.config import RankingsConfig
 from reward.prepared import read_rankings
+from tests.rows import jsonl
 from training.data import DataConfig, read_prompts
 from training.notices import speaking_through
 
@@ -38,7 +39,7 @@ SMOLLM2_135M = {
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(jsonl(rows))
     return str(path)
 
 
@@ -226,7 +227,7 @@ def test_format_and_invalid_rows_are_those_of_the_sources(
 ) -> None:
     odd = {"prompt": "q", "messages": [{"role": "user", "content": "another"}, {"role": "assistant", "content": "a"}]}
     path = tmp_path / "odd.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in (odd, {"messages": []}, odd, odd, odd)))
+    path.write_text(jsonl((odd, {"messages": []}, odd, odd, odd)))
     with Path(data["preferences"]).open("a") as file:
         file.write('{"prompt": "Say 1."}\n')
 

@@ -21,6 +21,7 @@ from heed.jobs.report import StatusFile
 from heed.jobs.watch import Watched, make_app, now_in_words, now_of, watch
 from stages.progress import Restart, RunStatus
 from stages.reports.page import Now
+from tests.rows import jsonl
 
 STATUS = RunStatus(
     "running", "node-1", 42, started=1_000.0, updated=1_600.0, stage="ppo", stage_started=1_500.0, phase="sampling",
@@ -68,10 +69,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def lines_of(steps: range, seconds: float) -> str:
-    return "".join(
-        json.dumps({"step": step, "num_steps": 80, "score": step / 10, "seconds": step * seconds}) + "\n"
-        for step in steps
-    )
+    return jsonl({"step": step, "num_steps": 80, "score": step / 10, "seconds": step * seconds} for step in steps)
 
 
 def test_a_run_that_has_only_begun_and_half_written_files(tmp_path: Path) -> None:
@@ -125,7 +123,7 @@ def test_only_this_machine_may_ask(tmp_path: Path) -> None:
         (replace(STATUS, state="waiting", message="collect waits for labels"), "collect waits for labels."),
         (
             replace(STATUS, state="waiting", message="collect waits for labels", updated=1_500.0),
-            "collect waits for labels. No command has looked for 1 min 50 s: it ended or was killed. Run it again",
+            "collect waits for labels. The waiting command ended or was killed 1 min 50 s ago. Run it again",
         ),
         (replace(STATUS, state="failed", message="disk full"), "This run has failed: disk full"),
         (replace(STATUS, state="finished"), "This run has finished."),

@@ -1,70 +1,41 @@
 """The arena in a real browser: streaming, by keyboard alone, without JavaScript, on a narrow screen, with axe."""
 
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
-from preferences.accounts import Accounts
 from preferences.page import arena as arena_module
-from preferences.page.app import listening, make_app
 from preferences.page.arena import NO_ANSWER, ArenaPrompt, ArenaSetup
 from preferences.page.config import LabelingConfig
-from preferences.page.site import COOKIE
 from preferences.records import Message
-from preferences.store import LabelStore
 from tests.preferences.page.arenas import SECRETS, ScriptedWriters
+from tests.preferences.page.test_browser import Site
 
 CONFIG = LabelingConfig(title="Arena", flags=("wrong", "rude"))
 PROMPTS = [ArenaPrompt("p", (Message("user", "A prompt from the list?"),))]
 
 
-class Site:
-    """A server in a thread of this process, with scripted policies, visited by name."""
+class ArenaSite(Site):
+    """A server with scripted policies."""
 
     def __init__(self, url: str, browser: Browser) -> None:
-        self.browser, self.pages, self.writers = browser, list[Page](), ScriptedWriters()
-        self.store, self.accounts = LabelStore(url), Accounts(url)
-        self.opening = ArenaSetup(self.writers, "arena", PROMPTS).opened(url, self.store, CONFIG)
-        self.arena = self.opening.__enter__()
-        listener = listening("127.0.0.1", 0)
-        self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        app = make_app(self.store, self.accounts, CONFIG, arena=self.arena)
-        settings = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
-        self.server = uvicorn.Server(settings)
-        self.thread = threading.Thread(target=self.server.run, args=([listener],), daemon=True)
-        self.thread.start()
-
-    def close(self) -> None:
-        for page in self.pages:
-            page.context.close()
-        self.server.should_exit = True
-        self.thread.join()
-        self.opening.__exit__(None, None, None)
-        self.store.close()
-        self.accounts.close()
+        self.writers = ScriptedWriters()
+        super().__init__(url, CONFIG, browser, ArenaSetup(self.writers, "arena", PROMPTS))
 
     def visit(self, name: str, **options: Any) -> Page:
-        self.accounts.accept(self.accounts.invite(name, "labeler"))
-        self.accounts.confirm_reading(name, CONFIG.version)
-        page = self.browser.new_context(**options).new_page()
-        self.pages.append(page)
-        page.context.add_cookies([{"name": COOKIE, "value": self.accounts.open_session(name), "url": self.address}])
-        page.goto(f"{self.address}/")
-        return page
+        return super().visit(name, path="/", **options)
 
 
 @pytest.fixture
-def site(sqlite_tables: Path, tmp_path: Path, browser: Browser, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+def site(sqlite_tables: Path, tmp_path: Path, browser: Browser, monkeypatch: pytest.MonkeyPatch) -> Iterator[ArenaSite]:
     monkeypatch.setattr(arena_module, "USUAL_PACE", 1e6)
-    opened = Site(str(shutil.copy(sqlite_tables, tmp_path / "labels.db")), browser)
+    opened = ArenaSite(str(shutil.copy(sqlite_tables, tmp_path / "labels.db")), browser)
     yield opened
     opened.close()
 
@@ -79,7 +50,7 @@ def require_accessible(page: Page) -> None:
     assert found.violations_count == 0, found.generate_report()
 
 
-def test_both_answers_grow_together_and_are_then_judged(site: Site) -> None:
+def test_both_answers_grow_together_and_are_then_judged(site: ArenaSite) -> None:
     site.writers.is_waiting = True
     page = site.visit("ann")
     errors: list[str] = []
@@ -113,7 +84,7 @@ def test_both_answers_grow_together_and_are_then_judged(site: Site) -> None:
     assert errors == []
 
 
-def test_a_conversation_by_keyboard_alone(site: Site) -> None:
+def test_a_conversation_by_keyboard_alone(site: ArenaSite) -> None:
     page = site.visit("ann")
     page.get_by_label("Your message").focus()
     page.keyboard.type("One?")
@@ -132,7 +103,7 @@ def test_a_conversation_by_keyboard_alone(site: Site) -> None:
     assert len(site.writers.asked[-1].messages) == 3
 
 
-def test_a_typed_message_survives_a_reload_and_a_refusal(site: Site) -> None:
+def test_a_typed_message_survives_a_reload_and_a_refusal(site: ArenaSite) -> None:
     page = site.visit("ann")
     page.get_by_label("Your message").fill("A long thought")
     page.reload()
@@ -148,7 +119,7 @@ def test_a_typed_message_survives_a_reload_and_a_refusal(site: Site) -> None:
 
 
 def test_a_closed_tab_frees_the_work_and_the_turn_can_be_sampled_again(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: ArenaSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("preferences.page.arena.UNSEEN_SECONDS", 3.0)
     site.writers.is_waiting = True
@@ -171,7 +142,7 @@ def test_a_closed_tab_frees_the_work_and_the_turn_can_be_sampled_again(
     expect(page.get_by_role("button", name="Save the verdict")).to_be_visible()
 
 
-def test_a_failure_is_a_sentence(site: Site) -> None:
+def test_a_failure_is_a_sentence(site: ArenaSite) -> None:
     site.writers.is_waiting = True
     page = site.visit("ann")
     ask(page, "One?")
@@ -181,7 +152,7 @@ def test_a_failure_is_a_sentence(site: Site) -> None:
     expect(page.locator(".message.user .text")).to_have_text("One?")
 
 
-def test_without_javascript(site: Site) -> None:
+def test_without_javascript(site: ArenaSite) -> None:
     site.writers.is_waiting = True
     page = site.visit("ann", java_script_enabled=False)
     page.get_by_role("button", name="Take a prompt from the list").click()
@@ -198,7 +169,7 @@ def test_without_javascript(site: Site) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_on_a_narrow_screen(site: Site, scheme: Any) -> None:
+def test_on_a_narrow_screen(site: ArenaSite, scheme: Any) -> None:
     site.writers.answers = ("word " * 30 + "x" * 200, "`code` " * 30)
     page = site.visit("ann", viewport={"width": 320, "height": 640}, color_scheme=scheme)
     require_accessible(page)

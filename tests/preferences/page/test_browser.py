@@ -3,6 +3,7 @@
 import re
 import shutil
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from sqlalchemy import event
 
 from preferences.accounts import Accounts
 from preferences.page.app import listening, make_app
+from preferences.page.arena import ArenaSetup
 from preferences.page.config import LabelCriterion, LabelingConfig
 from preferences.page.site import COOKIE
 from preferences.records import Answer, Message, Task
@@ -29,15 +31,18 @@ def url(sqlite_tables, tmp_path):
 
 
 class Site:
-    """A server in a thread of this process with people in it, visited by name."""
+    """A server in a thread of this process with people in it, and perhaps an arena, visited by name."""
 
-    def __init__(self, url: str, config: LabelingConfig, browser: Browser) -> None:
+    def __init__(self, url: str, config: LabelingConfig, browser: Browser, arena: ArenaSetup | None = None) -> None:
         self.url, self.config, self.browser, self.pages = url, config, browser, []
         self.store, self.accounts = LabelStore(url), Accounts(url)
         listener = listening("127.0.0.1", 0)
         self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        app = make_app(self.store, self.accounts, config)
-        self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        self.closing = ExitStack()
+        opened = self.closing.enter_context(arena.opened(url, self.store, config)) if arena else None
+        app = make_app(self.store, self.accounts, config, arena=opened)
+        settings = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
+        self.server = uvicorn.Server(settings)
         self.thread = threading.Thread(target=self.server.run, args=([listener],), daemon=True)
         self.thread.start()
 
@@ -46,6 +51,7 @@ class Site:
             page.context.close()
         self.server.should_exit = True
         self.thread.join()
+        self.closing.close()
         self.store.close()
         self.accounts.close()
 

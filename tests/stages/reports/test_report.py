@@ -28,6 +28,7 @@ from stages.reports.page import Glossary
 from stages.reports.parts import Answer
 from stages.reports.plots import running_mean
 from stages.reports.text import clean_json, clean_text, duration, ends_of, number, percent, share_ends, styles_of
+from tests.rows import jsonl
 
 ReadPage = Callable[[str], Any]
 
@@ -79,7 +80,7 @@ def write_stage(run: Path, stage: str, results: dict[str, Any], metrics: list[di
     folder.mkdir(parents=True)
     (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")
     if metrics:
-        lines = "".join(json.dumps(line) + "\n" for line in metrics)
+        lines = jsonl(metrics)
         (folder / "metrics.jsonl").write_text(lines, encoding="utf-8")
     before = STAGES[: STAGES.index(stage)]
     lineage = {
@@ -284,7 +285,7 @@ def make_run(run: Path, *, note: str = "") -> Path:
     )  # fmt: skip
     scale = {"score_scale_mean": -0.3, "score_scale_std": 1.27}
     write_stage(run, "ppo", {"num_iterations": 80, "final_kl_coef": 0.0512, **scale}, ppo_metrics(rng, 80))
-    lines = "".join(json.dumps(line) + "\n" for line in ppo_samples())
+    lines = jsonl(ppo_samples())
     (run / "ppo" / "samples.jsonl").write_text(lines, encoding="utf-8")
     write_stage(run, "compare", compare_results(), [])
     return run
@@ -468,7 +469,7 @@ def test_the_head_of_an_unfinished_run_says_what_is_unfinished(run: Path) -> Non
 def change_metrics(run: Path, **values: float) -> None:
     path = run / "ppo/metrics.jsonl"
     lines = [json.loads(line) | values for line in path.read_text(encoding="utf-8").splitlines()]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    path.write_text(jsonl(lines), encoding="utf-8")
 
 
 def test_a_kl_that_stays_at_0_or_is_below_it_is_explained(run: Path) -> None:
