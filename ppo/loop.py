@@ -272,13 +272,12 @@ def kept_policy(folder: Path, iteration: int) -> Path:
 def _save(controller: PPOController, checkpoints: Path, done: int) -> None:
     """Save a checkpoint, including what older weights sampled: the weights are thousands of times as large."""
     generators, placement = controller.roles.generators, controller.config.placement
-    unfinished = generators.start_unfinished(done) if placement.samples_rounds else None
     if placement.max_staleness:
         controller.start_sampling(done)  # generators need not wait for the checkpoint
     stale = controller.stale_rollouts(done)
     files = {f"rollout-{iteration:06d}.safetensors": rollout.as_bytes() for iteration, rollout in stale.items()}
-    if unfinished is not None:
-        files[UNFINISHED] = unfinished()
+    if placement.samples_rounds:  # as they are after those rollouts
+        files[UNFINISHED] = generators.unfinished()
         files[VERSIONS] = json.dumps([*controller.started_with.items()]).encode()
     files[DRAWS] = controller.evidence.as_bytes()
     controller.roles.learners.save(checkpoints, done, {"kl_coef": controller.kl.coef}, files)
