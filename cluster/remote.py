@@ -31,7 +31,7 @@ P = ParamSpec("P")
 Arguments = TypeVarTuple("Arguments")
 
 _numbers = itertools.count()
-MAX_LOSSES = 3  # of processes of a `Replaceable` one after the other, without a result
+MAX_LOSSES = 2  # of processes of a `Replaceable` one after the other, without a result
 
 Pending = Callable[[], Result]  # waits for something that was started; each call returns the same result
 Call = tuple[Sequence[Any], Mapping[str, Any]]  # positional arguments, and those by name
