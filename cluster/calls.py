@@ -80,12 +80,12 @@ class Ranks:
         self.begun[rank] = [self.actors[rank].join.remote(*self.meeting)]
         return self.actors[rank]
 
-    def is_replaced(self, rank: int, error: Exception) -> bool:
-        """Give a rank a new process if its own is lost, but not its machine, and if the group's owner can."""
-        if self.replace is None or not isinstance(error, RayActorError):
+    def is_replaced(self, rank: int, why: str) -> bool:
+        """Give a rank that has lost its process, but not its machine, a new one if the group's owner can."""
+        if self.replace is None:
             return False
         is_there = any(node["NodeID"] == self.nodes[rank] and node["Alive"] for node in ray.nodes())
-        return is_there and self.replace(rank, without_colours(str(error)).strip().split("\n")[0])
+        return is_there and self.replace(rank, why)
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,13 @@ class Calls(Generic[Result]):
 
     def __call__(self) -> list[Result]:
         return wait_all(self)[0]
+
+    def mend(self) -> None:
+        """Replace ranks whose process has ended, if they can be, without waiting for anything."""
+        ended, _ = ray.wait(self.references, num_returns=len(self.references), timeout=0)
+        for rank in [rank for rank, reference in enumerate(self.references) if reference in ended]:
+            if actor_table(self.ranks.actors[rank]._actor_id.hex()).get("State") == "DEAD":
+                self.ranks.is_replaced(rank, "Its process has ended.")
 
 
 def stored_once(arguments: Sized) -> Any:
@@ -361,7 +368,8 @@ def _reply(phase: str, ranks: Ranks, rank: int, reference: Any, heard: str = "")
     try:
         ok, result = ray.get(reference)
     except RayError as error:
-        if ranks.is_replaced(rank, error):
+        why = without_colours(str(error)).strip().split("\n")[0]
+        if isinstance(error, RayActorError) and ranks.is_replaced(rank, why):
             return REPLACED
         ranks.close()
         if isinstance(error, ray.exceptions.RayTaskError) or "its creation task" in str(error):

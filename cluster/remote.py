@@ -73,6 +73,9 @@ class Handle(ABC, Generic[Kept]):
         passed on before it. Does nothing where no lost object is made again.
         """
 
+    def mend(self) -> None:
+        """Make lost objects again now, not when something is next waited for. Does nothing where none is."""
+
     def start_from(
         self, _method: Callable[[Kept, *Arguments], object], _args_of_rank: Sequence[tuple[*Arguments]]
     ) -> None:
@@ -200,6 +203,10 @@ class Replaceable(Remote[Kept]):
         self, method: Callable[[Kept, *Arguments], object], args_of_rank: Sequence[tuple[*Arguments]]
     ) -> None:
         self._first = [self._calling(_name_of(method), args, {}) for args in args_of_rank]
+
+    def mend(self) -> None:
+        if self._repeated and self.ranks.is_open:
+            self._repeated[-1].calls.mend()
 
     def _started(self, name: str, starts: Sequence[Start]) -> "Calls[Any]":
         calls = super()._started(name, starts)

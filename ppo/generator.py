@@ -132,6 +132,10 @@ class Generators:
         self._supply.num_passed, self._supply.num_batches = found.schedule.next_group, found.schedule.num_batches
         self._open(found)
 
+    def mend(self) -> None:
+        """Replace lost generators, if they can be, so that they catch up while learners learn."""
+        self.ranks.mend()
+
     def first_failure(self) -> str:
         """Returns why the first conversation without a score in the last rollout has none; "" if all have one."""
         return next(filter(None, self.ranks.call_all(Generator.first_failure)), "")

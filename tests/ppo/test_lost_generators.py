@@ -2,8 +2,8 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -133,18 +133,11 @@ class Mortal:
         if is_meant:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def die_once(self, path: Path) -> None:
-        if not path.exists():
-            path.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
     def close(self) -> None:
         """Does nothing."""
 
 
-def test_a_new_object_repeats_the_calls_since_the_last_settled_ones(
-    new_group: Callable[[int], WorkerGroup], tmp_path: Path
-) -> None:
+def test_a_new_object_repeats_the_calls_since_the_last_settled_ones(new_group: Callable[[int], WorkerGroup]) -> None:
     with new_group(2) as group:
         kept = group.put_replaceable("test", Mortal)
         first = kept.start_all(Mortal.add, 100)
@@ -152,7 +145,11 @@ def test_a_new_object_repeats_the_calls_since_the_last_settled_ones(
         kept.settle(first)
         kept.start_from(Mortal.start, [(3,), (100,)])  # another state than the one lost, to see who starts from it
         second = kept.start_split(Mortal.add, [(10,), (20,)])
-        kept.call_split(Mortal.die_once, [(tmp_path / "died",), (tmp_path,)])
+        os.kill(group.run("pid", os.getpid)[0], signal.SIGKILL)
+        lost, end = group.ranks.actors[0], time.monotonic() + 120
+        while group.ranks.actors[0] is lost and time.monotonic() < end:
+            kept.mend()  # at once, though nobody waits for it
+            time.sleep(0.01)
         third = kept.start_all(Mortal.add, 1)
         assert (first(), second(), third()) == ([100, 100], [13, 120], [14, 121])
         with pytest.raises(WorkerLostError, match=r"^test\.die: rank 0 of 2 was lost: "):  # in vain, again and again
