@@ -261,6 +261,7 @@ class Generator(Rank):
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
             pad_id=self.tokenizer.pad_id,
+            records_routes=config.router_replay is not False,
         )
 
     def sample_batch(self, version: int, prompts: Mapping[int, GroupPrompt], num_collected: int) -> Part:

@@ -184,10 +184,8 @@ def controller_of(
     names = [source.title for source in config.named_sources]
     shape, _, _ = read_config(models.sft, "language")
     require_routes(config, shape)
-    records_none = config.sampler.has_own_process or config.placement.samples_rounds
-    if shape.num_experts and records_none and config.router_replay is None:
-        where = f"sampler {config.sampler.kind!r} with placement {config.placement.kind!r}"
-        say(f"ppo: {where} records no routes, so the learner's routers choose experts")
+    if shape.num_experts and config.sampler.has_own_process and config.router_replay is None:
+        say(f"ppo: sampler {config.sampler.kind!r} records no routes, so the learner's routers choose experts")
     return PPOController(
         config,
         roles,

@@ -74,10 +74,10 @@ class Unfinished:
 
     def as_bytes(self, max_new_tokens: int) -> bytes:
         """Returns a safetensors file."""
-        rollout = rollout_of(self.responses, max_new_tokens, pad_id=0)
+        rollout = rollout_of(self.responses, max_new_tokens, pad_id=0) if self.responses else None
         return save(
             {
-                **rollout.tensors(),
+                **(rollout.tensors() if rollout is not None else {}),
                 "numbers_B": torch.tensor([response.number for response in self.responses]),
                 "seeds_B": torch.tensor([response.seed for response in self.responses]),
                 "schedule": torch.tensor(list(self.schedule.as_json().encode()), dtype=torch.uint8),
@@ -89,13 +89,19 @@ class Unfinished:
         tensors = load(data)
         numbers, seeds = tensors.pop("numbers_B").tolist(), tensors.pop("seeds_B").tolist()
         schedule = Schedule.from_json(bytes(tensors.pop("schedule").tolist()).decode())
-        rollout, responses = Rollout(**tensors), list[Begun]()
+        responses = list[Begun]()
+        if not numbers:
+            return cls(schedule, responses)
+        rollout = Rollout(**tensors)
         for place, (prompt, tokens) in enumerate(zip(*rollout.token_lists(), strict=True)):
             logprobs = rollout.behaviour_logprobs_BR[place, : len(tokens)].tolist()
             digests = rollout.sampled_by_BR[place, : len(tokens)].tolist()
             drawn_by = {first: digest for first, digest in enumerate(digests) if [digest] != digests[first - 1 : first]}
             row, is_finished = int(rollout.prompt_rows_B[place]), bool(rollout.finished_B[place])
-            response = Begun(numbers[place], prompt, seeds[place], tokens, logprobs, is_finished, row, drawn_by)
+            response = Begun(numbers[place], prompt, seeds[place], tokens, logprobs, is_finished)
+            response.prompt_row, response.drawn_by = row, drawn_by
+            if rollout.routes_BTLK.numel():
+                response.routes = rollout.routes_BTLK[place, : len(prompt) + len(tokens) - 1].clone()
             responses.append(response)
         return cls(schedule, responses)
 
@@ -163,6 +169,7 @@ class Rounds:
         max_new_tokens: int,
         temperature: float,
         pad_id: int,
+        records_routes: bool,
     ) -> None:
         """Continue with this generator's responses in `begun`; `prompts` are those of groups that have not begun.
 
@@ -172,7 +179,7 @@ class Rounds:
         begun = begun.copy()
         self.schedule, self._seed_of, self._union = begun.schedule, seed_of, union
         self.round_tokens, self.max_new_tokens = round_tokens, max_new_tokens
-        self.temperature, self.pad_id = temperature, pad_id
+        self.temperature, self.pad_id, self.records_routes = temperature, pad_id, records_routes
         self._generator, self._num_generators = generator, num_generators
         self._prompts = dict(prompts)  # by group
         self._responses = {one.number: one for one in begun.responses}  # of this generator, until they are handed over
@@ -210,6 +217,7 @@ class Rounds:
                 num_columns=max(map(len, held)) + self.max_new_tokens,
                 max_new_tokens=self.max_new_tokens,
                 temperature=self.temperature,
+                records_routes=self.records_routes,
             )
         self._prompts = not_begun(self._prompts, schedule)
         return self._take()
@@ -246,6 +254,7 @@ def rollout_of(responses: Sequence[Begun], max_new_tokens: int, pad_id: int) -> 
         max_new_tokens=max_new_tokens,
         pad_id=pad_id,
         sampled_by=[response.digests for response in responses],
+        routes=[response.routes for response in responses] if len(responses[0].routes) else (),
     )
 
 

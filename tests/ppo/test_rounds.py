@@ -18,6 +18,7 @@ from lm.generation import NextRound, Partial
 from lm.tensor_parallel import Rendezvous
 from ppo.rollout import Rollout
 from ppo.rounds import EndedRows, Part, Rounds, Unfinished, joined
+from ppo.schedule import Schedule
 from tests.examples import examples, share
 from tests.ppo.test_schedule import Job, Token, jobs, plain
 
@@ -55,7 +56,7 @@ def alone(_batch: int, _number: int, rows: list[int]) -> Sequence[int]:
 def rounds_of(job: Job, begun: Unfinished, generator: int = 0, num_generators: int = 1, union: Union = alone) -> Rounds:
     return Rounds(
         begun, {}, lambda number: number + 7, generator, num_generators, union, round_tokens=job.round_tokens,
-        max_new_tokens=LIMIT, temperature=1.0, pad_id=0,
+        max_new_tokens=LIMIT, temperature=1.0, pad_id=0, records_routes=False,
     )  # fmt: skip
 
 
@@ -101,6 +102,12 @@ def test_saved_rounds_continue_where_they_were(job: Job) -> None:
     continued, expected = rounds_of(job, Unfinished.from_bytes(left.as_bytes(LIMIT))), plain(job)
     for batch in range(saved_at, job.num_iterations):
         assert tokens_of(joined([sampled(continued, job, batch)]), job) == expected[batch]
+
+
+def test_nothing_unfinished_is_saved_too() -> None:
+    """If all responses in progress end in the round that completes a batch."""
+    nothing = Unfinished(Schedule(num_rows=2, group_size=1, groups_per_batch=2, next=2, num_batches=1), [])
+    assert Unfinished.from_bytes(nothing.as_bytes(LIMIT)) == nothing
 
 
 class IsLostError(Exception):
