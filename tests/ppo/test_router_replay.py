@@ -142,9 +142,9 @@ def test_responses_that_newer_weights_continue_are_replayed(
 ) -> None:
     """Through the queue, the next batch, and a checkpoint."""
     policy, tokenizer = load_language_model(models.sft), Tokenizer.load(models.sft)
-    with torch.no_grad():  # some responses end early, as those of `one_objective` do
+    with torch.no_grad():  # some responses end early
         policy.decoder.embedding.weight[:, 0] = 0.5
-        policy.decoder.embedding.weight[tokenizer.end_id, 0] = 1.8
+        policy.decoder.embedding.weight[tokenizer.end_id, 0] = 4.0
     save_model(tmp_path, policy, policy.state_dict(), tokenizer)
     placement = {"kind": "continuous", "num_rows": 10, "round_tokens": 2}
     worker = start(placement=placement, num_iterations=4, num_epochs=1, init=replace(models, sft=tmp_path))
