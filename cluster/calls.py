@@ -75,6 +75,7 @@ class Ranks:
 
     def renew(self, rank: int) -> Any:
         """Start another process for a rank whose process is lost, in its place. Returns its actor."""
+        ray.kill(self.actors[rank], no_restart=True)  # it may live, if only its connection was lost
         name = f"{self.name}/{rank}.{secrets.token_hex(2)}"  # beats of the lost one are not its own
         self.names[rank], self.actors[rank] = name, self.start(rank, name)
         self.begun[rank] = [self.actors[rank].join.remote(*self.meeting)]

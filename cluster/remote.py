@@ -226,7 +226,7 @@ class Replaceable(Remote[Kept]):
         self._num_lost += 1
         if self._num_lost > MAX_LOSSES:
             return False
-        say(f"{self.stage}: rank {rank} of {self.num_ranks} was lost: {why} A new process repeats its work since then")
+        say(f"{self.stage}: rank {rank} of {self.num_ranks} was lost: {why} A new process repeats what was under way")
         actor = self.ranks.renew(rank)
         self.ranks.begun[rank] += [start(actor) for start in (self._make, *self._first[rank : rank + 1])]
         for one in self._repeated:

@@ -113,7 +113,7 @@ def test_generators_killed_in_a_round_change_no_bit_and_learners_continue(
     said = caplog.text + capsys.readouterr().err
     for rank in range(2):
         assert f"ppo: rank {rank} of 2 was lost: " in said
-    assert said.count("A new process repeats its work since then") == 2
+    assert said.count("A new process repeats what was under way") == 2
 
 
 class Mortal:
