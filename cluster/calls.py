@@ -25,6 +25,7 @@ from cluster.failures import (
     ran_out_of_memory,
     without_colours,
 )
+from cluster.hosts import require_code_of, this_host
 from cluster.messages import NO_BEAT, Beat, forget_beats, read_beats
 from cluster.places import Places, is_placed
 from training.notices import RunError, say, waiting, waits_for
@@ -78,7 +79,8 @@ class Ranks:
         ray.kill(self.actors[rank], no_restart=True)  # it may live, if only its connection was lost
         name = f"{self.name}/{rank}.{secrets.token_hex(2)}"  # beats of the lost one are not its own
         self.names[rank], self.actors[rank] = name, self.start(rank, name)
-        self.begun[rank] = [self.actors[rank].join.remote(*self.meeting)]
+        joins = self.actors[rank].join.remote(*self.meeting)
+        self.begun[rank] = [joins, self.actors[rank].run.remote(require_code_of, (this_host(),), {})]
         return self.actors[rank]
 
     def is_replaced(self, rank: int, why: str) -> bool:

@@ -4,16 +4,19 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from cluster import calls
 from cluster.config import ClusterConfig
 from cluster.connection import disconnect
 from cluster.failures import WorkerLostError
 from cluster.group import WorkerGroup
+from cluster.hosts import this_host
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.rank import InitialModels
@@ -154,4 +157,17 @@ def test_a_new_object_repeats_the_calls_since_the_last_settled_ones(new_group: C
         assert (first(), second(), third()) == ([100, 100], [13, 120], [14, 121])
         with pytest.raises(WorkerLostError, match=r"^test\.die: rank 0 of 2 was lost: "):  # in vain, again and again
             kept.call_split(Mortal.die, [(True,), (False,)])
+        assert not group.is_open
+
+
+def test_a_new_process_has_to_run_the_code_of_the_driver(
+    new_group: Callable[[int], WorkerGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        calls, "this_host", lambda: replace(this_host(), versions={**this_host().versions, "heed": "old"})
+    )
+    with new_group(1) as group:
+        kept = group.put_replaceable("test", Mortal)
+        with pytest.raises(ValueError, match=r"Heed's code in .* has changed since this run began"):
+            kept.call_split(Mortal.die, [(True,)])
         assert not group.is_open
