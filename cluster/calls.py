@@ -4,6 +4,7 @@ The driver's watch (`Vigil`) knows which ranks have been silent for too long, an
 fails, its peers fail in their next collective and may report it sooner, so `result_of` finds which failure came first.
 """
 
+import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import ray
 from ray._private.state import actors as actor_table
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
 
 from cluster.config import ClusterConfig
@@ -24,6 +25,7 @@ from cluster.failures import (
     ran_out_of_memory,
     without_colours,
 )
+from cluster.hosts import require_code_of, this_host
 from cluster.messages import NO_BEAT, Beat, forget_beats, read_beats
 from cluster.places import Places, is_placed
 from training.notices import RunError, say, waiting, waits_for
@@ -34,6 +36,7 @@ LOSS_SECONDS = 15.0
 ECHO_SECONDS = 1.0
 
 Result = TypeVar("Result")
+REPLACED = object()  # stands for the result of a rank that has a new process, which has been called again
 
 
 @dataclass
@@ -46,6 +49,11 @@ class Ranks:
     placement: PlacementGroup
     limits: ClusterConfig  # how long they may be silent or stuck
     owned: Places | None  # the places, if they end with the group
+    start: Callable[[int, str], Any]  # starts the process of a rank under a name, in the rank's place
+    nodes: list[str] = field(default_factory=list)  # by rank
+    meeting: tuple[str, int] = ("", 0)  # address of the ranks' rendezvous
+    replace: Callable[[int, str], bool] | None = None  # gives a lost rank, which died of this, a new process if it can
+    begun: dict[int, list[Any]] = field(default_factory=dict)  # of a new process: calls whose failure nobody has seen
 
     @property
     def num_ranks(self) -> int:
@@ -66,6 +74,22 @@ class Ranks:
             self.owned.free()
         forget_beats(self.name)
 
+    def renew(self, rank: int) -> Any:
+        """Start another process for a rank whose process is lost, in its place. Returns its actor."""
+        ray.kill(self.actors[rank], no_restart=True)  # it may live, if only its connection was lost
+        name = f"{self.name}/{rank}.{secrets.token_hex(2)}"  # beats of the lost one are not its own
+        self.names[rank], self.actors[rank] = name, self.start(rank, name)
+        joins = self.actors[rank].join.remote(*self.meeting)
+        self.begun[rank] = [joins, self.actors[rank].run.remote(require_code_of, (this_host(),), {})]
+        return self.actors[rank]
+
+    def is_replaced(self, rank: int, why: str) -> bool:
+        """Give a rank that has lost its process, but not its machine, a new one if the group's owner can."""
+        if self.replace is None:
+            return False
+        is_there = any(node["NodeID"] == self.nodes[rank] and node["Alive"] for node in ray.nodes())
+        return is_there and self.replace(rank, why)
+
 
 @dataclass(frozen=True)
 class Calls(Generic[Result]):
@@ -73,10 +97,17 @@ class Calls(Generic[Result]):
 
     ranks: Ranks
     phase: str
-    references: tuple[Any, ...]
+    references: list[Any]  # by rank; those of a rank that is replaced are replaced too
 
     def __call__(self) -> list[Result]:
         return wait_all(self)[0]
+
+    def mend(self) -> None:
+        """Replace ranks whose process has ended, if they can be, without waiting for anything."""
+        ended, _ = ray.wait(self.references, num_returns=len(self.references), timeout=0)
+        for rank in [rank for rank, reference in enumerate(self.references) if reference in ended]:
+            if actor_table(self.ranks.actors[rank]._actor_id.hex()).get("State") == "DEAD":
+                self.ranks.is_replaced(rank, "Its process has ended.")
 
 
 def stored_once(arguments: Sized) -> Any:
@@ -90,7 +121,8 @@ def wait_all(*started: Callable[[], list[Result]]) -> list[list[Result]]:
     """Wait for `Calls` on several groups whose ranks may wait for each other. Returns the results of each, by rank.
 
     A rank that is silent for too long counts as lost, and so do all pending ranks once none makes progress. One that
-    waits, such as for a server, has its own limit; this process then waits for the same.
+    waits, such as for a server, has its own limit; this process then waits for the same. A rank that is replaced
+    (`cluster.remote.Replaceable`) is waited for again.
 
     Raises:
         WorkerLostError: a rank is lost.
@@ -99,28 +131,53 @@ def wait_all(*started: Callable[[], list[Result]]) -> list[list[Result]]:
     """
     in_progress = [calls for calls in started if isinstance(calls, Calls)]
     assert len(in_progress) == len(started), f"calls on groups were expected, not {started}"
-    places = {ref: (calls, rank) for calls in in_progress for rank, ref in enumerate(calls.references)}
-    names = {ref: calls.ranks.names[rank] for ref, (calls, rank) in places.items()}
-    first = in_progress[0].ranks
-    vigil = Vigil(
-        first.limits,
-        list(names.values()),
-        {names[ref]: calls.ranks.actors[rank] for ref, (calls, rank) in places.items() if calls.ranks.is_open},
-    )
-    results, pending = dict[Any, Any](), list(places)
+    results = dict[Any, Any]()
     with waiting() as wait_for:
-        while pending:
-            ready, pending = ray.wait(pending, timeout=vigil.poll_seconds)
-            for reference in ready:
-                calls, rank = places[reference]
-                results[reference] = result_of(calls.phase, calls.ranks, calls.references, rank, pending)
-            if not ready:
-                vigil.look([names[reference] for reference in pending])
-                if vigil.awaited not in ("", waits_for()):
-                    say(vigil.awaited)
-                wait_for(vigil.awaited)
-                _require_life(vigil, [(places[reference], names[reference]) for reference in pending])
+        while pending := _places_of(in_progress, results):
+            _gather(pending, _vigil(in_progress), results, wait_for)
     return [[results[reference] for reference in calls.references] for calls in in_progress]
+
+
+def _places_of(in_progress: Sequence[Calls[Any]], results: Mapping[Any, Any]) -> dict[Any, tuple[Calls[Any], int]]:
+    """Returns the references without results, each with its calls and rank."""
+    all_places = {ref: (calls, rank) for calls in in_progress for rank, ref in enumerate(calls.references)}
+    return {reference: place for reference, place in all_places.items() if reference not in results}
+
+
+def _gather(
+    places: Mapping[Any, tuple[Calls[Any], int]],
+    vigil: "Vigil",
+    results: dict[Any, Any],
+    wait_for: Callable[[str], None],
+) -> None:
+    """Wait until all results are there, or a rank has a new process, whose references are others."""
+    pending = list(places)
+    while pending:
+        ready, pending = ray.wait(pending, timeout=vigil.poll_seconds)
+        for reference in ready:
+            calls, rank = places[reference]
+            result = result_of(calls.phase, calls.ranks, calls.references, rank, pending)
+            if result is REPLACED:
+                return
+            results[reference] = result
+        if not ready:
+            waited_for = [(places[reference], _name_of(*places[reference])) for reference in pending]
+            vigil.look([name for _, name in waited_for])
+            if vigil.awaited not in ("", waits_for()):
+                say(vigil.awaited)
+            wait_for(vigil.awaited)
+            _require_life(vigil, waited_for)
+
+
+def _name_of(calls: Calls[Any], rank: int) -> str:
+    return calls.ranks.names[rank]
+
+
+def _vigil(in_progress: Sequence[Calls[Any]]) -> "Vigil":
+    """Returns a watch over all ranks of the calls."""
+    of_ranks = [(calls, rank) for calls in in_progress for rank in range(len(calls.references))]
+    actors = {_name_of(calls, rank): calls.ranks.actors[rank] for calls, rank in of_ranks if calls.ranks.is_open}
+    return Vigil(in_progress[0].ranks.limits, [_name_of(calls, rank) for calls, rank in of_ranks], actors)
 
 
 @dataclass
@@ -283,13 +340,20 @@ def _give_up(calls: Calls[Any], ranks: Sequence[int], why: str, involved: Sequen
 
 
 def result_of(phase: str, ranks: Ranks, references: Sequence[Any], rank: int, pending: Sequence[Any]) -> Any:
-    """Return the result of a rank whose call has ended. `references` are the calls of all ranks; `pending` still run.
+    """Return the result of a rank whose call has ended, or REPLACED. `references` are the calls of all ranks; `pending`
+    still run.
 
     Raises:
         WorkerLostError: the rank is gone.
         Exception: the first cause, if the call failed. The group is then closed.
     """
-    reply = _reply(phase, ranks, rank, references[rank])
+    for reference in [*ranks.begun.get(rank, ()), references[rank]]:
+        reply = _reply(phase, ranks, rank, reference)
+        if reply is REPLACED:
+            return reply
+        if isinstance(reply, Failure):
+            break
+    ranks.begun.pop(rank, None)
     if isinstance(reply, Failure):
         rank_of = {reference: place for place, reference in enumerate(references)}
         waiting = [reference for reference in pending if reference in rank_of]
@@ -298,7 +362,7 @@ def result_of(phase: str, ranks: Ranks, references: Sequence[Any], rank: int, pe
 
 
 def _reply(phase: str, ranks: Ranks, rank: int, reference: Any, heard: str = "") -> Any:
-    """Return the result of a call that has ended, or its Failure.
+    """Return the result of a call that has ended, its Failure, or REPLACED.
 
     Raises:
         WorkerLostError: the rank is gone; the message includes `heard`.
@@ -306,7 +370,10 @@ def _reply(phase: str, ranks: Ranks, rank: int, reference: Any, heard: str = "")
     """
     try:
         ok, result = ray.get(reference)
-    except ray.exceptions.RayError as error:
+    except RayError as error:
+        why = without_colours(str(error)).strip().split("\n")[0]
+        if isinstance(error, RayActorError) and ranks.is_replaced(rank, why):
+            return REPLACED
         ranks.close()
         if isinstance(error, ray.exceptions.RayTaskError) or "its creation task" in str(error):
             text = without_colours(str(error))
@@ -326,6 +393,7 @@ def _raise_first_cause(
 
     A lost rank takes precedence over any exception.
     """
+    ranks.replace = None  # the group ends
     failures = {rank: failure}
     end = time.monotonic() + (LOSS_SECONDS if failure.kind == "echo" else ECHO_SECONDS)
     while waiting and (left := end - time.monotonic()) > 0:

@@ -46,6 +46,10 @@ class WorkerLostError(WorkerError):
     """A rank is gone: its process or its node was killed. A new group may finish the work."""
 
 
+class UnrepeatableError(RuntimeError):
+    """A new process cannot repeat what a lost one did. All ranks of its group are to start again."""
+
+
 class UnsentError(RuntimeError):
     """Stands for an exception that could not be sent from its rank; holds its text."""
 
@@ -84,6 +88,8 @@ def kind_of(error: Exception) -> Kind:
     from torch.distributed import DistError
 
     words = str(error).lower()
+    if isinstance(error, UnrepeatableError):
+        return "loss"
     if isinstance(error, ValueError):
         return "mistake"
     if not isinstance(error, RuntimeError | OSError) or ran_out_of_memory(error):

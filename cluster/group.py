@@ -4,7 +4,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import ParamSpec, Self, TypeVar, TypeVarTuple
+from typing import Any, ParamSpec, Self, TypeVar, TypeVarTuple
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -25,7 +25,7 @@ from cluster.connection import (
 from cluster.failures import WorkerError
 from cluster.places import Places, nodes_of
 from cluster.processes import WORKER_ENVIRONMENT
-from cluster.remote import Closeable, Remote
+from cluster.remote import Closeable, Remote, Replaceable
 from cluster.worker import _Worker
 from files.importing import user_folders
 
@@ -81,9 +81,9 @@ class WorkerGroup:
         """Wait until all ranks run, and send them the address of their rendezvous. Closes the group if that fails."""
         try:
             address, port = self.free_address()
-            references = tuple(actor.join.remote(address, port) for actor in self.ranks.actors)
+            references = [actor.join.remote(address, port) for actor in self.ranks.actors]
             Calls[None](self.ranks, "start", references)()
-            self.ranks.limits = self.config
+            self.ranks.limits, self.ranks.meeting = self.config, (address, port)
         except WorkerError:
             self.close()
             raise
@@ -99,7 +99,7 @@ class WorkerGroup:
     def run(self, stage: str, function: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> list[Result]:
         """Call `function(*args, **kwargs)` on all ranks in parallel. Returns the results by rank."""
         sent = stored_once(args), stored_once(kwargs)
-        references = tuple(actor.run.remote(function, *sent) for actor in self.ranks.actors)
+        references = [actor.run.remote(function, *sent) for actor in self.ranks.actors]
         return Calls[Result](self.ranks, stage, references)()
 
     def run_split(
@@ -107,7 +107,7 @@ class WorkerGroup:
     ) -> list[Result]:
         """Like `run`, with separate arguments for each rank."""
         ranks = zip(self.ranks.actors, args_of_rank, strict=True)
-        references = tuple(actor.run.remote(function, args, {}) for actor, args in ranks)
+        references = [actor.run.remote(function, args, {}) for actor, args in ranks]
         return Calls[Result](self.ranks, stage, references)()
 
     def put(self, stage: str, factory: Callable[P, Kept], *args: P.args, **kwargs: P.kwargs) -> Remote[Kept]:
@@ -117,14 +117,20 @@ class WorkerGroup:
         """
         return Remote.put(self.ranks, stage, factory, *args, **kwargs)
 
+    def put_replaceable(
+        self, stage: str, factory: Callable[P, Kept], *args: P.args, **kwargs: P.kwargs
+    ) -> Remote[Kept]:
+        """As `put`, but the object of a lost process is made again in a new one (`Replaceable`)."""
+        return Replaceable.put(self.ranks, stage, factory, *args, **kwargs)
+
     def visible_gpus(self) -> Sequence[str]:
         """The GPUs that each rank may use, in the form of CUDA_VISIBLE_DEVICES."""
-        references = tuple(actor.visible_gpus.remote() for actor in self.ranks.actors)
+        references = [actor.visible_gpus.remote() for actor in self.ranks.actors]
         return Calls[str](self.ranks, "start", references)()
 
     def free_address(self) -> tuple[str, int]:
         """The address of rank 0's node, and the port of a new store in rank 0's process, for one rendezvous."""
-        ((host, port),) = Calls[tuple[str, int]](self.ranks, "start", (self.ranks.actors[0].address.remote(),))()
+        ((host, port),) = Calls[tuple[str, int]](self.ranks, "start", [self.ranks.actors[0].address.remote()])()
         return host, port
 
     @property
@@ -158,8 +164,9 @@ def _start_ranks(
     # Loading libraries does not count as progress.
     stall_seconds = max(config.start_seconds, config.stall_seconds)
     limits = config.model_copy(update={"stall_seconds": stall_seconds})
-    folders, actors = [os.getcwd(), *user_folders()], []
-    for rank, index in enumerate(_neighbours(nodes)):
+    folders, places = [os.getcwd(), *user_folders()], _neighbours(nodes)
+
+    def start(rank: int, name: str) -> Any:
         remote = ray.remote(_Worker).options(
             num_cpus=taken["CPU"],
             num_gpus=taken.get("GPU", 0.0),
@@ -167,11 +174,12 @@ def _start_ranks(
                 "env_vars": {**WORKER_ENVIRONMENT, **gpus[rank]},
                 **({"py_executable": python} if python else {}),
             },
-            scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=places[rank]),
         )
-        limit = config.beat_limit_seconds
-        actors.append(remote.remote(rank, num_ranks, per_node, names[rank], limit, config.cpu_threads, folders))
-    return Ranks(group_name, actors, names, placement, limits, owned)
+        return remote.remote(rank, num_ranks, per_node, name, config.beat_limit_seconds, config.cpu_threads, folders)
+
+    actors = [*map(start, range(num_ranks), names)]
+    return Ranks(group_name, actors, names, placement, limits, owned, start, [nodes[place] for place in places])
 
 
 def _shown_gpus(gpus: str) -> dict[str, str]:

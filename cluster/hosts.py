@@ -89,6 +89,11 @@ def _look(path: Path) -> tuple[Host, bool]:
     return this_host(), path.exists()
 
 
+def require_code_of(driver: Host) -> None:
+    """Check that this process runs the driver's code. Raises: ValueError if it does not."""
+    _require_same_code([this_host()], driver)
+
+
 def _require_same_code(hosts: list[Host], here: Host) -> None:
     others = [host for host in hosts if "heed" in host.unlike(here)]
     if any((host.name, host.code) == (here.name, here.code) for host in others):

@@ -10,7 +10,10 @@ so mypy checks arguments and results, and an editor jumps from the call to the m
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, TypeVarTuple
+
+from training.notices import say
 
 if TYPE_CHECKING:  # `Local` needs no Ray (`python -m benchmarks.gpu`)
     from cluster.calls import Calls, Ranks
@@ -28,9 +31,11 @@ P = ParamSpec("P")
 Arguments = TypeVarTuple("Arguments")
 
 _numbers = itertools.count()
+MAX_LOSSES = 2  # of processes of a `Replaceable` one after the other, without a result
 
 Pending = Callable[[], Result]  # waits for something that was started; each call returns the same result
 Call = tuple[Sequence[Any], Mapping[str, Any]]  # positional arguments, and those by name
+Start = Callable[[Any], Any]  # starts a call on the actor of a rank, and returns the reference to its result
 
 
 class Handle(ABC, Generic[Kept]):
@@ -62,6 +67,19 @@ class Handle(ABC, Generic[Kept]):
     @abstractmethod
     def close(self) -> None:
         """Close the objects and forget them."""
+
+    def settle(self, _calls: Pending[Any]) -> None:
+        """Let a new object repeat none of the calls up to this one, whose results are known, but take what was last
+        passed on before it. Does nothing where no lost object is made again.
+        """
+
+    def mend(self) -> None:
+        """Make lost objects again now, not when something is next waited for. Does nothing where none is."""
+
+    def start_from(
+        self, _method: Callable[[Kept, *Arguments], object], _args_of_rank: Sequence[tuple[*Arguments]]
+    ) -> None:
+        """Call this method on each new object, before the calls that it repeats."""
 
     def start_all(
         self, method: Callable[Concatenate[Kept, P], Result], *args: P.args, **kwargs: P.kwargs
@@ -102,8 +120,10 @@ class Remote(Handle[Kept]):
         WorkerError: a call failed; the message names stage, method, rank and the first cause.
     """
 
-    def __init__(self, ranks: "Ranks", stage: str, key: str) -> None:
-        self.ranks, self.stage, self.num_ranks, self._key = ranks, stage, ranks.num_ranks, key
+    def __init__(self, ranks: "Ranks", stage: str, key: str, make: Start) -> None:
+        """`make` makes the object on an actor."""
+        self.ranks, self.stage, self.num_ranks = ranks, stage, ranks.num_ranks
+        self._key, self._make = key, make
 
     @classmethod
     def put(
@@ -113,13 +133,14 @@ class Remote(Handle[Kept]):
         from cluster.calls import Calls, stored_once
 
         sent = stored_once(args), stored_once(kwargs)
-        references = tuple(actor.put.remote(key, factory, *sent) for actor in ranks.actors)
-        Calls[None](ranks, stage, references)()
-        return Remote(ranks, stage, key)
+        Calls[None](ranks, stage, [actor.put.remote(key, factory, *sent) for actor in ranks.actors])()
+        return cls(ranks, stage, key, lambda actor: actor.put.remote(key, factory, *sent))
 
     def _start(self, method: Callable[..., Any], arguments: Sequence[Call]) -> "Calls[Any]":
-        name, calls = _name_of(method), zip(self.ranks.actors, arguments, strict=False)
-        return self._started(name, [actor.call.remote(self._key, name, *call) for actor, call in calls])
+        return self._started(_name_of(method), [self._calling(_name_of(method), *call) for call in arguments])
+
+    def _calling(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Start:
+        return lambda actor: actor.call.remote(self._key, name, args, kwargs)
 
     def pass_on(
         self,
@@ -130,20 +151,88 @@ class Remote(Handle[Kept]):
         assert isinstance(to, Remote), f"a handle to ranks of a group was expected, not {to!r}"
         offer, receive = _name_of(give), _name_of(take)
         if to.ranks is self.ranks:
-            handed = [a.hand_over.remote(self._key, offer, to._key, receive) for a in self.ranks.actors]
-            self._started(offer, handed)()
+            self._on_all(offer, lambda actor: actor.hand_over.remote(self._key, offer, to._key, receive))()
             return lambda: None
-        offered = self._started(offer, [a.offer.remote(self._key, offer) for a in self.ranks.actors])
-        values, *_ = offered()
-        return to._started(receive, [a.receive.remote(to._key, receive, *values) for a in to.ranks.actors])
+        values, *_ = self._on_all(offer, lambda actor: actor.offer.remote(self._key, offer))()
+        return to._take(receive, values)
+
+    def _take(self, receive: str, values: Sequence[Any]) -> "Calls[Any]":
+        return self._on_all(receive, lambda actor: actor.receive.remote(self._key, receive, *values))
 
     def close(self) -> None:
-        self._started("close", [actor.drop.remote(self._key) for actor in self.ranks.actors])()
+        self._on_all("close", lambda actor: actor.drop.remote(self._key))()
 
-    def _started(self, name: str, references: Sequence[Any]) -> "Calls[Any]":
+    def _on_all(self, name: str, start: Start) -> "Calls[Any]":
+        return self._started(name, [start] * self.num_ranks)
+
+    def _started(self, name: str, starts: Sequence[Start]) -> "Calls[Any]":
         from cluster.calls import Calls
 
-        return Calls(self.ranks, f"{self.stage}.{name}", tuple(references))
+        references = [start(actor) for start, actor in zip(starts, self.ranks.actors, strict=False)]
+        return Calls(self.ranks, f"{self.stage}.{name}", references)
+
+
+@dataclass
+class _Repeatable:
+    """Calls that a new object repeats: `starts[rank]` does on its actor."""
+
+    calls: "Calls[Any]"
+    starts: Sequence[Start]
+    is_passed_on: bool = False  # values of other ranks
+
+
+class Replaceable(Remote[Kept]):
+    """Objects of which a lost one is made again, in a new process on the same machine. It repeats the calls since the
+    last settled ones with the same arguments; other ranks keep theirs, and may wait for it. A process that is lost
+    again and again before anything is settled ends the group.
+    """
+
+    def __init__(self, ranks: "Ranks", stage: str, key: str, make: Start) -> None:
+        super().__init__(ranks, stage, key, make)
+        self._repeated, self._first = list[_Repeatable](), list[Start]()  # after `_first`, by rank
+        self._num_lost = 0  # since something was settled
+        ranks.replace = self._replace
+
+    def settle(self, calls: Pending[Any]) -> None:
+        places = [place for place, one in enumerate(self._repeated) if one.calls is calls]
+        for place in places:  # none if a later call has been settled
+            passed_on = [one for one in self._repeated[:place] if one.is_passed_on]
+            self._repeated, self._num_lost = [*passed_on[-1:], *self._repeated[place + 1 :]], 0
+
+    def start_from(
+        self, method: Callable[[Kept, *Arguments], object], args_of_rank: Sequence[tuple[*Arguments]]
+    ) -> None:
+        self._first = [self._calling(_name_of(method), args, {}) for args in args_of_rank]
+
+    def mend(self) -> None:
+        if self._repeated and self.ranks.is_open:
+            self._repeated[-1].calls.mend()
+
+    def _started(self, name: str, starts: Sequence[Start]) -> "Calls[Any]":
+        calls = super()._started(name, starts)
+        self._repeated.append(_Repeatable(calls, starts))
+        return calls
+
+    def _take(self, receive: str, values: Sequence[Any]) -> "Calls[Any]":
+        calls = super()._take(receive, values)
+        self._repeated[-1].is_passed_on = True
+        return calls
+
+    def close(self) -> None:
+        super().close()
+        self.ranks.replace = None
+
+    def _replace(self, rank: int, why: str) -> bool:
+        self._num_lost += 1
+        if self._num_lost > MAX_LOSSES:
+            return False
+        say(f"{self.stage}: rank {rank} of {self.num_ranks} was lost: {why} A new process repeats what was under way")
+        actor = self.ranks.renew(rank)
+        self.ranks.begun[rank] += [start(actor) for start in (self._make, *self._first[rank : rank + 1])]
+        for one in self._repeated:
+            if rank < len(one.starts):
+                one.calls.references[rank] = one.starts[rank](actor)
+        return True
 
 
 class Local(Handle[Kept]):

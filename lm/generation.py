@@ -145,6 +145,14 @@ class Partial:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of the tokens, each under the weights that drew it
     is_finished: bool = False
+    # Of a mixture [tokens, L, K]: the experts of all tokens with the prompt's but the last, each as the weights chose
+    # them that drew the next token.
+    routes: Tensor = field(default_factory=lambda: torch.empty(0), compare=False)
+
+    def add_routes(self, routes: Tensor) -> None:
+        """Add those of the tokens that had none; `routes` are of all tokens, with the present weights."""
+        new = routes[len(self.routes) :]
+        self.routes = torch.cat([self.routes, new]) if len(self.routes) else new
 
 
 # Gets the responses that ended in the last round, and returns those that enter before the next one; None = stop.
@@ -163,6 +171,7 @@ def generate_in_rounds(
     end_ids: Collection[int],
     choice: Choice,
     steps: StepKind | Steps = "auto",
+    records_routes: bool = True,
 ) -> None:
     """Sample responses a round at a time: `num_steps` tokens of each. Responses that enter may have tokens already,
     perhaps of other weights; these are read again, and drawing continues where it stopped.
@@ -182,9 +191,14 @@ def generate_in_rounds(
         while (entering := next_round(ended)) is not None:
             partials += entering
             run.add_partials(entering)
-            ended = [partials[row] for row in run.advance(num_steps)]
-            for partial in ended:
+            rows = run.advance(num_steps)
+            ended = [partials[row] for row in rows]
+            for row, partial in zip(rows, ended, strict=True):
                 partial.is_finished = partial.tokens[-1] in end_ids
+                if run.result.routes and records_routes:
+                    partial.add_routes(run.result.routes[row])
+    for slot, row in enumerate(run.batch.rows if run.result.routes and records_routes else ()):
+        partials[row].add_routes(run.batch.routes(slot, len(partials[row].prompt) + len(partials[row].tokens) - 1))
 
 
 class _Run:
@@ -208,6 +222,7 @@ class _Run:
         self.batch = Batch(model, cache_for(model, steps, max_rows, num_columns))
         self.max_rows = min(max_rows, self.batch.cache.num_slots)
         self.prompts, self.sources, self.limits = list[Sequence[int]](), list[Sequence[int]](), list[int]()
+        self.num_read = list[int]()  # tokens before the response
         self.uniforms_NR = torch.empty(0, max_new_tokens, device=device)
         self.result, self.waiting = Generated([], [], []), deque[int]()
         self.steps_per_reading = STEPS_PER_READING[device.type] if stop is never else 1
@@ -224,6 +239,7 @@ class _Run:
         """Lets prompts wait for rows."""
         self.waiting += range(len(self.prompts), len(self.prompts) + len(prompts))
         self.prompts += prompts
+        self.num_read += map(len, prompts)
         self.sources += sources or ()
         self.limits += limits
         uniforms_NR = torch.from_numpy(draw_uniforms(seeds, self.max_new_tokens))
@@ -239,6 +255,7 @@ class _Run:
         first = len(self.prompts)
         prompts, seeds = [[*partial.prompt, *partial.tokens] for partial in partials], [one.seed for one in partials]
         self.add(prompts, None, [self.max_new_tokens] * len(partials), seeds)
+        self.num_read[first:] = [len(partial.prompt) for partial in partials]
         self.result.responses[first:] = [partial.tokens for partial in partials]
         self.result.logprobs[first:] = [partial.logprobs for partial in partials]
         self._admit(len(partials))
@@ -302,7 +319,7 @@ class _Run:
                 if not self.is_over(row):
                     self._record(row, token, logprob)
                     if self.result.routes and self.is_over(row):  # later steps may overwrite the routes
-                        num_read = len(self.prompts[row]) + len(self.result.responses[row]) - 1
+                        num_read = self.num_read[row] + len(self.result.responses[row]) - 1
                         self.result.routes[row] = self.batch.routes(slot, num_read)
 
     def _record(self, row: int, token: int, logprob: float) -> None:

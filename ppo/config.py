@@ -350,11 +350,6 @@ class PPOConfig(Config):
                 f"placement.kind {self.placement.kind!r} continues responses with new weights, which sampler.kind"
                 f' {self.sampler.kind!r} cannot; "heed" was expected'
             )
-        if self.router_replay and self.placement.samples_rounds:
-            yield (
-                f"router_replay is true, but placement.kind {self.placement.kind!r} reads responses again with other"
-                " weights, which have other routes; false was expected"
-            )
         if self.placement.samples_rounds and self.environment is not None:
             yield (
                 f"placement.kind {self.placement.kind!r} samples responses of one turn, but environment.kind"

@@ -450,6 +450,7 @@ class PPOController:
         config, learners = self.config, self.roles.learners
         num_updates = config.num_iterations * config.updates_per_iteration
         policy_batch, rate = self._policy_batch(minibatch, update), config.policy_optimizer.rate(update, num_updates)
+        self.roles.generators.mend()
         with self.phases.timed("policy_updates"):
             metrics = {**learners.update(Learner.update_policy, policy_batch, rate, update), "learning_rate": rate}
         if config.value_optimizer is not None:

@@ -1,8 +1,9 @@
 """Sampling from a copy of the policy: `Generators` on all ranks, `Generator` on one."""
 
+import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -22,8 +23,7 @@ from ppo.placement import Continuous
 from ppo.prompts import Asked
 from ppo.rank import InitialModels, Rank
 from ppo.rollout import Rollout, equal_slices, sample_seed
-from ppo.rounds import GroupPrompt, Part, Rounds, Supply, Unfinished, joined
-from ppo.schedule import Schedule
+from ppo.rounds import EndedRows, GroupPrompt, Part, Rounds, Supply, Unfinished, joined, not_begun
 from training.config import EngineConfig
 from training.notices import RunError, say
 
@@ -42,6 +42,7 @@ class Generators:
             self._report_spread(ranks.call_all(Generator.host))
         # Waits until the weights last sent have arrived. All ranks start with the SFT policy's.
         self.weights_arrived: Pending[object] = lambda: None
+        self._left: list[Unfinished] = []  # by team, in placement `continuous`; see `_open`
 
     def start_sampling(
         self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, again: bool = False
@@ -62,52 +63,78 @@ class Generators:
         ]
         parts = self.ranks.start_split(Generator.generate, shares)
 
+        @cache
         def collect() -> Rollout:
             weights_arrived()
-            return Rollout.join(self._one_per_team(parts()))
+            found = self._one_per_team(parts())
+            if not self._left:  # in placement `continuous`, a later batch settles these too
+                self.ranks.settle(parts)
+            return Rollout.join(found)
 
         return collect
 
     def open_rounds(self, supply: Supply, seed: int) -> None:
         """Prepare placement `continuous`. `seed` is the run's."""
-        self._supply, self.num_dropped = supply, 0
-        self.ranks.call_all(Generator.open_rounds, seed)
+        self._supply, self._seed, self._num_openings = supply, seed, 0
+        self._open(Unfinished(supply.schedule(), []))
+
+    def _open(self, begun: Unfinished) -> None:
+        """Begin with these responses. What each generator has after the last batch that was collected is kept."""
+        self._left, self._prompts = begun.shares(self.ranks.num_ranks // self.team_size), dict[int, GroupPrompt]()
+        self._num_openings += 1
+        self.ranks.call_split(Generator.open_rounds, self._openings())
+
+    def _openings(self) -> list[tuple[int, int, Unfinished, Mapping[int, GroupPrompt]]]:
+        """Returns the arguments by rank with which a generator continues from what it has left."""
+        return [
+            (self._seed, self._num_openings, left, self._prompts) for left in self._left for _ in range(self.team_size)
+        ]
+
+    @property
+    def num_dropped(self) -> int:
+        """How many responses have been dropped."""
+        return self._left[0].schedule.num_dropped
 
     def start_batch(self, version: int) -> Pending[Rollout]:
         """Start sampling with the last weights sent until a further batch has ended, and no more. `version` is the
         iteration that started with these weights. See `start_sampling`.
         """
-        weights_arrived = self.weights_arrived
-        parts = self.ranks.start_all(Generator.sample_batch, version, self._supply.of_next_batch(self.num_dropped))
+        weights_arrived, num_collected = self.weights_arrived, self._left[0].schedule.num_batches
+        prompts = self._supply.of_next_batch(self.num_dropped)
+        parts = self.ranks.start_all(Generator.sample_batch, version, prompts, num_collected)
 
+        @cache
         def collect() -> Rollout:
             weights_arrived()
             found = parts()[:: self.team_size]
-            self.num_dropped = found[0].num_dropped
+            num_before, schedule = self._left[0].schedule.num_batches, found[0].left.schedule
+            assert schedule.num_batches == num_before + 1, (
+                f"batch {schedule.num_batches} is collected after {num_before}"
+            )
+            self._left = [part.left for part in found]
+            self._prompts = not_begun(self._prompts | prompts, schedule)
+            self.ranks.settle(parts)
+            self.ranks.start_from(Generator.open_rounds, self._openings())
             return joined(found)
 
         return collect
 
-    def start_unfinished(self, version: int) -> Pending[bytes]:
-        """Start reading the responses that no iteration has learned from, for a checkpoint: as they were when the
-        weights of this version began to sample, or as they are now, before those have been sent.
+    def unfinished(self) -> bytes:
+        """Returns the responses that no iteration has learned from, for a checkpoint: as they were after the last batch
+        that was collected.
         """
-        parts = self.ranks.start_all(Generator.unfinished, version)
-
-        def collect() -> bytes:
-            found = parts()[:: self.team_size]
-            responses = [one for part in found for one in part.responses]
-            return Unfinished(found[0].schedule, responses).as_bytes(self._supply.config.max_new_tokens)
-
-        return collect
+        responses = [one for left in self._left for one in left.responses]
+        return Unfinished(self._left[0].schedule, responses).as_bytes(self._supply.config.max_new_tokens)
 
     def restore(self, data: bytes) -> None:
         """Continue with the responses of a checkpoint."""
         found = Unfinished.from_bytes(data)
-        schedule = found.schedule
-        self._supply.num_passed, self._supply.num_batches = schedule.next_group, schedule.num_batches
-        self.num_dropped = schedule.num_dropped
-        self.ranks.call_all(Generator.restore, found)
+        self._supply.num_passed, self._supply.num_batches = found.schedule.next_group, found.schedule.num_batches
+        self._open(found)
+
+    def mend(self) -> None:
+        """Replace lost generators, if they can be, so that they catch up while learners learn."""
+        self.ranks.mend()
 
     def first_failure(self) -> str:
         """Returns why the first conversation without a score in the last rollout has none; "" if all have one."""
@@ -149,11 +176,11 @@ class Generator(Rank):
         meeting: Rendezvous | None = None,
         everyone: Rendezvous | None = None,
     ) -> None:
-        """`meeting` is where ranks that compute one policy together form teams, and `everyone` where all of them do
-        that sample in rounds; all ranks construct theirs then.
+        """`meeting` is where ranks that compute one policy together form teams; all ranks construct theirs then.
+        `everyone` is where those that sample in rounds read which responses have ended.
         """
         super().__init__(config, engine_config, models)
-        self.everyone = Team.join(everyone) if everyone is not None else None
+        self.everyone = everyone
         precision = engine_config.resolved_precision()
         on_own_device = not config.placement.roles_share_ranks
         end_ids = self.tokenizer.end_ids  # with `chat_template`, another token may close a turn than the folder says
@@ -185,6 +212,7 @@ class Generator(Rank):
         self._sleeps = config.memory != "fast" and config.placement.roles_share_ranks
         self._failure = ""
         self._rounds: Rounds
+        self._ended_rows: EndedRows | None = None  # None = there is no other generator
         if config.environment is not None:
             config.environment.load()
 
@@ -211,45 +239,37 @@ class Generator(Rank):
 
     # Placement `continuous`.
 
-    def open_rounds(self, seed: int) -> None:
-        """Begin without responses. `seed` is the run's."""
+    def open_rounds(self, seed: int, opening: int, begun: Unfinished, prompts: Mapping[int, GroupPrompt]) -> None:
+        """Begin with the responses that this generator has, and the prompts that have been passed to it. `seed` is the
+        run's, and `opening` the number of such calls.
+        """
         config, team_size = self.config, self.config.sampler.tensor_parallel_size
-        placement, batch, samples = config.placement, config.sampled_batch_size, config.advantage.samples_per_prompt
+        placement, batch = config.placement, config.sampled_batch_size
+        generator, num_generators = 0, placement.num_generators // team_size
+        if self.everyone is not None:
+            generator = int(os.environ["RANK"]) // team_size
+            self._ended_rows = EndedRows(self.everyone, opening, generator, num_generators)
         assert isinstance(placement, Continuous), f"placement {placement.kind!r}; continuous was expected"
-        rank = 0 if self.everyone is None else self.everyone.rank
         self._rounds = Rounds(
-            Schedule(config.rows_in_progress, samples, batch // samples, placement.max_age),
+            begun,
+            prompts,
             lambda number: sample_seed(seed, *divmod(number, batch)),
-            rank // team_size,
-            placement.num_generators // team_size,
-            partial(self._on_any_rank, is_leader=rank % team_size == 0),
+            generator,
+            num_generators,
+            (lambda _batch, _number, rows: rows) if self._ended_rows is None else self._ended_rows.union,
             round_tokens=placement.round_tokens,
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
             pad_id=self.tokenizer.pad_id,
+            records_routes=config.router_replay is not False,
         )
 
-    def _on_any_rank(self, rows: Sequence[int], *, is_leader: bool) -> Sequence[int]:
-        """Returns the rows that any generator passes, lowest first; the ranks of a team pass the same ones."""
-        if self.everyone is None:
-            return rows
-        passed_S = torch.zeros(self._rounds.schedule.num_rows, dtype=torch.int32)
-        if is_leader:
-            passed_S[rows] = 1
-        found: list[int] = self.everyone.sum(passed_S.to(self.device)).nonzero()[:, 0].tolist()
-        return found
-
-    def sample_batch(self, version: int, prompts: Mapping[int, GroupPrompt]) -> Part:
-        """Sample until the next batch is there (`Rounds.sample`)."""
+    def sample_batch(self, version: int, prompts: Mapping[int, GroupPrompt], num_collected: int) -> Part:
+        """Sample until the next batch is there (`Rounds.sample`). Results of the first batches have been collected."""
         assert isinstance(self.sampler, HeedSampler), "vLLM samples whole responses"
+        if self._ended_rows is not None:
+            self._ended_rows.forget(num_collected)
         return self._rounds.sample(self.sampler, version, self._digest(), prompts)
-
-    def unfinished(self, version: int) -> Unfinished:
-        return self._rounds.unfinished(version)
-
-    def restore(self, found: Unfinished) -> None:
-        """Continue with the responses of a checkpoint."""
-        self._rounds.restore(found)
 
     # Placements whose rollouts are sampled whole.
 

@@ -184,10 +184,8 @@ def controller_of(
     names = [source.title for source in config.named_sources]
     shape, _, _ = read_config(models.sft, "language")
     require_routes(config, shape)
-    records_none = config.sampler.has_own_process or config.placement.samples_rounds
-    if shape.num_experts and records_none and config.router_replay is None:
-        where = f"sampler {config.sampler.kind!r} with placement {config.placement.kind!r}"
-        say(f"ppo: {where} records no routes, so the learner's routers choose experts")
+    if shape.num_experts and config.sampler.has_own_process and config.router_replay is None:
+        say(f"ppo: sampler {config.sampler.kind!r} records no routes, so the learner's routers choose experts")
     return PPOController(
         config,
         roles,
@@ -272,13 +270,12 @@ def kept_policy(folder: Path, iteration: int) -> Path:
 def _save(controller: PPOController, checkpoints: Path, done: int) -> None:
     """Save a checkpoint, including what older weights sampled: the weights are thousands of times as large."""
     generators, placement = controller.roles.generators, controller.config.placement
-    unfinished = generators.start_unfinished(done) if placement.samples_rounds else None
     if placement.max_staleness:
         controller.start_sampling(done)  # generators need not wait for the checkpoint
     stale = controller.stale_rollouts(done)
     files = {f"rollout-{iteration:06d}.safetensors": rollout.as_bytes() for iteration, rollout in stale.items()}
-    if unfinished is not None:
-        files[UNFINISHED] = unfinished()
+    if placement.samples_rounds:  # as they are after those rollouts
+        files[UNFINISHED] = generators.unfinished()
         files[VERSIONS] = json.dumps([*controller.started_with.items()]).encode()
     files[DRAWS] = controller.evidence.as_bytes()
     controller.roles.learners.save(checkpoints, done, {"kl_coef": controller.kl.coef}, files)

@@ -82,10 +82,14 @@ class Roles:
         if team_size > 1:
             meeting = Rendezvous(*generators.free_address(), team_size, engine.collective_timeout_seconds)
         everyone = None
-        if config.placement.samples_rounds and generators.num_workers > 1:
+        if config.placement.samples_rounds and generators.num_workers > 1:  # in a process that outlives a generator
             num_ranks = generators.num_workers
-            everyone = Rendezvous(*generators.free_address(), num_ranks, engine.collective_timeout_seconds)
-        sampling = generators.put("ppo", Generator, config, engine, models, meeting, everyone)
+            everyone = Rendezvous(*learners.free_address(), num_ranks, engine.collective_timeout_seconds)
+        # A lost generator can be replaced if it shares no collective with others, and what it gets is kept for it.
+        is_alone = team_size == 1 and not config.sampler.has_own_process
+        replaces = is_alone and config.placement.weight_transport == "object_store"
+        put = generators.put_replaceable if replaces else generators.put
+        sampling = put("ppo", Generator, config, engine, models, meeting, everyone)
         learning = learners.put("ppo", kind, config, engine, models, learners.num_workers)
         transport: WeightTransport = Direct(learning, sampling)
         # Generator processes next to learners share their GPUs, which a broadcast between GPUs does not allow.

@@ -1,19 +1,29 @@
 """One generator's responses in placement `continuous`: begun, continued with newer weights, and handed to learners.
 
+Whatever a generator has left after a batch is known to the driver, so another process can continue from there, with the
+same weights and the same rounds.
+
 Shape letters: B responses, R response tokens.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from itertools import count
 from typing import NamedTuple, Self
 
 import torch
 from safetensors.torch import load, save
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from cluster.failures import UnrepeatableError
 from lm.generation import Partial
 from lm.samplers.heed_engine import HeedSampler
+from lm.tensor_parallel import Rendezvous
 from ppo.config import PPOConfig
+from ppo.placement import Continuous
 from ppo.prompts import Mixture
 from ppo.rollout import Rollout
 from ppo.schedule import FREE, Schedule
@@ -37,14 +47,6 @@ class Begun(Partial):
         return [digest for (first, digest), end in spans for _ in range(end - first)]
 
 
-class Part(NamedTuple):
-    """One generator's part of a batch."""
-
-    places: list[int]  # of its responses in the batch
-    rollout: Rollout | None  # None if it has none of them
-    num_dropped: int  # responses that all generators have dropped so far
-
-
 @dataclass(frozen=True)
 class Unfinished:
     """Responses that no iteration has learned from: in progress, or waiting in the queue."""
@@ -52,12 +54,30 @@ class Unfinished:
     schedule: Schedule
     responses: list[Begun]
 
+    def copy(self) -> Self:
+        """Returns a copy that further sampling does not change."""
+        copied = [
+            replace(one, tokens=[*one.tokens], logprobs=[*one.logprobs], drawn_by={**one.drawn_by})
+            for one in self.responses
+        ]
+        return type(self)(deepcopy(self.schedule), copied)
+
+    def shares(self, num_generators: int) -> list[Self]:
+        """Split the responses among generators: those in progress by their rows, and those that have ended evenly."""
+        row_of = {number: row for row, number in enumerate(self.schedule.rows)}
+        owners = [row_of.get(one.number, one.number) % num_generators for one in self.responses]
+        of_generator = [
+            [one for one, owner in zip(self.responses, owners, strict=True) if owner == generator]
+            for generator in range(num_generators)
+        ]
+        return [type(self)(self.schedule, responses) for responses in of_generator]
+
     def as_bytes(self, max_new_tokens: int) -> bytes:
         """Returns a safetensors file."""
-        rollout = rollout_of(self.responses, max_new_tokens, pad_id=0)
+        rollout = rollout_of(self.responses, max_new_tokens, pad_id=0) if self.responses else None
         return save(
             {
-                **rollout.tensors(),
+                **(rollout.tensors() if rollout is not None else {}),
                 "numbers_B": torch.tensor([response.number for response in self.responses]),
                 "seeds_B": torch.tensor([response.seed for response in self.responses]),
                 "schedule": torch.tensor(list(self.schedule.as_json().encode()), dtype=torch.uint8),
@@ -69,15 +89,65 @@ class Unfinished:
         tensors = load(data)
         numbers, seeds = tensors.pop("numbers_B").tolist(), tensors.pop("seeds_B").tolist()
         schedule = Schedule.from_json(bytes(tensors.pop("schedule").tolist()).decode())
-        rollout, responses = Rollout(**tensors), list[Begun]()
+        responses = list[Begun]()
+        if not numbers:
+            return cls(schedule, responses)
+        rollout = Rollout(**tensors)
         for place, (prompt, tokens) in enumerate(zip(*rollout.token_lists(), strict=True)):
             logprobs = rollout.behaviour_logprobs_BR[place, : len(tokens)].tolist()
             digests = rollout.sampled_by_BR[place, : len(tokens)].tolist()
             drawn_by = {first: digest for first, digest in enumerate(digests) if [digest] != digests[first - 1 : first]}
             row, is_finished = int(rollout.prompt_rows_B[place]), bool(rollout.finished_B[place])
-            response = Begun(numbers[place], prompt, seeds[place], tokens, logprobs, is_finished, row, drawn_by)
+            response = Begun(numbers[place], prompt, seeds[place], tokens, logprobs, is_finished)
+            response.prompt_row, response.drawn_by = row, drawn_by
+            if rollout.routes_BTLK.numel():
+                response.routes = rollout.routes_BTLK[place, : len(prompt) + len(tokens) - 1].clone()
             responses.append(response)
         return cls(schedule, responses)
+
+
+class Part(NamedTuple):
+    """One generator's part of a batch, and what it has left, from which another process can continue."""
+
+    places: list[int]  # of its responses in the batch
+    rollout: Rollout | None  # None if it has none of them
+    left: Unfinished
+
+
+class EndedRows:
+    """The rows whose responses ended, by round: each generator writes its own and reads those of all.
+
+    They are in a store outside of generators. So if one is lost, the others wait for the round that it has not written,
+    and the process that takes its place reads again what they wrote.
+    """
+
+    def __init__(self, meeting: Rendezvous, opening: int, generator: int, num_generators: int) -> None:
+        """`opening` tells the schedules apart that use the same store one after the other."""
+        timeout = timedelta(seconds=meeting.timeout_seconds)
+        self._store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
+        self._opening, self._generator, self._num_generators = opening, generator, num_generators
+        self._written: dict[int, list[str]] = {}  # keys, by batch
+
+    def union(self, batch: int, number: int, rows: Sequence[int]) -> list[int]:
+        """Returns the rows that any generator writes in this round of a batch, lowest first. Waits for all of them.
+
+        Raises: UnrepeatableError if the process that this one replaces wrote other rows.
+        """
+        keys = [f"{self._opening} {batch} {number} {one}" for one in range(self._num_generators)]
+        own, found = json.dumps(rows), self._store.compare_set(keys[self._generator], "", json.dumps(rows)).decode()
+        if found != own:
+            raise UnrepeatableError(
+                f"round {number} of batch {batch}: generator {self._generator} was replaced and drew other tokens:"
+                f" responses end in rows {own} instead of {found}"
+            )
+        self._written.setdefault(batch, []).append(keys[self._generator])
+        return sorted(row for text in self._store.multi_get(keys) for row in json.loads(text))
+
+    def forget(self, num_batches: int) -> None:
+        """Remove what this generator wrote in the first batches, which nobody repeats."""
+        for batch in [batch for batch in self._written if batch < num_batches]:
+            for key in self._written.pop(batch):
+                self._store.delete_key(key)
 
 
 class Rounds:
@@ -88,28 +158,31 @@ class Rounds:
 
     def __init__(
         self,
-        schedule: Schedule,
+        begun: Unfinished,
+        prompts: Mapping[int, GroupPrompt],
         seed_of: Callable[[int], int],
         generator: int,
         num_generators: int,
-        union: Callable[[Sequence[int]], Sequence[int]],
+        union: Callable[[int, int, list[int]], Sequence[int]],
         *,
         round_tokens: int,
         max_new_tokens: int,
         temperature: float,
         pad_id: int,
+        records_routes: bool,
     ) -> None:
-        """`seed_of` returns the seed of a response by its number. `union` returns the rows that any generator passes;
-        all of them call it together.
+        """Continue with this generator's responses in `begun`; `prompts` are those of groups that have not begun.
+
+        `seed_of` returns the seed of a response by its number. `union` returns the rows that any generator passes in a
+        round of a batch.
         """
-        self.schedule, self._seed_of, self._union = schedule, seed_of, union
+        begun = begun.copy()
+        self.schedule, self._seed_of, self._union = begun.schedule, seed_of, union
         self.round_tokens, self.max_new_tokens = round_tokens, max_new_tokens
-        self.temperature, self.pad_id = temperature, pad_id
+        self.temperature, self.pad_id, self.records_routes = temperature, pad_id, records_routes
         self._generator, self._num_generators = generator, num_generators
-        self._prompts: dict[int, GroupPrompt] = {}  # by group: of those that have not begun
-        self._responses: dict[int, Begun] = {}  # by number: of this generator, until they are handed over
-        self._version = -1
-        self._before = self._unfinished()
+        self._prompts = dict(prompts)  # by group
+        self._responses = {one.number: one for one in begun.responses}  # of this generator, until they are handed over
 
     def sample(self, sampler: HeedSampler, version: int, digest: int, prompts: Mapping[int, GroupPrompt]) -> Part:
         """Sample with the present weights until the queue has a batch, and take it.
@@ -118,29 +191,22 @@ class Rounds:
         further groups, enough of them for all that may begin.
         """
         self._prompts |= prompts
-        if version != self._version:
-            self._version, self._before = version, self._unfinished()
-        schedule, own = self.schedule, self._in_progress()
-        for response in own.values():
+        schedule, batch, numbers = self.schedule, self.schedule.num_batches, count()
+        again = [self._responses[number] for row, number in enumerate(schedule.rows) if self._is_own(row, number)]
+        for response in again:
             response.drawn_by[len(response.tokens)] = digest
-        again = list(own.values())
 
         def next_round(ended: Sequence[Partial]) -> Sequence[Partial] | None:
-            rows = {response.number: row for row, response in own.items()}
-            ended_rows = [rows[response.number] for response in ended]
-            for row in ended_rows:
-                del own[row]
-            for number in schedule.end(self._union(ended_rows)):
-                self._responses.pop(number, None)
+            number = next(numbers)
+            if number:
+                rows = [schedule.rows.index(response.number) for response in ended]
+                for dropped in schedule.end(self._union(batch, number, rows)):
+                    self._responses.pop(dropped, None)
             if schedule.has_batch:
                 return None
-            entering = [*again]
-            again.clear()
-            for row, number in schedule.begin(version):
-                if self._is_own(row):
-                    own[row] = self._responses[number] = self._begun(number, digest)
-                    entering.append(own[row])
-            return entering
+            entering = [self._begun(number, digest) for row, number in schedule.begin(version) if self._is_own(row)]
+            self._responses |= {response.number: response for response in entering}
+            return entering if number else [*again, *entering]
 
         if not schedule.has_batch:
             held = [*(prompt for _, prompt in self._prompts.values()), *(response.prompt for response in again)]
@@ -151,19 +217,10 @@ class Rounds:
                 num_columns=max(map(len, held)) + self.max_new_tokens,
                 max_new_tokens=self.max_new_tokens,
                 temperature=self.temperature,
+                records_routes=self.records_routes,
             )
-        self._prompts = {group: prompt for group, prompt in self._prompts.items() if group >= schedule.next_group}
+        self._prompts = not_begun(self._prompts, schedule)
         return self._take()
-
-    def unfinished(self, version: int) -> Unfinished:
-        """Returns this generator's responses as they were when the weights of this version began to sample."""
-        return self._before if version == self._version else self._unfinished()
-
-    def restore(self, found: Unfinished) -> None:
-        """Continue with the responses of a checkpoint, of which this generator takes its share."""
-        self.schedule, row_of = found.schedule, {number: row for row, number in enumerate(found.schedule.rows)}
-        own = (response for response in found.responses if self._is_own(row_of.get(response.number, response.number)))
-        self._responses, self._prompts, self._version = {response.number: response for response in own}, {}, -1
 
     def _begun(self, number: int, digest: int) -> Begun:
         row, prompt = self._prompts[number // self.schedule.group_size]
@@ -174,18 +231,16 @@ class Rounds:
         places = [place for place, number in enumerate(numbers) if number in self._responses]
         responses = [self._responses.pop(numbers[place]) for place in places]
         rollout = rollout_of(responses, self.max_new_tokens, self.pad_id) if responses else None
-        return Part(places, rollout, self.schedule.num_dropped)
+        return Part(places, rollout, Unfinished(self.schedule, [*self._responses.values()]).copy())
 
-    def _in_progress(self) -> dict[int, Begun]:
-        """Returns this generator's responses in progress, by row."""
-        rows = enumerate(self.schedule.rows)
-        return {row: self._responses[number] for row, number in rows if number != FREE and self._is_own(row)}
+    def _is_own(self, row: int, number: int = 0) -> bool:
+        """Whether this generator has the row, and a response of this number is in it."""
+        return number != FREE and row % self._num_generators == self._generator
 
-    def _is_own(self, row: int) -> bool:
-        return row % self._num_generators == self._generator
 
-    def _unfinished(self) -> Unfinished:
-        return Unfinished(deepcopy(self.schedule), deepcopy([*self._responses.values()]))
+def not_begun(prompts: Mapping[int, GroupPrompt], schedule: Schedule) -> dict[int, GroupPrompt]:
+    """Returns the prompts of groups of which no response has begun, or not all."""
+    return {group: prompt for group, prompt in prompts.items() if group >= schedule.next_group}
 
 
 def rollout_of(responses: Sequence[Begun], max_new_tokens: int, pad_id: int) -> Rollout:
@@ -199,6 +254,7 @@ def rollout_of(responses: Sequence[Begun], max_new_tokens: int, pad_id: int) -> 
         max_new_tokens=max_new_tokens,
         pad_id=pad_id,
         sampled_by=[response.digests for response in responses],
+        routes=[response.routes for response in responses] if len(responses[0].routes) else (),
     )
 
 
@@ -215,6 +271,12 @@ class Supply:
     def __init__(self, config: PPOConfig, prompts: Sequence[Sequence[int]], order: Sampler | Mixture) -> None:
         self.config, self.prompts, self.order = config, prompts, order
         self.num_passed = self.num_batches = 0  # groups and batches
+
+    def schedule(self) -> Schedule:
+        """Returns the schedule before anything has begun."""
+        config, samples, placement = self.config, self.config.advantage.samples_per_prompt, self.config.placement
+        assert isinstance(placement, Continuous), f"placement {placement.kind!r}; continuous was expected"
+        return Schedule(config.rows_in_progress, samples, config.sampled_batch_size // samples, placement.max_age)
 
     def of_next_batch(self, num_dropped: int) -> dict[int, GroupPrompt]:
         """Returns the prompts of all groups that may begin before one more batch has ended, without those passed.

@@ -112,6 +112,7 @@ class HeedSampler(SamplingEngine):
         num_columns: int,
         max_new_tokens: int,
         temperature: float,
+        records_routes: bool,
     ) -> None:
         """Sample with the present weights, a round at a time (`lm.generation.generate_in_rounds`)."""
         generate_in_rounds(
@@ -124,6 +125,7 @@ class HeedSampler(SamplingEngine):
             end_ids=self.end_ids,
             choice=Choice(temperature),
             steps=self.steps,
+            records_routes=records_routes,
         )
         self._forget_large_steps()
 

@@ -13,7 +13,7 @@ from lm import decoding, layers
 from lm.config import ModelConfig
 from lm.decoding import decoding_steps, fixed_steps, prepacked
 from lm.experts import Mixture, Replay, Routers, balance_biases, has_route, no_routes
-from lm.generation import generate
+from lm.generation import Partial, generate, generate_in_rounds
 from lm.inspection import flops_per_token, parameter_table
 from lm.lora import LoRAConfig, LoRAExperts, WithAdapters, adapted_maps, add_adapters, merged, read_by, without_adapters
 from lm.model import LanguageModel, checkpoint_activations, compile_blocks, init_weights, record_routes
@@ -317,6 +317,34 @@ def test_generation_records_the_routes_of_prompts_and_responses(steps: Any, num_
         assert routes.dtype == (torch.uint8 if num_experts == 6 else torch.int16)
         assert torch.equal(routes, own_routes(model, prompt + response[:-1]))
         assert has_route(routes).any(dim=0).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("steps", ["eager", "fixed"])
+def test_a_token_of_a_continued_response_has_the_routes_of_the_weights_that_draw_the_next(steps: Any) -> None:
+    """Five tokens of older weights, then those of newer ones, which read them again; some responses end before that."""
+    older, newer = mixture(mlp_only_layers=[1]), mixture(mlp_only_layers=[1])
+    init_weights(newer, 99)
+    partials = [Partial(number, prompt, seed=number) for number, prompt in enumerate([[3, 4, 5], [6], [7, 8, 9, 10]])]
+
+    def sample_rounds(model: LanguageModel, entering: list[list[Partial]]) -> None:
+        generate_in_rounds(
+            model, lambda _ended: entering.pop(0) if entering else None, num_steps=5, num_rows=3, num_columns=16,
+            max_new_tokens=12, end_ids=[], choice=Choice(), steps=steps,
+        )  # fmt: skip
+
+    sample_rounds(older, [partials])
+    drawn = [[*partial.tokens] for partial in partials]
+    for partial, tokens in zip(partials, drawn, strict=True):
+        assert torch.equal(partial.routes, own_routes(older, [*partial.prompt, *tokens[:-1]]))
+    sample_rounds(newer, [partials, [], []])
+    for partial, tokens in zip(partials, drawn, strict=True):
+        assert len(partial.tokens) == 12
+        assert partial.tokens[:5] == tokens
+        read = [*partial.prompt, *partial.tokens[:-1]]
+        num_older = len(partial.prompt) + 4
+        expected = torch.cat([own_routes(older, read)[:num_older], own_routes(newer, read)[num_older:]])
+        assert torch.equal(partial.routes, expected)
+        assert not torch.equal(partial.routes, own_routes(newer, read))
 
 
 def test_replayed_routes_are_the_experts_that_are_used() -> None:

@@ -63,6 +63,9 @@ class ToyRoles:
     def sent_digests(self) -> dict[str, int]:
         return {}
 
+    def mend(self) -> None:
+        """Has nothing that may be lost."""
+
     def take_evidence(self) -> Evidence:
         return NO_EVIDENCE
 

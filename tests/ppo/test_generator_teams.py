@@ -190,6 +190,9 @@ class _Ranks:
     def __init__(self, hosts: Sequence[str], *, differ: bool = False) -> None:
         self.hosts, self.differ = hosts, differ
 
+    def settle(self, _calls: object) -> None:
+        """Repeats nothing."""
+
     def call_all(self, _method: object) -> list[str]:
         return [*self.hosts]
 

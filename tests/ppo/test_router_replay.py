@@ -24,8 +24,9 @@ from ppo.controller import PPOController
 from ppo.rank import InitialModels
 from ppo.rollout import Rollout, Share
 from ppo.rollout_log import response_digests
+from ppo.rounds import Unfinished
 from ppo.routes import require_routes
-from tests.models import full_weights
+from tests.models import full_weights, load_language_model
 from tests.ppo.one_rank import OneRank
 from training.config import EngineConfig
 
@@ -52,9 +53,9 @@ def models(one_objective: InitialModels, tmp_path_factory: pytest.TempPathFactor
 def start(models: InitialModels, ppo_config: Callable[..., PPOConfig]) -> Iterator[Callable[..., OneRank]]:
     workers: list[OneRank] = []
 
-    def build(precision: str = "fp32", **changes: object) -> OneRank:
+    def build(precision: str = "fp32", init: InitialModels = models, **changes: object) -> OneRank:
         engine = EngineConfig.model_validate({"precision": precision, "trackers": ()})
-        workers.append(OneRank(ppo_config(ptx=None, **changes), engine, models))
+        workers.append(OneRank(ppo_config(ptx=None, **changes), engine, init))
         return workers[-1]
 
     yield build
@@ -134,6 +135,32 @@ def test_honest_routers_change_no_route(start: Callable[..., OneRank], models: I
     worker = start(router_replay=False)
     controller = PPOController(worker.config, worker.roles, prompts, models.scale, num_pretraining_rows=7, seed=5)
     assert not [name for name in controller.step(0) if "routes_" in name or "replay" in name]
+
+
+def test_responses_that_newer_weights_continue_are_replayed(
+    start: Callable[..., OneRank], models: InitialModels, prompts: Prompts, tmp_path: Path
+) -> None:
+    """Through the queue, the next batch, and a checkpoint."""
+    policy, tokenizer = load_language_model(models.sft), Tokenizer.load(models.sft)
+    with torch.no_grad():  # some responses end early
+        policy.decoder.embedding.weight[:, 0] = 0.5
+        policy.decoder.embedding.weight[tokenizer.end_id, 0] = 4.0
+    save_model(tmp_path, policy, policy.state_dict(), tokenizer)
+    placement = {"kind": "continuous", "num_rows": 10, "round_tokens": 2}
+    worker = start(placement=placement, num_iterations=4, num_epochs=1, init=replace(models, sft=tmp_path))
+    controller = PPOController(worker.config, worker.roles, prompts, models.scale, num_pretraining_rows=7, seed=5)
+    metrics = [controller.step(iteration) for iteration in range(4)]
+    assert metrics[-1]["continued_share"] > 0
+    assert all(0 <= line["routes_changed"] < 0.5 for line in metrics)
+    assert controller.batch is not None
+    rollout = controller.batch.rollout
+    is_read_BT = torch.arange(rollout.tokens_BT.shape[1]) < rollout.num_tokens_B[:, None] - 1
+    assert torch.equal(has_route(rollout.routes_BTLK)[:, :, 1], is_read_BT)
+    data = worker.roles.generators.unfinished()
+    found = Unfinished.from_bytes(data)
+    assert all(len(one.routes) == len(one.prompt) + len(one.tokens) - 1 for one in found.responses)
+    assert found.responses
+    assert found.as_bytes(worker.config.max_new_tokens) == data
 
 
 def test_the_gradient_of_a_replayed_pass_is_that_of_the_recorded_experts(

@@ -1,4 +1,4 @@
-"""PPO that samples ahead, placed as by `heed run`: losing a worker changes no bit."""
+"""PPO that samples ahead, placed as by `heed run`: losing a worker changes no bit, and a generator is replaced."""
 
 import shutil
 import threading
@@ -22,7 +22,11 @@ PLACEMENTS = {
 }
 
 
+LOST = ["learner", "generator"]  # in the order in which they start
+
+
 @pytest.mark.long
+@pytest.mark.parametrize("lost", in_ci(LOST, ["learner"]))  # tests/ppo/test_lost_generators.py has the other
 @pytest.mark.parametrize("placement", in_ci(PLACEMENTS, ["continuous"]))
 def test_a_worker_lost_with_rollouts_in_flight_changes_no_bit(
     finished_run: Path,
@@ -32,6 +36,7 @@ def test_a_worker_lost_with_rollouts_in_flight_changes_no_bit(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     placement: str,
+    lost: str,
 ) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     ahead = (*PLACEMENTS[placement], "ppo.placement.max_staleness=1", "ppo.num_iterations=4")
@@ -45,7 +50,7 @@ def test_a_worker_lost_with_rollouts_in_flight_changes_no_bit(
         while num_steps(ppo["struck"]) < 2 and time.monotonic() < end:
             time.sleep(0.01)
         struck.extend(path.name for path in ppo["struck"].glob("checkpoints/step-*/rollout-*"))
-        kill_process(cluster.worker_processes()[1])
+        kill_process(cluster.worker_processes()[LOST.index(lost)])
 
     with LocalCluster(num_nodes=1, cpus=job.num_ranks) as cluster:
         for name, value in cluster.environment.items():
@@ -58,7 +63,7 @@ def test_a_worker_lost_with_rollouts_in_flight_changes_no_bit(
     assert struck, "no rollout was kept before the kill"
     said = capsys.readouterr().err
     assert "was lost" in said
-    assert "ppo: continues from checkpoints/step-" in said
+    assert ("ppo: continues from checkpoints/step-" in said) == (lost == "learner")
     assert outputs_hash(ppo["struck"] / "model") == outputs_hash(ppo["calm"] / "model")
     curves = [[line["staleness"] for line in read_metrics(ppo[name] / "metrics.jsonl")] for name in ppo]
     assert curves == [[0, 1, 1, 1]] * 2
