@@ -21,7 +21,12 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
 
 
 def at_positions(values_BTD: Tensor, selected_BT: Tensor) -> Tensor:
-    """Returns `values_BTD[selected_BT]`, [C, D]. With the mask in CPU memory, the CPU need not wait for a GPU."""
+    """Returns `values_BTD[selected_BT]`, [C, D], or the values at places [C] of the flattened rows, by their type.
+
+    With a mask in CPU memory or with places on the device, the CPU need not wait for a GPU.
+    """
+    if selected_BT.dtype == torch.int64:
+        return values_BTD.flatten(0, 1).index_select(0, selected_BT)
     if selected_BT.device == values_BTD.device:
         return values_BTD[selected_BT]
     places_C = upload(selected_BT.flatten().nonzero()[:, 0], values_BTD.device)

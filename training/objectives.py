@@ -7,15 +7,18 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lm.attention import FixedSegments, segment_starts
 from lm.encoder import EncoderDecoder
-from lm.layers import sequence_keys
+from lm.layers import keys_on_device, sequence_keys
 from lm.model import LanguageModel
 from lm.sampling import token_logprobs
 from lm.transfer import pad_right, upload
-from training.packing import IntArray, Packed, PackedRows
+from training.packing import IntArray, Packed, PackedRows, bucket
+from training.recording import Inputs, uploaded
 
 
 class CausalLMObjective:
@@ -33,16 +36,18 @@ class CausalLMObjective:
     def num_tokens(self, rows: IntArray) -> int:
         return self.count(rows)
 
-    def batch(self, rows: IntArray, device: torch.device) -> Tensor:
-        """Tokens [B, T]."""
-        return upload(torch.from_numpy(self.rows_BT[rows].astype(np.int64)), device)
+    def inputs(self, rows: IntArray, seed: int) -> Inputs:
+        tokens_BT = torch.from_numpy(self.rows_BT[rows].astype(np.int64))
+        return {"tokens_BT": tokens_BT, "numbers_B1": torch.from_numpy(rows[:, None]), "seed": torch.tensor(seed)}
+
+    def loss_of(self, model: LanguageModel, inputs: Inputs) -> tuple[Tensor, Mapping[str, Tensor]]:
+        tokens_BT, keys_B1 = inputs["tokens_BT"], keys_on_device(inputs["seed"], inputs["numbers_B1"])
+        return -model(tokens_BT[:, :-1], sequence_keys_BT=keys_B1, targets=tokens_BT[:, 1:]).sum(), {}
 
     def loss(
         self, model: LanguageModel, rows: IntArray, device: torch.device, seed: int = 0
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        tokens_BT = self.batch(rows, device)
-        keys_B1 = sequence_keys(seed, rows[:, None], device)
-        return -model(tokens_BT[:, :-1], sequence_keys_BT=keys_B1, targets=tokens_BT[:, 1:]).sum(), {}
+        return self.loss_of(model, uploaded(self.inputs(rows, seed), device))
 
 
 class PackedObjective:
@@ -79,6 +84,30 @@ class PackedObjective:
         keys_BT = sequence_keys(seed, numbers_BT, device)
         logprobs_C = model(tokens_BT[:, :-1], segments_BT[:, :-1], counted_BT[:, 1:], keys_BT[:, :-1], targets_C)
         return -logprobs_C.sum(), {}
+
+    def inputs(self, rows: IntArray, seed: int) -> Inputs:
+        """Counted tokens are padded to a `bucket` by tokens of weight 0, sequences to a power of two by empty ones."""
+        taken = self.rows.take(rows)
+        segments_BT = torch.from_numpy(taken.segments[:, :-1])
+        starts, places_C = segment_starts(segments_BT), np.flatnonzero(taken.counted[:, 1:])
+        num_sequences, num_padding = 1 << (len(starts) - 2).bit_length(), bucket(len(places_C)) - len(places_C)
+        targets_C = taken.tokens[:, 1:].reshape(-1)[places_C]
+        return {
+            "tokens_BT": torch.from_numpy(taken.tokens[:, :-1]),
+            "segments_BT": segments_BT,
+            "starts": F.pad(starts, (0, num_sequences + 1 - len(starts)), value=segments_BT.numel()),
+            "places_C": F.pad(torch.from_numpy(places_C), (0, num_padding)),
+            "targets_C": F.pad(torch.from_numpy(targets_C), (0, num_padding)),
+            "weights_C": F.pad(torch.ones(len(places_C)), (0, num_padding)),
+            "numbers_BT": torch.from_numpy(taken.sequence_of_tokens()[:, :-1]),
+            "seed": torch.tensor(seed),
+        }
+
+    def loss_of(self, model: LanguageModel, inputs: Inputs) -> tuple[Tensor, Mapping[str, Tensor]]:
+        segments = FixedSegments(inputs["segments_BT"], inputs["starts"])
+        keys_BT = keys_on_device(inputs["seed"], inputs["numbers_BT"])
+        logprobs_C = model(inputs["tokens_BT"], segments, inputs["places_C"], keys_BT, inputs["targets_C"])
+        return -(logprobs_C * inputs["weights_C"]).sum(), {}
 
 
 class PairsObjective:

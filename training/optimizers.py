@@ -155,15 +155,20 @@ class RoundedCopies:
         self._waiting: list[tuple[nn.Parameter, Tensor]] = []  # weights, and gradients in bf16 not yet added
 
     def by_weight(self) -> Mapping[Tensor, Tensor]:
-        """Returns the copies of the current weights, which stay until `drop`."""
+        """Returns copies of the weights, which stay until `drop`."""
         if self._weights and not self._copies:
-            copies = [torch.empty_like(weight, dtype=torch.bfloat16, requires_grad=False) for weight in self._weights]
-            with torch.no_grad():
-                torch._foreach_copy_(copies, list(self._weights))
-            for weight, copy in zip(self._weights, copies, strict=True):
+            for weight in self._weights:
+                copy = torch.empty_like(weight, dtype=torch.bfloat16, requires_grad=False)
                 copy.requires_grad_().register_post_accumulate_grad_hook(partial(self._take, weight))
                 self._copies[weight] = copy
+            self.round()
         return self._copies
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Round the current weights into the copies that there are."""
+        if self._copies:
+            torch._foreach_copy_(list(self._copies.values()), list(self._weights))
 
     def _take(self, weight: nn.Parameter, copy: Tensor) -> None:
         """Called in the backward pass, once the copy has its gradient."""

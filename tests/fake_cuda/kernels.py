@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -61,6 +61,7 @@ class Counts:
 
 _open: list[Counts] = []
 _recording: list[Callable[[], object]] | None = None  # of the CUDA graph being captured
+_before: list[tuple[Tensor, Tensor]] = []  # memory that kernels of a capture write to, and what was in it
 
 
 @contextlib.contextmanager
@@ -75,7 +76,9 @@ def counted() -> Iterator[Counts]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Callable[[], object]]]:
-    """Kernels are kept as functions that run them again on the same memory, as in a CUDA graph."""
+    """Kernels are kept as functions that run them again on the same memory, as in a CUDA graph. A capture runs none:
+    what they have written to memory from before it is undone.
+    """
     global _recording
     assert _recording is None, "a capture inside a capture"
     kept: list[Callable[[], object]] = []
@@ -84,6 +87,15 @@ def recorded() -> Iterator[list[Callable[[], object]]]:
         yield kept
     finally:
         _recording = None
+        for memory, content in reversed(_before):
+            memory.copy_(content)
+        _before.clear()
+
+
+def note_writes(memory: Iterable[Tensor]) -> None:
+    """Keep what a capture will restore; call it before the kernel runs."""
+    if is_capturing():
+        _before.extend((tensor, tensor.clone()) for tensor in memory)
 
 
 def is_capturing() -> bool:
@@ -154,6 +166,7 @@ def run(operation: Any, *args: Any, **kwargs: Any) -> Any:
     if "flash_attention" in short:
         note_attention("varlen" if "backward" not in short else "varlen backward")
     converted = _converted(short, flat, kwargs)
+    note_writes(_written(operation, host_args, host_kwargs))
     operation = OWN.get(short, operation)
     result = operation(*host_args, **host_kwargs)
     del converted
@@ -167,6 +180,14 @@ def run(operation: Any, *args: Any, **kwargs: Any) -> Any:
         held = [host_view(tensor) for tensor in made] if is_capturing() else []
         record(lambda: _again(operation, host_args, host_kwargs, originals, held))
     return results
+
+
+def _written(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that an operation writes to, as its schema says."""
+    arguments = operation._schema.arguments
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    found = [given[a.name] for a in arguments if a.alias_info and a.alias_info.is_write and a.name in given]
+    return [part for part in tree_flatten(found)[0] if isinstance(part, Tensor)]
 
 
 def _converted(short: str, values: list[Any], kwargs: dict[str, Any]) -> Tensor | None:
@@ -257,6 +278,7 @@ def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
             counts.uploads[place()] += 1
     to = host_view(target) if on_device(target) else target
     of = host_view(source) if on_device(source) else source
+    note_writes([to])
     to.copy_(of)
     note_kernel("copy_", [target, source])
     record(lambda: to.copy_(of))
@@ -295,6 +317,7 @@ def interpret_triton() -> None:
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
         host = [host_view(arg) if on_device(arg) else arg for arg in args]
+        note_writes(arg for arg in host if isinstance(arg, Tensor))
         interpret(self, *host, **kwargs)
         note_kernel(self.fn.__name__, list({arg.data_ptr(): arg for arg in args if on_device(arg)}.values()))
         record(lambda: interpret(self, *host, **kwargs))

@@ -1,0 +1,83 @@
+"""Micro-batches recorded as CUDA graphs: forward pass, loss and backward pass of one shape are one launch.
+
+A GPU computes a small model's pass in less time than Python takes to launch its thousands of kernels. A recording
+launches them all at once, on the memory that they had: so all that differs between micro-batches of the same shapes is
+copied into `Inputs` first, also denominators and seeds, and gradients add up in buffers that stay.
+
+On a CPU the same code runs the pass itself.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lm.decoding import Step, record
+from lm.progress import note_progress
+from lm.transfer import upload
+
+# What a micro-batch's loss reads besides weights, by name: in CPU memory, or uploaded.
+Inputs = Mapping[str, Tensor]
+MAX_RECORDINGS = 32  # of an engine; they share the memory of intermediate results
+
+
+def uploaded(inputs: Inputs, device: torch.device) -> Inputs:
+    """Copies inputs to the device without waiting."""
+    return {name: upload(value, device) for name, value in inputs.items()}
+
+
+class RecordedMicroBatches:
+    """Runs micro-batches by replaying a recording per shape of their inputs, and adds up their metrics.
+
+    `run` computes a micro-batch's gradients, adds them to those in memory, and returns its metrics. Nothing that it
+    does may depend on its inputs' values, only on their shapes and types. Micro-batches of further shapes than
+    `MAX_RECORDINGS` are run as they are.
+    """
+
+    def __init__(self, run: Callable[[Inputs], Mapping[str, Tensor]], device: torch.device) -> None:
+        self._run, self._device = run, device
+        self._recordings: dict[Any, tuple[Inputs, Step]] = {}  # by the inputs' shapes and types
+        self._pool: Any = None
+        self._sums: dict[str, Tensor] = {}
+
+    @property
+    def num_recordings(self) -> int:
+        return len(self._recordings)
+
+    def add(self, inputs: Inputs) -> None:
+        """Run a micro-batch, given by inputs in CPU memory. Does not wait for the GPU."""
+        note_progress()
+        kind = tuple((name, value.shape, value.dtype) for name, value in inputs.items())
+        if kind in self._recordings:
+            buffers, replay = self._recordings[kind]
+            for name, value in inputs.items():
+                buffers[name].copy_(_pinned(value, self._device), non_blocking=True)
+            replay()
+            return
+        own = {name: value.clone() if value.is_cpu else value for name, value in uploaded(inputs, self._device).items()}
+        step = partial(self._step, own)
+        if len(self._recordings) == MAX_RECORDINGS:
+            step()
+            return
+        replay, self._pool = record(step, self._device, self._pool)
+        self._recordings[kind] = own, replay
+
+    def _step(self, inputs: Inputs) -> None:
+        for name, value in self._run(inputs).items():
+            if name in self._sums:  # always so in a recording, before which the step has run
+                self._sums[name] += value.detach()
+            else:
+                self._sums[name] = value.detach().clone()
+
+    def take(self) -> dict[str, Tensor]:
+        """Returns the metrics summed over the micro-batches since the last call."""
+        taken = {name: total.clone() for name, total in self._sums.items()}
+        for total in self._sums.values():
+            total.zero_()
+        return taken
+
+
+def _pinned(value: Tensor, device: torch.device) -> Tensor:
+    return value.pin_memory() if device.type == "cuda" else value
