@@ -235,7 +235,6 @@ class Engine(Generic[AnyModule]):
         if self._recorded is None:
             self._recorded = RecordedMicroBatches(functools.partial(self._add_gradients, loss), self.device)
         set_gradient_sync(self._accelerator, True)
-        self._copies.round()
         # Casts of weights are parts of recordings, so none is cached between them.
         with deterministic_kernels(self.config.deterministic), read_copies(self._copies.by_weight()):
             for inputs in micro_batches:
@@ -326,8 +325,8 @@ class Engine(Generic[AnyModule]):
             self._count_skipped(loss, norm)
             self._step_routers()
             return loss, norm
-        if self._recorded is None:
-            self._copies.drop()  # before AdamW's first step takes memory for its states
+        # Before AdamW's first step takes memory for its states; recordings read the same memory again.
+        self._copies.expire(keeps_memory=self._recorded is not None)
         parameters = self.module.parameters()
         with deterministic_kernels(self.config.deterministic):
             norm_tensor = nn.utils.clip_grad_norm_(parameters, self.optimizer_config.max_grad_norm)

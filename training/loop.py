@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
@@ -26,7 +26,7 @@ from training.engine import Engine, LossAndMetrics
 from training.metrics import MetricsLog
 from training.notices import StoppedError, say, stop_requested
 from training.packing import IntArray, Sampler
-from training.recording import Inputs
+from training.recording import RecordableLoss, RecordableObjective
 
 MODEL = "model"  # the folder of the model's state in a checkpoint
 
@@ -70,19 +70,6 @@ class RaggedObjective(Protocol):
         self, rows: IntArray, batch: BatchConfig, num_ranks: int, *, with_gradients: bool
     ) -> list[list[IntArray]]:
         """Return the rows of each pass of each rank. Every rank has the same number of passes; some may be empty."""
-        ...
-
-
-@runtime_checkable
-class RecordableObjective(Protocol):
-    """An objective whose passes have few shapes, and whose loss reads nothing else of a pass than some tensors."""
-
-    def inputs(self, rows: IntArray, seed: int) -> Inputs:
-        """Return what `loss_of` reads, in CPU memory."""
-        ...
-
-    def loss_of(self, model: Any, inputs: Inputs) -> LossAndMetrics:
-        """Return what `loss` does, given its inputs on the device. Neither shapes nor Python's values depend on theirs."""
         ...
 
 
@@ -186,7 +173,8 @@ class TrainingLoop(Generic[AnyModule]):
         num_tokens = self.training.num_tokens(rows)
         mine = micro_batches[engine.data_rank]
         if engine.config.record_micro_batches and isinstance(self.training, RecordableObjective):
-            sums = engine.accumulate_recorded(self._inputs(self.training, mine, count, seed), self._recorded_loss)
+            recorded = RecordableLoss(self.training, engine.model)
+            sums = engine.accumulate_recorded(recorded.inputs(mine, count, seed), recorded)
         else:
             sums = engine.accumulate(mine, loss, num_tokens)
         loss_mean, norm = engine.step()
@@ -202,17 +190,6 @@ class TrainingLoop(Generic[AnyModule]):
             **engine.router_metrics,
             **({"skipped": 1.0} if engine.has_skipped else {}),
         }
-
-    def _inputs(
-        self, objective: RecordableObjective, micro_batches: Sequence[IntArray], count: float, seed: int
-    ) -> Iterator[Inputs]:
-        for rows in micro_batches:
-            yield {**objective.inputs(rows, seed), "count": torch.tensor(float(count or 1))}
-
-    def _recorded_loss(self, inputs: Inputs) -> LossAndMetrics:
-        assert isinstance(self.training, RecordableObjective), "inputs are those of a recordable objective"
-        loss_sum, metrics = self.training.loss_of(self.engine.model, inputs)
-        return loss_sum / inputs["count"], metrics
 
     def _prepare(self, objective: Objective[AnyModule], rows: IntArray) -> None:
         if isinstance(objective, PreparedObjective):

@@ -151,24 +151,22 @@ class RoundedCopies:
 
     def __init__(self, weights: Sequence[nn.Parameter]) -> None:
         self._weights = weights
-        self._copies: dict[Tensor, Tensor] = {}  # by weight; empty between steps
+        self._copies: dict[Tensor, Tensor] = {}  # by weight
+        self._are_current = False
         self._waiting: list[tuple[nn.Parameter, Tensor]] = []  # weights, and gradients in bf16 not yet added
 
     def by_weight(self) -> Mapping[Tensor, Tensor]:
-        """Returns copies of the weights, which stay until `drop`."""
-        if self._weights and not self._copies:
+        """Returns copies of the current weights, which stay until `expire`."""
+        if not self._copies:
             for weight in self._weights:
                 copy = torch.empty_like(weight, dtype=torch.bfloat16, requires_grad=False)
                 copy.requires_grad_().register_post_accumulate_grad_hook(partial(self._take, weight))
                 self._copies[weight] = copy
-            self.round()
+        if self._copies and not self._are_current:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self._copies.values()), list(self._weights))
+            self._are_current = True
         return self._copies
-
-    @torch.no_grad()
-    def round(self) -> None:
-        """Round the current weights into the copies that there are."""
-        if self._copies:
-            torch._foreach_copy_(list(self._copies.values()), list(self._weights))
 
     def _take(self, weight: nn.Parameter, copy: Tensor) -> None:
         """Called in the backward pass, once the copy has its gradient."""
@@ -193,9 +191,11 @@ class RoundedCopies:
                 weight.grad = wide
         self._waiting.clear()
 
-    def drop(self) -> None:
-        """Forget the copies: the weights change."""
-        self._copies = {}
+    def expire(self, *, keeps_memory: bool) -> None:
+        """Forget what was rounded, since the weights change, and unless `keeps_memory` free it."""
+        self._are_current = False
+        if not keeps_memory:
+            self._copies = {}
 
 
 class Offload:

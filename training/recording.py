@@ -7,12 +7,15 @@ copied into `Inputs` first, also denominators and seeds, and gradients add up in
 On a CPU the same code runs the pass itself.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from lm.decoding import Step, record
 from lm.progress import note_progress
@@ -26,6 +29,38 @@ MAX_RECORDINGS = 32  # of an engine; they share the memory of intermediate resul
 def uploaded(inputs: Inputs, device: torch.device) -> Inputs:
     """Copies inputs to the device without waiting."""
     return {name: upload(value, device) for name, value in inputs.items()}
+
+
+@runtime_checkable
+class RecordableObjective(Protocol):
+    """An objective whose passes have few shapes, and whose loss reads nothing of a pass but some tensors."""
+
+    def inputs(self, rows: NDArray[np.int64], seed: int) -> Inputs:
+        """Return what `loss_of` reads, in CPU memory."""
+        ...
+
+    def loss_of(self, model: Any, inputs: Inputs) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return what `training.loop.Objective.loss` does, given inputs on the device. Neither shapes nor values in
+        Python depend on what is in them.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class RecordableLoss:
+    """A micro-batch's share of the mean over a global batch, and its metrics, as a function of inputs alone."""
+
+    objective: RecordableObjective
+    model: nn.Module
+
+    def inputs(self, micro_batches: Iterable[NDArray[np.int64]], count: float, seed: int) -> Iterator[Inputs]:
+        """Yield the inputs of micro-batches, given by their rows; `count` is that of the whole batch."""
+        for rows in micro_batches:
+            yield {**self.objective.inputs(rows, seed), "count": torch.tensor(float(count or 1))}
+
+    def __call__(self, inputs: Inputs) -> tuple[Tensor, Mapping[str, Tensor]]:
+        loss_sum, metrics = self.objective.loss_of(self.model, inputs)
+        return loss_sum / inputs["count"], metrics
 
 
 class RecordedMicroBatches:

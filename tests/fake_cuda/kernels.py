@@ -95,7 +95,7 @@ def recorded() -> Iterator[list[Callable[[], object]]]:
 def note_writes(memory: Iterable[Tensor]) -> None:
     """Keep what a capture will restore; call it before the kernel runs."""
     if is_capturing():
-        _before.extend((tensor, tensor.clone()) for tensor in memory)
+        _before.extend((tensor, tensor.clone()) for tensor in memory if tensor.numel())  # an empty `out` may grow
 
 
 def is_capturing() -> bool:
@@ -170,15 +170,17 @@ def run(operation: Any, *args: Any, **kwargs: Any) -> Any:
     operation = OWN.get(short, operation)
     result = operation(*host_args, **host_kwargs)
     del converted
+    grown = list[tuple[Tensor, Tensor]]()
     for value in flat:  # what the CPU has made larger, such as an empty `out`
         if on_device(value) and (views[id(value)].shape != shapes[id(value)] or _is_apart(value, views[id(value)])):
             _grow(value, views[id(value)])
+            grown.append((host_view(value), views[id(value)]))
     made: list[Tensor] = []
     results = tree_map(lambda part: _on_cuda(part, originals, made), result)
     if short not in VIEWS:
         note_kernel(short, [value for value in flat if on_device(value)] + made)
         held = [host_view(tensor) for tensor in made] if is_capturing() else []
-        record(lambda: _again(operation, host_args, host_kwargs, originals, held))
+        record(lambda: _again(operation, host_args, host_kwargs, originals, held, grown))
     return results
 
 
@@ -259,8 +261,13 @@ def _on_cuda(part: Any, originals: dict[int, Tensor], made: list[Tensor]) -> Any
     return new
 
 
-def _again(operation: Any, args: Any, kwargs: Any, originals: dict[int, Tensor], outputs: list[Tensor]) -> None:
+def _again(
+    operation: Any, args: Any, kwargs: Any, originals: dict[int, Tensor], outputs: list[Tensor],
+    grown: list[tuple[Tensor, Tensor]],
+) -> None:  # fmt: skip
     result = operation(*args, **kwargs)
+    for memory, written in grown:
+        memory.copy_(written)
     new = [part for part in tree_flatten(result)[0] if isinstance(part, Tensor) and id(part) not in originals]
     for output, part in zip(outputs, new, strict=True):
         output.copy_(part)
