@@ -99,14 +99,19 @@ class EngineConfig(Config):
     )
     compile_blocks: bool = Field(
         default=False,
-        description="Compile each block with `torch.compile` (up to ZeRO 2): fewer kernels on GPUs, after 16 seconds"
-        " of compilation for a 0.5B model on an H200. For long runs on GPUs; no help on CPUs.",
+        description="Compile each block with `torch.compile`: fewer kernels on GPUs, after 16 seconds of compilation"
+        " for a 0.5B model on an H200. For long runs on GPUs; no help on CPUs. All blocks share a graph; with adapters"
+        " or `trained_layers` there are two or three, as some need fewer gradients. It works with recomputation and up"
+        " to ZeRO 2, and PPO keeps no passes. Refused are ZeRO 3, sequence parallelism, mixtures of experts and"
+        " attention sinks.",
     )
     record_micro_batches: bool = Field(
         default=False,
-        description="Record micro-batches as CUDA graphs, which a GPU repeats without waiting for Python: on one GPU,"
-        " for pretraining and SFT of decoders without experts; other stages run as without it. For models so small that"
-        " launches take longer than their kernels. Not measured on a GPU yet.",
+        description="Record micro-batches, forward to backward, as CUDA graphs, which a GPU repeats without waiting"
+        " for Python. For models so small that launches take longer than kernels, on one GPU, in pretraining on token"
+        " streams and SFT of decoders; other stages, whose passes differ in shape, run as without it. It works with"
+        " adapters, dropout, recomputation and `compile_blocks`. Refused are several workers, offloading and mixtures"
+        " of experts. Memory for recorded passes is not used by others, such as evaluations. Not measured on a GPU yet.",
     )
     router_aux_loss_coef: float = Field(
         default=0.0,

@@ -128,6 +128,7 @@ class JobConfig(Config):
             )
         for stage in self.stages:
             self._check_parents(stage)
+        self.engine.on_ranks(self.workers)  # refuses what needs another number of them
         self._check_world()
         self._check_kind()
         self._check_room()

@@ -15,7 +15,6 @@ from lm.config import ModelConfig
 from lm.lora import LoRAConfig, WithAdapters
 from lm.model import LanguageModel
 from lm.source import ModelSource, RandomInit
-from tests.gpu.models import SHAPES
 from tests.models import full_weights
 from training import recording
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
@@ -25,7 +24,6 @@ from training.metrics import read_metrics
 from training.objectives import CausalLMObjective, PackedObjective
 from training.packing import pack
 
-CPU = torch.device("cpu")
 OPTIMIZER = OptimizerConfig(learning_rate=0.01, weight_decay=0.1)
 GENERATOR = np.random.default_rng(0)
 WHOLE = CausalLMObjective(GENERATOR.integers(0, 288, (10, 17)).astype(np.int32))
@@ -76,8 +74,7 @@ def test_packed_rows_give_the_same_numbers(
     monkeypatch.setattr(recording, "MAX_RECORDINGS", most)
     _, losses, _ = trained(tmp_path / "plain", PACKED, tiny_config, records=False, precision="fp32")
     _, found, num_recordings = trained(tmp_path / "recorded", PACKED, tiny_config, records=True, precision="fp32")
-    assert num_recordings == min(most, num_recordings)
-    assert 1 <= num_recordings <= 4
+    assert 1 <= num_recordings <= min(most, 4)
     assert found == pytest.approx(losses, rel=1e-4)
 
 
@@ -92,7 +89,7 @@ def test_padding_adds_nothing(tiny_config: ModelConfig) -> None:
         own = {name: value[:number] if name.endswith("_C") else value for name, value in inputs.items()}
         loss, _ = PACKED.loss_of(model, own)
         results.append([loss.detach(), *torch.autograd.grad(loss, [*model.parameters()])])
-    expected, _ = PACKED.loss(model, np.arange(3), CPU)
+    expected, _ = PACKED.loss(model, np.arange(3), torch.device("cpu"))
     results.append([expected.detach(), *torch.autograd.grad(expected, [*model.parameters()])])
     for padded, exact, plain in zip(*results, strict=True):
         torch.testing.assert_close(padded, exact, rtol=1e-5, atol=1e-5)
@@ -138,7 +135,7 @@ def test_what_cannot_be_recorded_is_refused(tiny_config: ModelConfig) -> None:
         EngineConfig(record_micro_batches=True, zero_stage=1, offload=("optimizer",))
     with pytest.raises(ValueError, match="record_micro_batches with 2 ranks.*one rank was expected"):
         EngineConfig(record_micro_batches=True).on_ranks(2)
-    mixture = SHAPES["mixture"] if "mixture" in SHAPES else tiny_config
-    source = RandomInit(lambda: LanguageModel(mixture), seed=4)
+    experts = {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    source = RandomInit(lambda: LanguageModel(tiny_config.model_copy(update=experts)), seed=4)
     with pytest.raises(ValueError, match="a mixture of experts cannot be recorded"):
         Engine(source, OPTIMIZER, EngineConfig(record_micro_batches=True), world_size=1, micro_batch=2)
