@@ -350,7 +350,7 @@ class ScalarModel(nn.Module):
     def forward(
         self,
         tokens_BT: Tensor,
-        segments_BT: Tensor | None = None,
+        segments_BT: Tensor | FixedSegments | None = None,
         selected_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:

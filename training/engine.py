@@ -234,6 +234,7 @@ class Engine(Generic[AnyModule]):
         """
         if self._recorded is None:
             self._recorded = RecordedMicroBatches(functools.partial(self._add_gradients, loss), self.device)
+        self.offload.bring_back()
         set_gradient_sync(self._accelerator, True)
         # Casts of weights are parts of recordings, so none is cached between them.
         with deterministic_kernels(self.config.deterministic), read_copies(self._copies.by_weight()):
@@ -260,11 +261,12 @@ class Engine(Generic[AnyModule]):
     def runs_ahead(self) -> bool:
         """Whether forward passes may run before the `accumulate` that computes their gradients (`forward_ahead`).
 
-        DeepSpeed pairs each forward with the next backward; recomputed and compiled blocks decide in the forward what
-        the backward does.
+        DeepSpeed pairs each forward with the next backward, and so do recordings; recomputed and compiled blocks decide
+        in the forward what the backward does.
         """
         config = self.config
-        return config.zero_stage == 0 and not (config.checkpoint_activations or config.compile_blocks)
+        pairs = config.checkpoint_activations or config.compile_blocks or config.record_micro_batches
+        return config.zero_stage == 0 and not pairs
 
     @contextlib.contextmanager
     def forward_ahead(self) -> Iterator[None]:

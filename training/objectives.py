@@ -11,14 +11,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lm.attention import FixedSegments, segment_starts
 from lm.encoder import EncoderDecoder
 from lm.layers import keys_on_device, sequence_keys
 from lm.model import LanguageModel
 from lm.sampling import token_logprobs
 from lm.transfer import pad_right, upload
-from training.packing import IntArray, Packed, PackedRows, bucket
-from training.recording import Inputs, uploaded
+from training.packing import IntArray, Packed, PackedRows
+from training.recording import Inputs, packed_inputs, segments_of, uploaded
 
 
 class CausalLMObjective:
@@ -86,28 +85,18 @@ class PackedObjective:
         return -logprobs_C.sum(), {}
 
     def inputs(self, rows: IntArray, seed: int) -> Inputs:
-        """Counted tokens are padded to a `bucket` by tokens of weight 0, sequences to a power of two by empty ones."""
         taken = self.rows.take(rows)
-        segments_BT = torch.from_numpy(taken.segments[:, :-1])
-        starts, places_C = segment_starts(segments_BT), np.flatnonzero(taken.counted[:, 1:])
-        num_sequences, num_padding = 1 << (len(starts) - 2).bit_length(), bucket(len(places_C)) - len(places_C)
-        targets_C = taken.tokens[:, 1:].reshape(-1)[places_C]
-        return {
-            "tokens_BT": torch.from_numpy(taken.tokens[:, :-1]),
-            "segments_BT": segments_BT,
-            "starts": F.pad(starts, (0, num_sequences + 1 - len(starts)), value=segments_BT.numel()),
-            "places_C": F.pad(torch.from_numpy(places_C), (0, num_padding)),
-            "targets_C": F.pad(torch.from_numpy(targets_C), (0, num_padding)),
-            "weights_C": F.pad(torch.ones(len(places_C)), (0, num_padding)),
-            "numbers_BT": torch.from_numpy(taken.sequence_of_tokens()[:, :-1]),
-            "seed": torch.tensor(seed),
-        }
+        tokens_BT, segments_BT, counted_BT = map(torch.from_numpy, (taken.tokens, taken.segments, taken.counted))
+        targets_C = tokens_BT[:, 1:][counted_BT[:, 1:]]
+        inputs = packed_inputs(tokens_BT[:, :-1], segments_BT[:, :-1], counted_BT[:, 1:], targets_C)
+        weights_C = F.pad(torch.ones(len(targets_C)), (0, len(inputs["targets_C"]) - len(targets_C)))
+        numbers_BT = torch.from_numpy(taken.sequence_of_tokens()[:, :-1])
+        return inputs | {"weights_C": weights_C, "numbers_BT": numbers_BT, "seed": torch.tensor(seed)}
 
     def loss_of(self, model: LanguageModel, inputs: Inputs) -> tuple[Tensor, Mapping[str, Tensor]]:
-        segments = FixedSegments(inputs["segments_BT"], inputs["starts"])
         keys_BT = keys_on_device(inputs["seed"], inputs["numbers_BT"])
-        logprobs_C = model(inputs["tokens_BT"], segments, inputs["places_C"], keys_BT, inputs["targets_C"])
-        return -(logprobs_C * inputs["weights_C"]).sum(), {}
+        read = inputs["tokens_BT"], segments_of(inputs), inputs["places_C"], keys_BT, inputs["targets_C"]
+        return -(model(*read) * inputs["weights_C"]).sum(), {}
 
 
 class PairsObjective:

@@ -5,6 +5,8 @@ launches them all at once, on the memory that they had: so all that differs betw
 copied into `Inputs` first, also denominators and seeds, and gradients add up in buffers that stay.
 
 On a CPU the same code runs the pass itself.
+
+Shape letters: B rows, T tokens, C selected positions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,16 +16,38 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from lm.attention import FixedSegments, segment_starts
 from lm.decoding import Step, record
 from lm.progress import note_progress
 from lm.transfer import upload
+from training.packing import bucket
 
 # What a micro-batch's loss reads besides weights, by name: in CPU memory, or uploaded.
 Inputs = Mapping[str, Tensor]
 MAX_RECORDINGS = 32  # of an engine; they share the memory of intermediate results
+
+
+def packed_inputs(tokens_BT: Tensor, segments_BT: Tensor, selected_BT: Tensor, targets_C: Tensor) -> dict[str, Tensor]:
+    """Returns what a pass over packed rows reads, in few shapes: selected positions are padded to a `bucket` by the
+    first token, and sequences to a power of two by empty ones.
+    """
+    starts, places_C = segment_starts(segments_BT), selected_BT.flatten().nonzero()[:, 0]
+    num_sequences, num_padding = 1 << (len(starts) - 2).bit_length(), bucket(len(places_C)) - len(places_C)
+    return {
+        "tokens_BT": tokens_BT,
+        "segments_BT": segments_BT,
+        "starts": F.pad(starts, (0, num_sequences + 1 - len(starts)), value=segments_BT.numel()),
+        "places_C": F.pad(places_C, (0, num_padding)),
+        "targets_C": F.pad(targets_C, (0, num_padding)),
+    }
+
+
+def segments_of(inputs: Inputs) -> FixedSegments:
+    return FixedSegments(inputs["segments_BT"], inputs["starts"])
 
 
 def uploaded(inputs: Inputs, device: torch.device) -> Inputs:

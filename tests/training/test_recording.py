@@ -109,7 +109,9 @@ def test_sequences_are_padded_by_empty_ones() -> None:
 def test_a_loss_that_is_not_finite_skips_the_step(tiny_config: ModelConfig) -> None:
     """The recorded step multiplies gradients by 1 or NaN, whichever micro-batch had the loss."""
     source = RandomInit(lambda: LanguageModel(tiny_config), seed=4)
-    engine = Engine(source, OPTIMIZER, EngineConfig(trackers=(), record_micro_batches=True), world_size=1, micro_batch=2)
+    engine = Engine(
+        source, OPTIMIZER, EngineConfig(trackers=(), record_micro_batches=True), world_size=1, micro_batch=2
+    )
     before = {name: weight.clone() for name, weight in full_weights(engine).items()}
 
     def loss(inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -133,7 +135,7 @@ def test_a_loss_that_is_not_finite_skips_the_step(tiny_config: ModelConfig) -> N
 def test_what_cannot_be_recorded_is_refused(tiny_config: ModelConfig) -> None:
     with pytest.raises(ValueError, match="record_micro_batches with offload of 'optimizer'"):
         EngineConfig(record_micro_batches=True, zero_stage=1, offload=("optimizer",))
-    with pytest.raises(ValueError, match="record_micro_batches with 2 ranks.*one rank was expected"):
+    with pytest.raises(ValueError, match=r"record_micro_batches with 2 ranks.*one rank was expected"):
         EngineConfig(record_micro_batches=True).on_ranks(2)
     experts = {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
     source = RandomInit(lambda: LanguageModel(tiny_config.model_copy(update=experts)), seed=4)
