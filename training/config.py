@@ -109,9 +109,9 @@ class EngineConfig(Config):
         default=False,
         description="Record micro-batches, forward to backward, as CUDA graphs, which a GPU repeats without waiting"
         " for Python. For models so small that launches take longer than kernels, on one GPU, in pretraining on token"
-        " streams and SFT of decoders; other stages, whose passes differ in shape, run as without it. It works with"
-        " adapters, dropout, recomputation and `compile_blocks`. Refused are several workers, offloading and mixtures"
-        " of experts. Memory for recorded passes is not used by others, such as evaluations. Not measured on a GPU yet.",
+        " streams, SFT of decoders, and the updates of PPO, which then keeps no passes. Other stages run as without it."
+        " It works with adapters, dropout, recomputation and `compile_blocks`. Refused are several workers, offloading"
+        " and mixtures of experts. Memory of recorded passes stays in use between steps. Not measured on a GPU yet.",
     )
     router_aux_loss_coef: float = Field(
         default=0.0,

@@ -321,6 +321,7 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
         ranks_per_node=min(setting.gpus_per_node, job.workers),
         node_weights_limit=engine.node_weights_limit(setting.hardware.memory_bytes),
         sequence_ranks=engine.sequence_parallel_size,
+        records=engine.record_micro_batches,
     )
     sizes = Sizes(
         model.max_position_embeddings,

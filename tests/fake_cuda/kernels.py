@@ -26,6 +26,7 @@ FUSED = (
     "_fused_rms_norm", "silu_backward", "silu_backward.grad_input",
     # Of many tensors: one here, where a GPU launches one per 320 blocks of 65,536 numbers.
     "_foreach_copy_", "_foreach_add_.List", "_foreach_add_.Scalar", "_foreach_norm.Scalar", "_foreach_mul_.Tensor",
+    "_foreach_zero_",
 )  # fmt: skip
 
 # Operations that the CPU has no kernel for, by name.
