@@ -3,7 +3,7 @@
 Shape letters: B batch or sequences, T tokens of the longest, D model width, C chosen positions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +18,11 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     """
     is_copied = values.is_cpu and device.type == "cuda"
     return values.pin_memory().to(device, non_blocking=True) if is_copied else values.to(device)
+
+
+def uploaded(values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copies several tensors as `upload` does."""
+    return {name: upload(value, device) for name, value in values.items()}
 
 
 def at_positions(values_BTD: Tensor, selected_BT: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from lm.progress import note_progress
 from lm.samplers.draws import NO_EVIDENCE, Draws, Evidence, evidence
 from lm.samplers.engine import SentWeights, chunks, noted
 from lm.source import ModelSource, on_meta
+from lm.transfer import uploaded
 from lm.weights import ModelFolder, save_model
 from ppo.algorithm import GAE, policy_loss, response_kl_loss, value_loss
 from ppo.config import PPOConfig
@@ -49,7 +50,7 @@ from training.engine import Engine
 from training.notices import say
 from training.objectives import CausalLMObjective
 from training.packing import stream_rows
-from training.recording import Inputs, segments_of, uploaded
+from training.recording import Inputs, segments_of
 
 PTX = "ptx_"  # before the names of what the pretraining loss reads
 AnyBatch = TypeVar("AnyBatch", PolicyBatch, ValueBatch)

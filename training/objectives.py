@@ -15,9 +15,9 @@ from lm.encoder import EncoderDecoder
 from lm.layers import keys_on_device, sequence_keys
 from lm.model import LanguageModel
 from lm.sampling import token_logprobs
-from lm.transfer import pad_right, upload
+from lm.transfer import pad_right, upload, uploaded
 from training.packing import IntArray, Packed, PackedRows
-from training.recording import Inputs, packed_inputs, segments_of, uploaded
+from training.recording import Inputs, packed_inputs, segments_of
 
 
 class CausalLMObjective:

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from lm.attention import FixedSegments, segment_starts
 from lm.decoding import Step, record
 from lm.progress import note_progress
-from lm.transfer import upload
+from lm.transfer import uploaded
 from training.packing import bucket
 
 # What a micro-batch's loss reads besides weights, by name: in CPU memory, or uploaded.
 Inputs = Mapping[str, Tensor]
-MAX_RECORDINGS = 32  # of an engine; they share the memory of intermediate results
+MAX_RECORDINGS = 64  # of an engine; they share the memory of intermediate results
 
 
 def packed_inputs(tokens_BT: Tensor, segments_BT: Tensor, selected_BT: Tensor, targets_C: Tensor) -> dict[str, Tensor]:
@@ -48,11 +48,6 @@ def packed_inputs(tokens_BT: Tensor, segments_BT: Tensor, selected_BT: Tensor, t
 
 def segments_of(inputs: Inputs) -> FixedSegments:
     return FixedSegments(inputs["segments_BT"], inputs["starts"])
-
-
-def uploaded(inputs: Inputs, device: torch.device) -> Inputs:
-    """Copies inputs to the device without waiting."""
-    return {name: upload(value, device) for name, value in inputs.items()}
 
 
 @runtime_checkable

@@ -128,7 +128,6 @@ class JobConfig(Config):
             )
         for stage in self.stages:
             self._check_parents(stage)
-        self.engine.on_ranks(self.workers)  # refuses what needs another number of them
         self._check_world()
         self._check_kind()
         self._check_room()
@@ -401,6 +400,7 @@ class JobConfig(Config):
                 check_sequence_split(self.model, self.engine.sequence_parallel_size)
 
     def _check_optimizers(self) -> None:
+        self.engine.on_ranks(self.workers)  # refuses what needs another number of them
         for stage in self.stages:
             for field, optimizer in tables_in(self.section_of(stage), OptimizerConfig):
                 try:

@@ -56,8 +56,8 @@ class Layout:
 
     `offload` names the parts that a GPU keeps in CPU memory. With `recomputes`, the backward pass recomputes each
     block's activations. A node has `ranks_per_node`, 0 = all. A copy of ZeRO-3's weights on each of several nodes may
-    take `node_weights_limit` bytes of a rank. Groups of `sequence_ranks` ranks split each row's tokens. With `records`,
-    what training passes write to stays (`training.recording`).
+    take `node_weights_limit` bytes of a rank. Groups of `sequence_ranks` ranks split each row's tokens. With `records`
+    training passes keep what they write to (`training.recording`).
     """
 
     ranks: int
@@ -283,8 +283,8 @@ def training_memory(counts: Counts, layout: Layout, of: Pass, num_logits: int, n
     held, host = states(counts, layout)
     phases = {"train": training_phase(counts, layout, of, num_logits, num_micro_batches)}
     if layout.records:
-        phases = {"train": {}, "evaluate": scoring_phase(counts, layout, of, num_logits)}
         held |= training_phase(counts, layout, of, num_logits, max(2, num_micro_batches))
+        phases = {"train": {}, "evaluate": scoring_phase(counts, layout, of, num_logits)}
     return Memory(held, phases, host, saved_bytes(counts, layout))
 
 

@@ -392,7 +392,11 @@ def test_a_recorded_micro_batch_is_one_launch_of_the_same_bits(rows: str) -> Non
     assert plain[-1].num_kernels > 500
 
 
-@pytest.mark.parametrize("options", [{"checkpoint_activations": True}, {"compile_blocks": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"checkpoint_activations": True}, pytest.param({"compile_blocks": True}, marks=pytest.mark.nightly)],
+    ids=str,
+)
 def test_recordings_serve_batches_of_other_lengths(options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted tokens and sequences are padded, so few recordings serve all batches, with the losses of plain steps."""
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")

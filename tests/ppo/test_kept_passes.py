@@ -22,6 +22,7 @@ from tests.models import full_weights
 from tests.ppo.one_rank import OneRank
 from training.config import BatchConfig, EngineConfig
 from training.packing import stream_rows
+from training.recording import MAX_RECORDINGS
 
 Start = Callable[..., OneRank]
 NUM_ITERATIONS = 3
@@ -265,6 +266,6 @@ def test_recorded_updates_keep_no_passes_and_give_the_same_numbers(
         assert ours == pytest.approx(theirs, rel=2e-3, abs=2e-5)
     for engine in worker.learner.engines.values():
         assert engine._recorded is not None
-        assert 1 <= engine._recorded.num_recordings <= 32
+        assert 1 <= engine._recorded.num_recordings <= MAX_RECORDINGS
     for name, tensor in expected.weights.items():
         torch.testing.assert_close(found.weights[name], tensor, rtol=1e-3, atol=1e-5)

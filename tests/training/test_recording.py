@@ -66,7 +66,7 @@ def test_rows_of_one_length_give_the_same_bits(
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
-@pytest.mark.parametrize("most", [32, 1])
+@pytest.mark.parametrize("most", [64, 1])
 def test_packed_rows_give_the_same_numbers(
     most: int, tmp_path: Path, tiny_config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
