@@ -184,11 +184,26 @@ def packed_mask(segments_BT: Tensor, device: torch.device, *, causal: bool) -> P
 
     Pass segments in CPU memory: this function needs the number of sequences, and would wait for a GPU to count them.
     """
-    T = segments_BT.shape[1]
+    return PackedMask(upload(segment_starts(segments_BT), device), segments_BT.shape[1], causal)
+
+
+def segment_starts(segments_BT: Tensor) -> Tensor:
+    """Returns the `starts` of a `PackedMask`, in CPU memory as the segments are."""
     begins_BT = torch.ones_like(segments_BT, dtype=torch.bool)
     begins_BT[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
-    starts = F.pad(begins_BT.flatten().nonzero()[:, 0], (0, 1), value=segments_BT.numel())
-    return PackedMask(upload(starts.to(torch.int32), device), T, causal)
+    return F.pad(begins_BT.flatten().nonzero()[:, 0], (0, 1), value=segments_BT.numel()).to(torch.int32)
+
+
+@dataclass(frozen=True)
+class FixedSegments:
+    """The sequences of packed rows, on the device, for passes of a fixed shape: no shape depends on how many there are.
+
+    `segments_BT` numbers them from 1 in each row; 0 = padding. `starts` [n + 1] is that of `PackedMask`; any number of
+    empty sequences may follow the last one.
+    """
+
+    segments_BT: Tensor
+    starts: Tensor
 
 
 def whole_rows(tokens_BT: Tensor, *, causal: bool, window: int = 0) -> PackedMask:

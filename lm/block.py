@@ -9,13 +9,12 @@ from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lm.attention import Attention, CrossAttention, Mask, times
 from lm.cache import CrossAttentionCache, PassCache
 from lm.config import ModelConfig
 from lm.experts import Mixture, PassRoutes, Seen
-from lm.layers import MLP, Dropout, Replaceable, make_norm, site_offset
+from lm.layers import MLP, Dropout, Replaceable, make_norm, recomputed, site_offset
 from lm.native.operators import prepare_for_compile
 from lm.positions import Rotary
 from lm.sequence_parallel import SplitRows
@@ -113,7 +112,7 @@ def run_blocks(
     """
     for layer, block in enumerate(blocks):
         x_BTD = _with_positions(x_BTD, inputs, layer)
-        run = partial(checkpoint, block, use_reentrant=False) if recompute else block
+        run = partial(recomputed, block) if recompute else block
         x_BTD = run(x_BTD, inputs, layer)
     return final_norm(x_BTD)
 
@@ -133,7 +132,7 @@ def run_compiled_blocks(blocks: nn.ModuleList, x_BTD: Tensor, inputs: BlockInput
     run = _compiled(BACKEND)
     for layer, block in enumerate(blocks):
         x_BTD, own = _with_positions(x_BTD, inputs, layer), _of_layer(inputs, layer)
-        x_BTD = checkpoint(run, block, x_BTD, own, use_reentrant=False) if recompute else run(block, x_BTD, own)
+        x_BTD = recomputed(run, block, x_BTD, own) if recompute else run(block, x_BTD, own)
     return x_BTD
 
 

@@ -54,6 +54,11 @@ class Replaceable(Generic[Arguments, Result]):
         return self.plain(*args, **kwargs)
 
 
+# Runs a function whose backward pass computes it again. Dropout draws from keys, so no generator's state is kept: that
+# would take time in each block, and a CUDA graph could not record it.
+recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+
 class Linear(nn.Linear):
     """x Wᵀ + b."""
 
@@ -193,7 +198,7 @@ class Head(Linear):
         size = max(1, CHUNK_LOGITS // len(self.weight))
         if not x.is_cuda or targets.numel() <= size:
             return reduced(x, targets)
-        run = partial(checkpoint, reduced, use_reentrant=False) if torch.is_grad_enabled() else reduced
+        run = partial(recomputed, reduced) if torch.is_grad_enabled() else reduced
         chunks = zip(x.flatten(0, -2).split(size), targets.flatten().split(size), strict=True)
         return torch.cat([run(x_CD, targets_C) for x_CD, targets_C in chunks]).view(targets.shape)
 
@@ -615,7 +620,12 @@ def sequence_keys(seed: int, numbers: NDArray[np.int64], device: torch.device) -
 
     A model takes them as [B, 1], one sequence per row, or as [B, T], one per token, for packed rows.
     """
-    return mix(seed + (upload(torch.from_numpy(np.asarray(numbers, dtype=np.int64)), device) + 1) * GOLDEN)
+    return keys_on_device(seed, upload(torch.from_numpy(np.asarray(numbers, dtype=np.int64)), device))
+
+
+def keys_on_device(seed: int | Tensor, numbers: Tensor) -> Tensor:
+    """Computes `sequence_keys` of numbers that are on the device; so may the seed be."""
+    return mix(seed + (numbers + 1) * GOLDEN)
 
 
 def token_keys(keys_BT: Tensor, positions_BT: Tensor, part: int) -> Tensor:

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 import lm.native.install  # noqa: F401 - puts the kernels in place
 from lm.attention import (
+    FixedSegments,
     Mask,
+    PackedMask,
     attention_mask,
     grouped_mask,
     is_on_gpu,
@@ -181,7 +183,7 @@ class Transformer(nn.Module):
     def hidden(
         self,
         tokens_BT: Tensor,
-        segments_BT: Tensor | None,
+        segments_BT: Tensor | FixedSegments | None,
         cross_cache: CrossAttentionCache | None = None,
         token_types_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
@@ -201,21 +203,27 @@ class Transformer(nn.Module):
             positions_BT = torch.arange(T, device=tokens_BT.device).expand(tokens_BT.shape)
             return self(tokens_BT, positions_BT, None, None, cross_cache, token_types_BT, sequence_keys_BT, routes)
         mask = self.mask_of(segments_BT, tokens_BT.device)
+        segments_BT = segments_BT.segments_BT if isinstance(segments_BT, FixedSegments) else segments_BT
         positions_BT = upload(segment_positions(segments_BT), tokens_BT.device)
         real_BT = None if self.routers is None else upload(segments_BT > 0, tokens_BT.device)
         return self(tokens_BT, positions_BT, mask, None, cross_cache, token_types_BT, sequence_keys_BT, routes, real_BT)
 
     def states(self, hidden_BTD: Tensor, selected_BT: Tensor | None) -> Tensor:
-        """Returns the hidden states at the selected positions [C, D], or all of them for None. With `split_sequences`,
-        hidden states are those of this rank's slice, and so are the results.
+        """Returns the hidden states at the selected positions [C, D] (`at_positions`), or all of them for None. With
+        `split_sequences`, hidden states are those of this rank's slice, and so are the results.
         """
         if selected_BT is None:
             assert self.group is None, "positions of split rows are selected by a mask of the whole rows"
             return hidden_BTD
         return at_positions(hidden_BTD, selected_BT if self.group is None else self.group.slice_of(selected_BT))
 
-    def mask_of(self, segments_BT: Tensor, device: torch.device) -> Mask:
+    def mask_of(self, segments_BT: Tensor | FixedSegments, device: torch.device) -> Mask:
         """Returns the mask of packed rows on `device`. The segments may be on another device."""
+        if isinstance(segments_BT, FixedSegments):
+            starts, segments_BT = segments_BT.starts, segments_BT.segments_BT
+            if self.packs_rows():
+                return PackedMask(starts, segments_BT.shape[1], self.causal)
+            return attention_mask(segments_BT, causal=self.causal)
         # Segments on a GPU are not read here: the CPU would wait for them.
         is_plain = segments_BT.is_cpu and one_per_row(segments_BT)
         if is_plain and self.causal:
@@ -287,7 +295,7 @@ class LanguageModel(nn.Module):
     def forward(
         self,
         tokens_BT: Tensor,
-        segments_BT: Tensor | None = None,
+        segments_BT: Tensor | FixedSegments | None = None,
         selected_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
         targets: Tensor | None = None,
@@ -342,7 +350,7 @@ class ScalarModel(nn.Module):
     def forward(
         self,
         tokens_BT: Tensor,
-        segments_BT: Tensor | None = None,
+        segments_BT: Tensor | FixedSegments | None = None,
         selected_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:

@@ -3,7 +3,7 @@
 Shape letters: B batch or sequences, T tokens of the longest, D model width, C chosen positions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,8 +20,18 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True) if is_copied else values.to(device)
 
 
+def uploaded(values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copies several tensors as `upload` does."""
+    return {name: upload(value, device) for name, value in values.items()}
+
+
 def at_positions(values_BTD: Tensor, selected_BT: Tensor) -> Tensor:
-    """Returns `values_BTD[selected_BT]`, [C, D]. With the mask in CPU memory, the CPU need not wait for a GPU."""
+    """Returns `values_BTD[selected_BT]`, [C, D], or the values at places [C] of the flattened rows, by their type.
+
+    With a mask in CPU memory or with places on the device, the CPU need not wait for a GPU.
+    """
+    if selected_BT.dtype == torch.int64:
+        return values_BTD.flatten(0, 1).index_select(0, selected_BT)
     if selected_BT.device == values_BTD.device:
         return values_BTD[selected_BT]
     places_C = upload(selected_BT.flatten().nonzero()[:, 0], values_BTD.device)

@@ -9,6 +9,7 @@ from functools import partial, reduce
 from itertools import repeat
 from operator import add
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -25,12 +26,12 @@ from lm.progress import note_progress
 from lm.samplers.draws import NO_EVIDENCE, Draws, Evidence, evidence
 from lm.samplers.engine import SentWeights, chunks, noted
 from lm.source import ModelSource, on_meta
-from lm.transfer import upload
+from lm.transfer import uploaded
 from lm.weights import ModelFolder, save_model
 from ppo.algorithm import GAE, policy_loss, response_kl_loss, value_loss
 from ppo.config import PPOConfig
 from ppo.kept_passes import NOT_REPEATED, KeptPasses, Repeated, Taken
-from ppo.rank import InitialModels, PackedRollout, Rank, value_source
+from ppo.rank import InitialModels, PackedRollout, Rank, spread_inputs, value_source
 from ppo.rollout import (
     Drawn,
     PolicyBatch,
@@ -49,7 +50,9 @@ from training.engine import Engine
 from training.notices import say
 from training.objectives import CausalLMObjective
 from training.packing import stream_rows
+from training.recording import Inputs, segments_of
 
+PTX = "ptx_"  # before the names of what the pretraining loss reads
 AnyBatch = TypeVar("AnyBatch", PolicyBatch, ValueBatch)
 
 
@@ -306,8 +309,15 @@ class Learner(Rank):
             ptx_tokens = self.stream.num_tokens(batch.ptx_rows.numpy()) if self.stream else 0
             own = torch.tensor(float(batch.rollout.num_tokens_B.sum()) + ptx_tokens, device=self.device)
             num_tokens = float(self.policy.sum_over_shares(own))
-        loss = partial(self._policy_loss, whole=batch, kept=kept)
-        shares = self.policy.accumulate(batch.parts(), loss, num_tokens)
+        if self.engine_config.record_micro_batches:
+            inputs = (
+                self._pass_inputs(part, _policy_terms(part, batch), self._ptx_inputs(part, batch))
+                for part in batch.parts()
+            )
+            shares = self.policy.accumulate_recorded(inputs, self._recorded_policy_loss)
+        else:
+            loss = partial(self._policy_loss, whole=batch, kept=kept)
+            shares = self.policy.accumulate(batch.parts(), loss, num_tokens)
         _, norm = self.policy.step()
         self._say_skipped("policy", self.policy, update)
         means = {**self.policy.router_metrics, "policy_gradient_norm": norm}
@@ -315,55 +325,87 @@ class Learner(Rank):
 
     def _policy_loss(self, part: PolicyBatch, whole: PolicyBatch, kept: Taken) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the share of a part in the whole minibatch's loss and metrics."""
-        config, logprobs_BR = self.config, kept.next(part.rollout)
+        logprobs_BR = kept.next(part.rollout)
         if logprobs_BR is None:
             logprobs_BR = self._logprobs(self.policy.model, part.rollout)
+        inputs = {**_policy_terms(part, whole), **self._ptx_inputs(part, whole)}
+        return self._policy_loss_of(logprobs_BR, uploaded(inputs, self.device))
+
+    def _recorded_policy_loss(self, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+        logprobs_C = self.policy.model(
+            inputs["tokens_BT"],
+            segments_of(inputs),
+            inputs["places_C"],
+            targets=inputs["targets_C"],
+            temperature=self.config.temperature,
+        )
+        return self._policy_loss_of(spread_inputs(logprobs_C, inputs, inputs["logprobs_BR"].shape), inputs)
+
+    def _policy_loss_of(self, logprobs_BR: Tensor, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the share of a part, given its log-probs and the rest on the device."""
+        config, num_tokens = self.config, inputs["num_tokens"]
         loss, sums = policy_loss(
             logprobs_BR,
-            upload(part.logprobs_BR, self.device),
-            upload(part.advantages_BR, self.device),
-            upload(part.weight_BR, self.device),
+            inputs["logprobs_BR"],
+            inputs["advantages_BR"],
+            inputs["weight_BR"],
             config.loss.clip_range,
             config.loss.clip_range_high,
             by_response=config.loss.is_per_response,
         )
-        shares = _shares_of_mean({"policy_loss": loss, **sums}, whole.num_tokens)
-        loss = loss / whole.num_tokens
-        if part.kl is not None:
-            ref_logprob_B, weight_B = upload(part.kl.ref_logprob_B, self.device), upload(part.kl.weight_B, self.device)
-            kl_loss = response_kl_loss(logprobs_BR, ref_logprob_B, weight_B)
+        shares, loss = _shares_of_mean({"policy_loss": loss, **sums}, num_tokens), loss / num_tokens
+        if "ref_logprob_B" in inputs:
+            kl_loss = response_kl_loss(logprobs_BR, inputs["ref_logprob_B"], inputs["kl_weight_B"])
             loss, shares = loss + kl_loss, shares | _shares_of_mean({"kl_loss": kl_loss}, 1)
-        if not len(part.ptx_rows):
+        if "num_ptx_tokens" not in inputs:
             return loss, shares
         assert self.stream is not None, "the controller draws rows of a stream only where there is one"
         assert config.ptx is not None, "as above"
+        own = {name.removeprefix(PTX): value for name, value in inputs.items() if name.startswith(PTX)}
+        ptx_sum, _ = self.stream.loss_of(self.policy.model, own)
+        shares |= _shares_of_mean({"ptx_loss": ptx_sum}, inputs["num_ptx_tokens"])
+        return loss + config.ptx.coef * ptx_sum / inputs["num_ptx_tokens"], shares
+
+    def _ptx_inputs(self, part: PolicyBatch, whole: PolicyBatch) -> Inputs:
+        """Returns what the loss of a part's pretraining rows reads; nothing if it has none."""
+        if self.stream is None or not len(part.ptx_rows):
+            return {}
         rows = part.ptx_rows.numpy()
-        ptx_sum, _ = self.stream.loss(self.policy.model, rows, self.device)
-        num_ptx_tokens = whole.num_ptx_rows * self.stream.count(rows) // len(rows)
-        shares |= _shares_of_mean({"ptx_loss": ptx_sum}, num_ptx_tokens)
-        return loss + config.ptx.coef * ptx_sum / num_ptx_tokens, shares
+        num_tokens = torch.tensor(float(whole.num_ptx_rows * self.stream.count(rows) // len(rows)))
+        return {"num_ptx_tokens": num_tokens, **{PTX + k: v for k, v in self.stream.inputs(rows, seed=0).items()}}
+
+    def _pass_inputs(self, part: PolicyBatch | ValueBatch, terms: Inputs, ptx: Inputs = MappingProxyType({})) -> Inputs:
+        return {**PackedRollout.of(part.rollout, self.device, uploads=False).inputs(terms), **ptx}
 
     def update_value(self, batch: ValueBatch, learning_rate: float, update: int) -> Mapping[str, float]:
         """Take one optimizer step of the value function; `update` is its number, counted from 0."""
         self.value.set_learning_rate(learning_rate)
         kept = self.kept.take("value")
-        shares = self.value.accumulate(batch.parts(), lambda part: self._value_loss(part, batch, kept))
+        if self.engine_config.record_micro_batches:
+            inputs = (self._pass_inputs(part, _value_terms(part, batch)) for part in batch.parts())
+            shares = self.value.accumulate_recorded(inputs, self._recorded_value_loss)
+        else:
+            shares = self.value.accumulate(batch.parts(), lambda part: self._value_loss(part, batch, kept))
         _, norm = self.value.step()
         self._say_skipped("value", self.value, update)
         return {**_floats(shares), "value_gradient_norm": norm / self.value.data_parallel_size}
 
     def _value_loss(self, part: ValueBatch, whole: ValueBatch, kept: Taken) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the share of a part in the whole minibatch's loss and metrics."""
-        assert isinstance(self.config.advantage, GAE), "only GAE has a value function"
         values_BR = kept.next(part.rollout)
-        loss, sums = value_loss(
-            self._values(part.rollout) if values_BR is None else values_BR,
-            upload(part.values_BR, self.device),
-            upload(part.returns_BR, self.device),
-            upload(part.mask_BR, self.device),
-            self.config.advantage.value_clip_range,
-        )
-        return loss / whole.num_tokens, _shares_of_mean({"value_loss": loss, **sums}, whole.num_tokens)
+        values_BR = self._values(part.rollout) if values_BR is None else values_BR
+        return self._value_loss_of(values_BR, uploaded(_value_terms(part, whole), self.device))
+
+    def _recorded_value_loss(self, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+        values_C = self.value.model(inputs["tokens_BT"], segments_of(inputs), inputs["places_C"]).float()
+        return self._value_loss_of(spread_inputs(values_C, inputs, inputs["values_BR"].shape), inputs)
+
+    def _value_loss_of(self, values_BR: Tensor, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+        assert isinstance(self.config.advantage, GAE), "only GAE has a value function"
+        read = inputs["values_BR"], inputs["returns_BR"], inputs["mask_BR"]
+        loss, sums = value_loss(values_BR, *read, self.config.advantage.value_clip_range)
+        num_tokens = inputs["num_tokens"]
+        return loss / num_tokens, _shares_of_mean({"value_loss": loss, **sums}, num_tokens)
 
     def _say_skipped(self, role: str, engine: Engine[Any], update: int) -> None:
         if engine.has_skipped and engine.is_main:
@@ -494,7 +536,19 @@ class MovingAverage:
                 shard.restore(saved)
 
 
-def _shares_of_mean(sums: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+def _policy_terms(part: PolicyBatch, whole: PolicyBatch) -> dict[str, Tensor]:
+    """Returns what the loss of a part reads besides log-probs."""
+    own = {"logprobs_BR": part.logprobs_BR, "advantages_BR": part.advantages_BR, "weight_BR": part.weight_BR}
+    kl = {} if part.kl is None else {"ref_logprob_B": part.kl.ref_logprob_B, "kl_weight_B": part.kl.weight_B}
+    return {**own, **kl, "num_tokens": torch.tensor(float(whole.num_tokens))}
+
+
+def _value_terms(part: ValueBatch, whole: ValueBatch) -> dict[str, Tensor]:
+    own = {"values_BR": part.values_BR, "returns_BR": part.returns_BR, "mask_BR": part.mask_BR}
+    return {**own, "num_tokens": torch.tensor(float(whole.num_tokens))}
+
+
+def _shares_of_mean(sums: Mapping[str, Tensor], count: Tensor | int) -> dict[str, Tensor]:
     """Divide sums over a part by the count of the whole, so that the parts' shares add up to the mean."""
     return {name: value.detach().double() / count for name, value in sums.items()}
 

@@ -36,7 +36,8 @@ from ppo.rollout import Drawn, Rollout
 from reward.external import ExternalReward
 from reward.scoring import weights_by_label
 from training.config import EngineConfig
-from training.packing import packed_rows
+from training.packing import bucket, packed_rows
+from training.recording import Inputs, packed_inputs
 from training.tokens import Sequences
 
 
@@ -270,7 +271,8 @@ class PackedRollout:
     order: Tensor
 
     @classmethod
-    def of(cls, rollout: Rollout, device: torch.device) -> Self:
+    def of(cls, rollout: Rollout, device: torch.device, *, uploads: bool = True) -> Self:
+        """Pack a rollout for a model on `device`; without `uploads`, all tensors stay in CPU memory."""
         lengths_B, written_BR = rollout.num_tokens_B, rollout.written_BR
         places_BT = torch.arange(rollout.tokens_BT.shape[1]) - rollout.prompt_tokens_B[:, None]
         real_BT = places_BT < rollout.response_tokens_B[:, None]
@@ -286,6 +288,7 @@ class PackedRollout:
         numbers_BR = torch.arange(len(rollout) * R).view(-1, R)[order]
         places_C = numbers_BR[written_BR[order]]
         assert len(places_C) == np.count_nonzero(rows.counted), "every prompt has a token that predicts the first one"
+        device = device if uploads else torch.device("cpu")
         return cls(
             upload(tokens_LT, device),
             torch.from_numpy(rows.segments),
@@ -311,11 +314,31 @@ class PackedRollout:
         own = routes_LTLK if sequences is None else sequences.slice_of(routes_LTLK, nothing)
         return upload(own, self.tokens_LT.device)
 
+    def inputs(self, terms: Mapping[str, Tensor]) -> Inputs:
+        """Returns what a recorded pass and its loss read, in few shapes; `terms` are [B, ...] by response, or numbers.
+
+        Responses are padded to a `bucket` by rows of 0. What padded positions give goes to a place after all rows.
+        """
+        inputs = packed_inputs(self.tokens_LT, self.segments_LT, self.states_LT, self.targets_C)
+        num_rows = bucket(self.num_responses)
+        num_padding, after = len(inputs["places_C"]) - len(self.places_C), num_rows * self.max_new_tokens
+        inputs["places_in_BR"] = F.pad(self.places_C, (0, num_padding), value=after)
+        for name, values in terms.items():
+            padding = values.new_zeros(num_rows - len(values), *values.shape[1:]) if values.dim() else None
+            inputs[name] = values if padding is None else torch.cat([values, padding])
+        return inputs
+
     def spread(self, flat_C: Tensor) -> Tensor:
         """Turn one number per predicted token, row by row, into [B, R]; 0 where the policy wrote none."""
         shape = self.num_responses, self.max_new_tokens
         places_C = upload(self.places_C, flat_C.device)
         return flat_C.new_zeros(shape).flatten().scatter(0, places_C, flat_C).view(shape)
+
+
+def spread_inputs(flat_C: Tensor, inputs: Inputs, shape_BR: torch.Size) -> Tensor:
+    """Computes `PackedRollout.spread` in a recorded pass."""
+    places = flat_C.new_zeros(shape_BR.numel() + 1)  # the last is for padding
+    return places.scatter(0, inputs["places_in_BR"], flat_C)[:-1].view(shape_BR)
 
 
 class WeightBroadcast:

@@ -8,7 +8,7 @@ import functools
 import gc
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -52,6 +52,7 @@ from training.internals import (
 )
 from training.notices import RunError, say
 from training.optimizers import Offload, RoundedCopies, make_optimizers
+from training.recording import Inputs, RecordedMicroBatches
 from training.writer import CheckpointWriter
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ class Engine(Generic[AnyModule]):
             split_sequences(model, self.sequences)
         self.routers = record_routes(model, self.device, config.router_aux_loss_coef, config.router_z_loss_coef)
         self.router_metrics: Mapping[str, float] = {}  # of the last step; empty without experts
+        if self.routers is not None and config.record_micro_batches:
+            raise ValueError("engine.record_micro_batches is true, but a mixture of experts cannot be recorded")
         if config.checkpoint_activations:
             checkpoint_activations(model)
         if config.compile_blocks:
@@ -142,6 +145,7 @@ class Engine(Generic[AnyModule]):
         self._loss_sum = torch.zeros((), device=self.device)
         self._skipped_in_row = 0
         self.offload = Offload(self.device)
+        self._recorded: RecordedMicroBatches | None = None  # set by `accumulate_recorded`
 
     def _replicated(self, model: nn.Module) -> Any:
         """Prepare the whole model on every rank: under autocast in bf16, and in DDP if there are several ranks.
@@ -221,6 +225,28 @@ class Engine(Generic[AnyModule]):
                     sums[name] = sums.get(name, torch.zeros_like(value)) + value.detach()
         return sums
 
+    def accumulate_recorded(
+        self, micro_batches: Iterable[Inputs], loss: Callable[[Inputs], LossAndMetrics]
+    ) -> dict[str, Tensor]:
+        """As `accumulate`, with one recording per shape of micro-batches (`training.recording`), on one rank.
+
+        `loss` has to be the same function in all calls, and read nothing that changes but inputs and weights.
+        """
+        if self._recorded is None:
+            self._recorded = RecordedMicroBatches(functools.partial(self._add_gradients, loss), self.device)
+        self.offload.bring_back()
+        set_gradient_sync(self._accelerator, True)
+        # Casts of weights are parts of recordings, so none is cached between them.
+        with deterministic_kernels(self.config.deterministic), read_copies(self._copies.by_weight()):
+            for inputs in micro_batches:
+                self._recorded.add(inputs)
+        return self._recorded.take()
+
+    def _add_gradients(self, loss: Callable[[Inputs], LossAndMetrics], inputs: Inputs) -> Mapping[str, Tensor]:
+        share, metrics = loss(inputs)
+        self._backward(share, is_last=True)
+        return metrics
+
     @contextlib.contextmanager
     def cache_weight_casts(self) -> Iterator[None]:
         """Caches each weight's bf16 cast across passes. Use it while weights are fixed.
@@ -235,11 +261,12 @@ class Engine(Generic[AnyModule]):
     def runs_ahead(self) -> bool:
         """Whether forward passes may run before the `accumulate` that computes their gradients (`forward_ahead`).
 
-        DeepSpeed pairs each forward with the next backward; recomputed and compiled blocks decide in the forward what
-        the backward does.
+        DeepSpeed pairs each forward with the next backward, and so do recordings; recomputed and compiled blocks decide
+        in the forward what the backward does.
         """
         config = self.config
-        return config.zero_stage == 0 and not (config.checkpoint_activations or config.compile_blocks)
+        pairs = config.checkpoint_activations or config.compile_blocks or config.record_micro_batches
+        return config.zero_stage == 0 and not pairs
 
     @contextlib.contextmanager
     def forward_ahead(self) -> Iterator[None]:
@@ -300,7 +327,8 @@ class Engine(Generic[AnyModule]):
             self._count_skipped(loss, norm)
             self._step_routers()
             return loss, norm
-        self._copies.drop()  # before AdamW's first step takes memory for its states
+        # Before AdamW's first step takes memory for its states; recordings read the same memory again.
+        self._copies.expire(keeps_memory=self._recorded is not None)
         parameters = self.module.parameters()
         with deterministic_kernels(self.config.deterministic):
             norm_tensor = nn.utils.clip_grad_norm_(parameters, self.optimizer_config.max_grad_norm)
@@ -308,7 +336,7 @@ class Engine(Generic[AnyModule]):
             for optimizer in self._optimizers:
                 if math.isfinite(norm):
                     optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+                optimizer.zero_grad(set_to_none=self._recorded is None)  # recordings add to the same memory
         self._count_skipped(loss, norm)
         self._step_routers()
         return loss, norm
@@ -344,8 +372,7 @@ class Engine(Generic[AnyModule]):
 
     def _one_or_nan(self) -> Tensor:
         """Return 1 if every rank's loss is finite, else NaN. A collective call that the CPU does not wait for."""
-        num_others = self.sum_over_ranks((~torch.isfinite(self._loss_sum)).float())
-        return torch.where(num_others == 0, 1.0, math.nan)
+        return 1 + self.sum_over_ranks(0 * self._loss_sum)
 
     def _count_skipped(self, loss: float, norm: float) -> None:
         """Raises RunError after too many consecutive steps without a finite gradient."""
@@ -449,7 +476,7 @@ class Engine(Generic[AnyModule]):
             release_zero3(self.module)
         if self.sequences is not None:
             torch.distributed.destroy_process_group(self.sequences.processes)
-        del self.model, self.module, self._optimizers, self._copies
+        del self.model, self.module, self._optimizers, self._copies, self._recorded
         reset_accelerate()
         gc.collect()
         if self.device.type == "cuda":

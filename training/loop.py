@@ -26,6 +26,7 @@ from training.engine import Engine, LossAndMetrics
 from training.metrics import MetricsLog
 from training.notices import StoppedError, say, stop_requested
 from training.packing import IntArray, Sampler
+from training.recording import RecordableLoss, RecordableObjective
 
 MODEL = "model"  # the folder of the model's state in a checkpoint
 
@@ -170,7 +171,12 @@ class TrainingLoop(Generic[AnyModule]):
             return loss_sum / (count or 1), metrics
 
         num_tokens = self.training.num_tokens(rows)
-        sums = engine.accumulate(micro_batches[engine.data_rank], loss, num_tokens)
+        mine = micro_batches[engine.data_rank]
+        if engine.config.record_micro_batches and isinstance(self.training, RecordableObjective):
+            recorded = RecordableLoss(self.training, engine.model)
+            sums = engine.accumulate_recorded(recorded.inputs(mine, count, seed), recorded)
+        else:
+            sums = engine.accumulate(mine, loss, num_tokens)
         loss_mean, norm = engine.step()
         seconds = time.monotonic() - started
         if engine.has_skipped and engine.is_main:

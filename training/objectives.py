@@ -7,15 +7,17 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lm.encoder import EncoderDecoder
-from lm.layers import sequence_keys
+from lm.layers import keys_on_device, sequence_keys
 from lm.model import LanguageModel
 from lm.sampling import token_logprobs
-from lm.transfer import pad_right, upload
+from lm.transfer import pad_right, upload, uploaded
 from training.packing import IntArray, Packed, PackedRows
+from training.recording import Inputs, packed_inputs, segments_of
 
 
 class CausalLMObjective:
@@ -33,16 +35,18 @@ class CausalLMObjective:
     def num_tokens(self, rows: IntArray) -> int:
         return self.count(rows)
 
-    def batch(self, rows: IntArray, device: torch.device) -> Tensor:
-        """Tokens [B, T]."""
-        return upload(torch.from_numpy(self.rows_BT[rows].astype(np.int64)), device)
+    def inputs(self, rows: IntArray, seed: int) -> Inputs:
+        tokens_BT = torch.from_numpy(self.rows_BT[rows].astype(np.int64))
+        return {"tokens_BT": tokens_BT, "numbers_B1": torch.from_numpy(rows[:, None]), "seed": torch.tensor(seed)}
+
+    def loss_of(self, model: LanguageModel, inputs: Inputs) -> tuple[Tensor, Mapping[str, Tensor]]:
+        tokens_BT, keys_B1 = inputs["tokens_BT"], keys_on_device(inputs["seed"], inputs["numbers_B1"])
+        return -model(tokens_BT[:, :-1], sequence_keys_BT=keys_B1, targets=tokens_BT[:, 1:]).sum(), {}
 
     def loss(
         self, model: LanguageModel, rows: IntArray, device: torch.device, seed: int = 0
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        tokens_BT = self.batch(rows, device)
-        keys_B1 = sequence_keys(seed, rows[:, None], device)
-        return -model(tokens_BT[:, :-1], sequence_keys_BT=keys_B1, targets=tokens_BT[:, 1:]).sum(), {}
+        return self.loss_of(model, uploaded(self.inputs(rows, seed), device))
 
 
 class PackedObjective:
@@ -79,6 +83,20 @@ class PackedObjective:
         keys_BT = sequence_keys(seed, numbers_BT, device)
         logprobs_C = model(tokens_BT[:, :-1], segments_BT[:, :-1], counted_BT[:, 1:], keys_BT[:, :-1], targets_C)
         return -logprobs_C.sum(), {}
+
+    def inputs(self, rows: IntArray, seed: int) -> Inputs:
+        taken = self.rows.take(rows)
+        tokens_BT, segments_BT, counted_BT = map(torch.from_numpy, (taken.tokens, taken.segments, taken.counted))
+        targets_C = tokens_BT[:, 1:][counted_BT[:, 1:]]
+        inputs = packed_inputs(tokens_BT[:, :-1], segments_BT[:, :-1], counted_BT[:, 1:], targets_C)
+        weights_C = F.pad(torch.ones(len(targets_C)), (0, len(inputs["targets_C"]) - len(targets_C)))
+        numbers_BT = torch.from_numpy(taken.sequence_of_tokens()[:, :-1])
+        return inputs | {"weights_C": weights_C, "numbers_BT": numbers_BT, "seed": torch.tensor(seed)}
+
+    def loss_of(self, model: LanguageModel, inputs: Inputs) -> tuple[Tensor, Mapping[str, Tensor]]:
+        keys_BT = keys_on_device(inputs["seed"], inputs["numbers_BT"])
+        read = inputs["tokens_BT"], segments_of(inputs), inputs["places_C"], keys_BT, inputs["targets_C"]
+        return -(model(*read) * inputs["weights_C"]).sum(), {}
 
 
 class PairsObjective:

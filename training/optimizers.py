@@ -151,18 +151,21 @@ class RoundedCopies:
 
     def __init__(self, weights: Sequence[nn.Parameter]) -> None:
         self._weights = weights
-        self._copies: dict[Tensor, Tensor] = {}  # by weight; empty between steps
+        self._copies: dict[Tensor, Tensor] = {}  # by weight
+        self._are_current = False
         self._waiting: list[tuple[nn.Parameter, Tensor]] = []  # weights, and gradients in bf16 not yet added
 
     def by_weight(self) -> Mapping[Tensor, Tensor]:
-        """Returns the copies of the current weights, which stay until `drop`."""
-        if self._weights and not self._copies:
-            copies = [torch.empty_like(weight, dtype=torch.bfloat16, requires_grad=False) for weight in self._weights]
-            with torch.no_grad():
-                torch._foreach_copy_(copies, list(self._weights))
-            for weight, copy in zip(self._weights, copies, strict=True):
+        """Returns copies of the current weights, which stay until `expire`."""
+        if not self._copies:
+            for weight in self._weights:
+                copy = torch.empty_like(weight, dtype=torch.bfloat16, requires_grad=False)
                 copy.requires_grad_().register_post_accumulate_grad_hook(partial(self._take, weight))
                 self._copies[weight] = copy
+        if self._copies and not self._are_current:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self._copies.values()), list(self._weights))
+            self._are_current = True
         return self._copies
 
     def _take(self, weight: nn.Parameter, copy: Tensor) -> None:
@@ -188,9 +191,11 @@ class RoundedCopies:
                 weight.grad = wide
         self._waiting.clear()
 
-    def drop(self) -> None:
-        """Forget the copies: the weights change."""
-        self._copies = {}
+    def expire(self, *, keeps_memory: bool) -> None:
+        """Forget what was rounded, since the weights change, and unless `keeps_memory` free it."""
+        self._are_current = False
+        if not keeps_memory:
+            self._copies = {}
 
 
 class Offload:

@@ -130,7 +130,7 @@ def fetchers() -> Iterator[tuple[str, Any, RandomInit[Any], Callable[[IntArray],
         return RandomInit(build, seed=0)
 
     stream = CausalLMObjective(rows_BT)
-    yield "pretraining", stream, fresh(lambda: LanguageModel(shape)), lambda rows: stream.batch(rows, CPU)
+    yield "pretraining", stream, fresh(lambda: LanguageModel(shape)), lambda rows: stream.inputs(rows, 0)
     all_rows = rows_BT.tolist()
     thirds = ((row[at : at + 33], [at > 0] * len(row[at : at + 33])) for row in all_rows for at in (0, 33, 66))
     packed = PackedObjective(Packed(Sequences.of(thirds), 97, pad_id=0))

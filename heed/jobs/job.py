@@ -400,6 +400,7 @@ class JobConfig(Config):
                 check_sequence_split(self.model, self.engine.sequence_parallel_size)
 
     def _check_optimizers(self) -> None:
+        self.engine.on_ranks(self.workers)  # refuses what needs another number of them
         for stage in self.stages:
             for field, optimizer in tables_in(self.section_of(stage), OptimizerConfig):
                 try:

@@ -56,7 +56,8 @@ class Layout:
 
     `offload` names the parts that a GPU keeps in CPU memory. With `recomputes`, the backward pass recomputes each
     block's activations. A node has `ranks_per_node`, 0 = all. A copy of ZeRO-3's weights on each of several nodes may
-    take `node_weights_limit` bytes of a rank. Groups of `sequence_ranks` ranks split each row's tokens.
+    take `node_weights_limit` bytes of a rank. Groups of `sequence_ranks` ranks split each row's tokens. With `records`
+    training passes keep what they write to (`training.recording`).
     """
 
     ranks: int
@@ -68,6 +69,7 @@ class Layout:
     ranks_per_node: int = 0
     node_weights_limit: int = 0
     sequence_ranks: int = 1
+    records: bool = False
 
     @property
     def shares(self) -> int:
@@ -280,6 +282,9 @@ def training_memory(counts: Counts, layout: Layout, of: Pass, num_logits: int, n
     """Returns the memory of a stage that trains one model."""
     held, host = states(counts, layout)
     phases = {"train": training_phase(counts, layout, of, num_logits, num_micro_batches)}
+    if layout.records:
+        held |= training_phase(counts, layout, of, num_logits, max(2, num_micro_batches))
+        phases = {"train": {}, "evaluate": scoring_phase(counts, layout, of, num_logits)}
     return Memory(held, phases, host, saved_bytes(counts, layout))
 
 
@@ -392,7 +397,9 @@ def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
             held |= {f"{name}: {part}": size for part, size in here.items()}
             host |= {f"{name}: {part}": size for part, size in away.items()}
             logits = work.num_logits if name == "policy" else 0
-            phases[name] = training_phase(counts, layout, work.trained, logits, work.num_micro_batches)
+            of_step = training_phase(counts, layout, work.trained, logits, work.num_micro_batches + layout.records)
+            phases[name] = {} if layout.records else of_step
+            held |= {f"{name}: recorded {part}": size for part, size in of_step.items()} if layout.records else {}
     if work.shares_body:  # policy, reference and value function read one batch together
         phases["measure"] = scoring_phase(
             policy, layout, replace(work.trained, rows=3 * work.trained.rows), work.num_logits

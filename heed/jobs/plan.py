@@ -312,16 +312,12 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
     if precision == "auto":
         precision = "bf16" if setting.hardware.is_gpu else job.engine.resolved_precision()
     layout = Layout(
-        job.workers,
-        engine.zero_stage,
-        precision == "bf16",
-        setting.hardware.is_gpu,
-        engine.offload,
+        job.workers, engine.zero_stage, precision == "bf16", setting.hardware.is_gpu, engine.offload,
         engine.checkpoint_activations,
         ranks_per_node=min(setting.gpus_per_node, job.workers),
         node_weights_limit=engine.node_weights_limit(setting.hardware.memory_bytes),
-        sequence_ranks=engine.sequence_parallel_size,
-    )
+        sequence_ranks=engine.sequence_parallel_size, records=engine.record_micro_batches,
+    )  # fmt: skip
     sizes = Sizes(
         model.max_position_embeddings,
         setting.assumed_rows,

@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from torch.utils.checkpoint import checkpoint
 
 from lm import attention, layers, sampling, sinks
 from lm.block import Block, BlockInputs, run_blocks
-from lm.layers import RMSNorm, cast_weight, compute_dtype
+from lm.layers import RMSNorm, cast_weight, compute_dtype, recomputed
 from lm.native import operators
 from lm.native.operators import TYPES, is_available, runs
 from lm.positions import Rotary, turns_whole_heads
@@ -238,7 +237,7 @@ def _run_blocks(
     for layer, block in enumerate(blocks):
         assert isinstance(block, Block), type(block)
         if recompute:
-            x_BTD = checkpoint(_run_whole_block, block, x_BTD, inputs, layer, use_reentrant=False)
+            x_BTD = recomputed(_run_whole_block, block, x_BTD, inputs, layer)
         else:
             x_BTD, branch_BTD = _run_block(block, x_BTD, branch_BTD, inputs, layer)
     return _norm_of_sum(x_BTD, branch_BTD, final_norm)[1]

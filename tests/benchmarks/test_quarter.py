@@ -34,7 +34,7 @@ NIGHTLY_FIGURES = {
     "draws": ("tested_planned_gib_fast_zero0",),
     "sft_05b": (
         "packed_tokens_per_second", "rows_mfu", "compiled_rows_tokens_per_second",
-        "recorded_eager_pass_seconds",
+        "recorded_packed_tokens_per_second", "compiled_recorded_rows_mfu",
     ),
     "zero1_8b": ("tokens8192_mfu", "tokens65536_tokens_per_second"),
     "whole_8b": ("adapters_tokens_per_second", "offloaded_tokens_per_second"),

@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -26,6 +26,7 @@ FUSED = (
     "_fused_rms_norm", "silu_backward", "silu_backward.grad_input",
     # Of many tensors: one here, where a GPU launches one per 320 blocks of 65,536 numbers.
     "_foreach_copy_", "_foreach_add_.List", "_foreach_add_.Scalar", "_foreach_norm.Scalar", "_foreach_mul_.Tensor",
+    "_foreach_zero_",
 )  # fmt: skip
 
 # Operations that the CPU has no kernel for, by name.
@@ -61,6 +62,7 @@ class Counts:
 
 _open: list[Counts] = []
 _recording: list[Callable[[], object]] | None = None  # of the CUDA graph being captured
+_before: list[tuple[Tensor, Tensor]] = []  # memory that kernels of a capture write to, and what was in it
 
 
 @contextlib.contextmanager
@@ -75,7 +77,9 @@ def counted() -> Iterator[Counts]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Callable[[], object]]]:
-    """Kernels are kept as functions that run them again on the same memory, as in a CUDA graph."""
+    """Kernels are kept as functions that run them again on the same memory, as in a CUDA graph. A capture runs none:
+    what they have written to memory from before it is undone.
+    """
     global _recording
     assert _recording is None, "a capture inside a capture"
     kept: list[Callable[[], object]] = []
@@ -84,6 +88,15 @@ def recorded() -> Iterator[list[Callable[[], object]]]:
         yield kept
     finally:
         _recording = None
+        for memory, content in reversed(_before):
+            memory.copy_(content)
+        _before.clear()
+
+
+def note_writes(memory: Iterable[Tensor]) -> None:
+    """Keep what a capture will restore; call it before the kernel runs."""
+    if is_capturing():
+        _before.extend((tensor, tensor.clone()) for tensor in memory if tensor.numel())  # an empty `out` may grow
 
 
 def is_capturing() -> bool:
@@ -154,19 +167,30 @@ def run(operation: Any, *args: Any, **kwargs: Any) -> Any:
     if "flash_attention" in short:
         note_attention("varlen" if "backward" not in short else "varlen backward")
     converted = _converted(short, flat, kwargs)
+    note_writes(_written(operation, host_args, host_kwargs))
     operation = OWN.get(short, operation)
     result = operation(*host_args, **host_kwargs)
     del converted
+    grown = list[tuple[Tensor, Tensor]]()
     for value in flat:  # what the CPU has made larger, such as an empty `out`
         if on_device(value) and (views[id(value)].shape != shapes[id(value)] or _is_apart(value, views[id(value)])):
             _grow(value, views[id(value)])
+            grown.append((host_view(value), views[id(value)]))
     made: list[Tensor] = []
     results = tree_map(lambda part: _on_cuda(part, originals, made), result)
     if short not in VIEWS:
         note_kernel(short, [value for value in flat if on_device(value)] + made)
         held = [host_view(tensor) for tensor in made] if is_capturing() else []
-        record(lambda: _again(operation, host_args, host_kwargs, originals, held))
+        record(lambda: _again(operation, host_args, host_kwargs, originals, held, grown))
     return results
+
+
+def _written(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that an operation writes to, as its schema says."""
+    arguments = operation._schema.arguments
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    found = [given[a.name] for a in arguments if a.alias_info and a.alias_info.is_write and a.name in given]
+    return [part for part in tree_flatten(found)[0] if isinstance(part, Tensor)]
 
 
 def _converted(short: str, values: list[Any], kwargs: dict[str, Any]) -> Tensor | None:
@@ -238,8 +262,13 @@ def _on_cuda(part: Any, originals: dict[int, Tensor], made: list[Tensor]) -> Any
     return new
 
 
-def _again(operation: Any, args: Any, kwargs: Any, originals: dict[int, Tensor], outputs: list[Tensor]) -> None:
+def _again(
+    operation: Any, args: Any, kwargs: Any, originals: dict[int, Tensor], outputs: list[Tensor],
+    grown: list[tuple[Tensor, Tensor]],
+) -> None:  # fmt: skip
     result = operation(*args, **kwargs)
+    for memory, written in grown:
+        memory.copy_(written)
     new = [part for part in tree_flatten(result)[0] if isinstance(part, Tensor) and id(part) not in originals]
     for output, part in zip(outputs, new, strict=True):
         output.copy_(part)
@@ -257,6 +286,7 @@ def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
             counts.uploads[place()] += 1
     to = host_view(target) if on_device(target) else target
     of = host_view(source) if on_device(source) else source
+    note_writes([to])
     to.copy_(of)
     note_kernel("copy_", [target, source])
     record(lambda: to.copy_(of))
@@ -295,6 +325,7 @@ def interpret_triton() -> None:
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
         host = [host_view(arg) if on_device(arg) else arg for arg in args]
+        note_writes(arg for arg in host if isinstance(arg, Tensor))
         interpret(self, *host, **kwargs)
         note_kernel(self.fn.__name__, list({arg.data_ptr(): arg for arg in args if on_device(arg)}.values()))
         record(lambda: interpret(self, *host, **kwargs))

@@ -27,6 +27,7 @@ from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine, LossAndMetrics
 from training.objectives import CausalLMObjective, PackedObjective
 from training.packing import pack
+from training.recording import RecordableLoss
 
 CUDA = torch.device("cuda")
 
@@ -261,7 +262,7 @@ def test_what_a_step_of_generation_launches_and_waits_for() -> None:
     assert (longer.num_syncs, shorter.num_syncs) == (3 * 2 * 5, 3 * 2 * 4)
     assert longer.uploads.total() == shorter.uploads.total() <= 3 * 12
     per_step = (longer.num_kernels - shorter.num_kernels) / (3 * 8)
-    # The replay counts as none; these draw a token and copy it into the recorded buffers.
+    # The replay counts as one; the others draw a token and copy it into the recorded buffers.
     assert per_step <= 36, longer.kernels
 
 
@@ -330,3 +331,82 @@ def test_what_a_training_step_launches(is_grouped: bool, per_layer: int, monkeyp
     assert (two_step.num_syncs, two_step.kernels["_fused_adamw_"]) == (1, 2)  # loss and norm; matrices and vectors
     calls = {name: count for name, count in two.kernels.items() if name.startswith("_foreach")}
     assert calls == ({"_foreach_copy_": 3, "_foreach_add_": 1} if is_grouped else {})
+
+
+# --- recorded micro-batches ------------------------------------------------------------------------------------------
+
+# 64 counted tokens in each row and 4 sequences in each pair of rows: nothing is padded.
+EVEN = [([5 + place % 400 for place in range(66)], [place > 1 for place in range(66)]) for _ in range(8)]
+RAGGED = [([7 + place % 90 for place in range(n)], [place > n // 3 for place in range(n)]) for n in range(9, 57)]
+
+
+def recorded_steps(
+    objective: CausalLMObjective | PackedObjective, *, records: bool, **options: object
+) -> tuple[list[tuple[float, float]], list[torch.Tensor], list[kernels.Counts], Engine[LanguageModel]]:
+    """Losses and norms of steps of two micro-batches, the weights after them, and what each step's passes did."""
+    source = RandomInit(partial(LanguageModel, SHAPES["llama"], 0.1), seed=0)
+    config = EngineConfig.model_validate(
+        {"precision": "bf16", "trackers": (), "record_micro_batches": records, **options}
+    )
+    optimizer = OptimizerConfig(learning_rate=1e-3, schedule="constant")
+    engine: Engine[LanguageModel] = Engine(source, optimizer, config, world_size=1, micro_batch=2)
+    engine.model.train()
+    found, counts = [], []
+
+    recorded_loss = RecordableLoss(objective, engine.model)
+    for number in range(3):
+        parts = np.split((np.arange(4) + number) % len(objective), 2)
+        count = sum(objective.count(part) for part in parts)
+
+        def plain_loss(rows: np.ndarray, count: float = count, seed: int = number) -> LossAndMetrics:
+            return objective.loss(engine.model, rows, engine.device, seed)[0] / count, {}
+
+        with kernels.counted() as passes:
+            if records:
+                engine.accumulate_recorded(recorded_loss.inputs(parts, count, number), recorded_loss)
+            else:
+                engine.accumulate(parts, plain_loss)
+        counts.append(passes)
+        found.append(engine.step())
+    weights = [parameter.detach().cpu() for parameter in engine.module.parameters()]
+    return found, weights, counts, engine
+
+
+@pytest.mark.parametrize("rows", ["whole", "packed"])
+def test_a_recorded_micro_batch_is_one_launch_of_the_same_bits(rows: str) -> None:
+    """Copies of inputs, a replay, and nothing that waits: where nothing is padded, the bits of plain steps."""
+    objective = CausalLMObjective(tokens(8, 33)) if rows == "whole" else PackedObjective(pack(EVEN, 133, 0))
+    expected, weights, plain, engine = recorded_steps(objective, records=False)
+    engine.close()
+    captures = runtime.CUDAGraph.num_captures
+    found, recorded_weights, counts, engine = recorded_steps(objective, records=True)
+    engine.close()
+    assert runtime.CUDAGraph.num_captures == captures + 1
+    assert found == expected
+    assert all(torch.equal(a, b) for a, b in zip(recorded_weights, weights, strict=True))
+    num_inputs = {"whole": 4, "packed": 9}[rows]
+    last = counts[-1]
+    assert not last.syncs
+    assert not last.uploads
+    assert last.kernels == {"copy_": 2 * num_inputs, "graph": 2, "_foreach_copy_": 1}  # the last rounds all weights
+    assert plain[-1].num_kernels > 500
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"checkpoint_activations": True}, pytest.param({"compile_blocks": True}, marks=pytest.mark.nightly)],
+    ids=str,
+)
+def test_recordings_serve_batches_of_other_lengths(options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted tokens and sequences are padded, so few recordings serve all batches, with the losses of plain steps."""
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(layers, "CHUNK_LOGITS", 512 * 32)  # the head's backward pass computes logits again
+    objective = PackedObjective(pack(RAGGED, 128, 0))
+    expected, _, _, engine = recorded_steps(objective, records=False, **options)
+    engine.close()
+    captures = runtime.CUDAGraph.num_captures
+    found, _, _, engine = recorded_steps(objective, records=True, **options)
+    assert engine._recorded is not None
+    assert engine._recorded.num_recordings == runtime.CUDAGraph.num_captures - captures <= 4
+    engine.close()
+    assert np.allclose(found, expected, rtol=0.01)

@@ -58,6 +58,9 @@ SHAPE = ModelConfig(
 )  # fmt: skip
 
 
+RECORDED = ENGINE.model_copy(update={"record_micro_batches": True})
+
+
 def write(path: Path, rows: list[dict[str, Any]]) -> dict[str, str]:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return {"source": str(path)}
@@ -132,11 +135,11 @@ def test_policies_are_sampled_and_scored(run: Path) -> None:
 ROLLOUT, MINIBATCH, MICRO_BATCH, RESPONSE = 8, 4, 2, 8
 
 
-def ppo(run: Path, **changes: Any) -> tuple[Roles, PPOController]:
+def ppo(run: Path, engine: EngineConfig = ENGINE, **changes: Any) -> tuple[Roles, PPOController]:
     models = InitialModels(run / "sft" / "model", run / "reward" / "model", ScoreScale(0.0, 1.0), None)
     batch = BatchConfig(batch_size=MINIBATCH, micro_batch_size=MICRO_BATCH)
     config = PPOConfig.model_validate({**ppo_config(3, ROLLOUT, batch, RESPONSE).model_dump(), **changes})
-    roles = Roles.in_process(config, ENGINE, models)
+    roles = Roles.in_process(config, engine, models)
     prompts = [Tokenizer.load(models.sft).encode_prompt(talk(number)[:1]) for number in range(ROLLOUT)]
     return roles, PPOController(config, roles, prompts, models.scale, num_pretraining_rows=0, seed=0)
 
@@ -205,22 +208,29 @@ REWARD = LearnerSource(RandomInit(lambda: ScalarModel(SHAPE), seed=0), Auxiliary
 
 
 @pytest.mark.parametrize(
-    ("objective", "syncs", "num_kernels"), [(stream, 1, 600), (packed, 1, 630), (rankings, 2, 720)]
-)
+    ("objective", "syncs", "num_kernels", "engine_config"),
+    [
+        (stream, 1, 600, ENGINE), (packed, 1, 630, ENGINE), (rankings, 2, 720, ENGINE), (stream, 1, 35, RECORDED),
+        (packed, 1, 45, RECORDED),
+    ],
+)  # fmt: skip
 def test_a_training_step_waits_for_the_device_once(
-    objective: Any, syncs: int, num_kernels: int, tmp_path: Path
+    objective: Any, syncs: int, num_kernels: int, engine_config: EngineConfig, tmp_path: Path
 ) -> None:
     """The step reads its loss and gradient norm; a reward model's also its accuracy. Micro-batches wait for nothing.
 
-    At most so many kernels for two layers and two micro-batches: each costs the CPU about 5 us.
+    At most so many kernels for two layers and two micro-batches: each costs the CPU about 5 us. Recorded micro-batches
+    are a launch each, after copies of their inputs; clip, AdamW and zeroing take as many with any number of layers.
     """
     source: Any = REWARD if objective is rankings else LANGUAGE
-    engine: Engine[Any] = Engine(source, OptimizerConfig(**OPTIMIZER), ENGINE, world_size=1, micro_batch=2)
+    engine: Engine[Any] = Engine(source, OptimizerConfig(**OPTIMIZER), engine_config, world_size=1, micro_batch=2)
     config = LoopConfig("test", 0, 4, BatchConfig(batch_size=4, micro_batch_size=2), 100, 100)
     loop = TrainingLoop(engine, config, objective(), objective(), tmp_path)
     loop._step(0)
     with kernels.counted() as counts:
-        loop._step(1)
+        loop._step(0)
+    if engine_config is RECORDED:
+        assert counts.kernels["graph"] == 2
     engine.close()
     assert counts.num_syncs == syncs, counts.syncs
     assert counts.uploads.total() == 0, counts.uploads
@@ -253,3 +263,35 @@ def test_phases_of_ppo_wait_for_the_device_a_stated_number_of_times(run: Path) -
         assert counts.uploads.total() == 0, (name, counts.uploads)
         assert name != "test of draws" or 0 < counts.num_kernels <= 150, counts.kernels
     roles.close()
+
+
+def test_recorded_updates_of_ppo_are_launched_at_once(run: Path) -> None:
+    """Policy and value function: metrics of plain updates, and after the first one a launch per micro-batch."""
+    found, metrics = dict[str, Any](), list[dict[str, float]]()
+    for engine in (ENGINE, RECORDED):
+        roles, controller = ppo(run, engine)
+        rows = list(range(ROLLOUT))
+        rollout = roles.generators.start_sampling(rows, [controller.prompts[row] for row in rows], rows)()
+        mask_BR = rollout.response_mask_BR
+        advantages_BR = torch.linspace(-1, 1, ROLLOUT)[:, None].expand(-1, RESPONSE).contiguous()
+        whole, nothing = [torch.arange(ROLLOUT)], torch.empty(0, dtype=torch.int64)
+        logprobs_BR = roles.learners.start_policy_logprobs(rollout, whole)()
+        policy = PolicyBatch(rollout, logprobs_BR, advantages_BR, mask_BR.float(), int(mask_BR.sum()), nothing, 0)
+        value = ValueBatch(rollout, 0 * advantages_BR, advantages_BR, mask_BR, int(mask_BR.sum()))
+        updates = ((Learner.update_policy, policy), (Learner.update_value, value))
+        metrics.append({})
+        for method, batch in updates:
+            for number in range(2):
+                update: Any = roles.learners.update
+                with kernels.counted() as counts:
+                    measured = update(method, batch, 1e-4, number)
+                metrics[-1] |= {f"{name} {number}": value for name, value in measured.items()}
+                found[f"{method.__name__} {number} {engine is RECORDED}"] = counts
+        roles.close()
+    assert metrics[1] == pytest.approx(metrics[0], rel=0.02, abs=0.01)
+    for name in ("update_policy", "update_value"):
+        plain, recorded = found[f"{name} 1 False"], found[f"{name} 1 True"]
+        num_passes = ROLLOUT // MICRO_BATCH
+        assert recorded.kernels["graph"] == num_passes
+        assert recorded.num_kernels <= 12 * num_passes + 40 < plain.num_kernels / 8
+        assert (recorded.num_syncs, recorded.uploads.total()) == (2, 0), recorded.syncs

@@ -13,7 +13,8 @@ from lm import block as compiled
 from lm import layers
 from lm.config import ModelConfig
 from lm.layers import Replaceable, sequence_keys
-from lm.model import LanguageModel, checkpoint_activations, compile_blocks
+from lm.lora import LoRAConfig, add_adapters
+from lm.model import LanguageModel, checkpoint_activations, compile_blocks, freeze_all_but_last
 from lm.source import RandomInit, load
 from tests.gpu.models import CPU, SHAPES, distance, tokens
 from training.config import EngineConfig
@@ -78,6 +79,33 @@ def test_compiled_blocks_give_the_same_bits_from_few_graphs(
         assert found.keys() == expected.keys()
         assert all(torch.equal(value, expected[key]) for key, value in found.items())
     assert 1 <= counted.num_graphs <= num_graphs
+
+
+@pytest.mark.parametrize(
+    ("freeze", "num_graphs"),
+    [
+        pytest.param(lambda model: add_adapters(model, LoRAConfig(rank=4)), 2, marks=pytest.mark.long),
+        (lambda model: freeze_all_but_last(model, 2), 3),
+    ],
+    ids=["adapters", "last blocks"],
+)
+def test_frozen_weights_compile_one_more_graph_per_kind_of_block(
+    freeze: Callable[[LanguageModel], object], num_graphs: int, counted: Counted
+) -> None:
+    """The first trained block's input needs no gradient, so its graph computes none; frozen blocks need none at all."""
+    config: ModelConfig = SHAPES["llama"].model_copy(update={"num_hidden_layers": 4})
+    model, plain = (load(RandomInit(partial(LanguageModel, config), seed=0)).train() for _ in range(2))
+    for frozen in (model, plain):
+        torch.manual_seed(0)
+        freeze(frozen)
+        for parameter in frozen.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.normal_(parameter, std=0.1)
+    compile_blocks(model)
+    found, expected = passed(model, 16), passed(plain, 16)
+    assert counted.num_graphs == num_graphs
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[key]) for key, value in found.items())
 
 
 def test_compiled_blocks_get_positions_in_every_layer(counted: Counted) -> None:

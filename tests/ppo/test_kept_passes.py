@@ -22,6 +22,7 @@ from tests.models import full_weights
 from tests.ppo.one_rank import OneRank
 from training.config import BatchConfig, EngineConfig
 from training.packing import stream_rows
+from training.recording import MAX_RECORDINGS
 
 Start = Callable[..., OneRank]
 NUM_ITERATIONS = 3
@@ -241,3 +242,30 @@ def test_kept_passes_are_refused_for_other_responses_and_other_weights(start: St
         worker.learner.policy.module.decoder.blocks[0].mlp.down.weight.mul_(1.5)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         update(rollout)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "no value function, KL in the loss, oversampling",
+        pytest.param("adapters", marks=pytest.mark.long),
+        pytest.param("one update", marks=pytest.mark.nightly),
+    ],
+)
+def test_recorded_updates_keep_no_passes_and_give_the_same_numbers(
+    start: Start, run: Callable[..., Result], setting: str
+) -> None:
+    """Responses, their tokens and pretraining rows are read from buffers, and padded (`training.recording`). Attention
+    within sequences rounds otherwise here.
+    """
+    expected = run(start(**SETTINGS[setting]), repeated_every=1)
+    worker = start(**{**SETTINGS[setting], "engine": {"record_micro_batches": True}})
+    found = run(worker)
+    assert found.passes == expected.passes
+    for ours, theirs in zip(found.metrics, expected.metrics, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-3, abs=2e-5)
+    for engine in worker.learner.engines.values():
+        assert engine._recorded is not None
+        assert 1 <= engine._recorded.num_recordings <= MAX_RECORDINGS
+    for name, tensor in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], tensor, rtol=1e-3, atol=1e-5)

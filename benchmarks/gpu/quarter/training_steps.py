@@ -9,8 +9,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
-from torch import nn
 
 from benchmarks.gpu.counts import planned_bytes, training_flops
 from benchmarks.gpu.quarter.context import (
@@ -30,13 +28,13 @@ from benchmarks.gpu.quarter.sampling_steps import decode
 from benchmarks.gpu.rows import Pretraining
 from lm.lora import LoRAConfig, WithAdapters
 from lm.model import LanguageModel
-from lm.source import ModelSource, load
+from lm.source import ModelSource
 from training.config import EngineConfig
 from training.engine import Engine
 from training.objectives import CausalLMObjective, PackedObjective
 from training.packing import IntArray, pack
+from training.recording import RecordableLoss
 
-REPEATS = 8  # of a recorded pass
 MIXTURE_LAYERS, SINK_LAYERS = 8, 4  # of 48, and of 24
 
 
@@ -82,10 +80,14 @@ class Training:
         count = objective.count(chosen)
         engine.set_learning_rate(OPTIMIZER.learning_rate)
         engine.model.train()
-        engine.accumulate(
-            np.split(chosen, self.sizes.num_micro_batches),
-            lambda part: (objective.loss(engine.model, part, engine.device)[0] / count, {}),
-        )
+        micro_batches = np.split(chosen, self.sizes.num_micro_batches)
+        if engine.config.record_micro_batches:
+            recorded = RecordableLoss(objective, engine.model)
+            engine.accumulate_recorded(recorded.inputs(micro_batches, count, 0), recorded)
+        else:
+            engine.accumulate(
+                micro_batches, lambda part: (objective.loss(engine.model, part, engine.device)[0] / count, {})
+            )
         loss, norm = engine.step()
         self.losses.append(loss)
         self.norms.append(norm)
@@ -146,10 +148,6 @@ def _objective(ctx: Context, sizes: Pretraining, *, packed: bool) -> CausalLMObj
     if packed:
         number = 60 if ctx.tiny else 30 * rows
         return PackedObjective(pack(conversations(number, sizes.seq_len, vocab_size), sizes.seq_len, 0))
-    return whole_rows(sizes)
-
-
-def whole_rows(sizes: Pretraining) -> CausalLMObjective:
     shape_BT = (4 * sizes.micro_batch * sizes.num_micro_batches, sizes.seq_len + 1)
     return CausalLMObjective(np.random.default_rng(0).integers(0, sizes.model.vocab_size, shape_BT, dtype=np.int32))
 
@@ -189,8 +187,9 @@ def train(
     _note(ctx, prefix, figures)
     if profiles:
         note_profile(ctx, training.step, f"{prefix}step")
-        with ctx.attempt(f"{prefix}phases"):
-            _note(ctx, prefix, {"phase_seconds": training.phases()})
+        if not training.engine.config.record_micro_batches:  # which has no phases on the CPU
+            with ctx.attempt(f"{prefix}phases"):
+                _note(ctx, prefix, {"phase_seconds": training.phases()})
     training.engine.close()
     del training
     ctx.release_memory()
@@ -202,68 +201,21 @@ def _note(ctx: Context, prefix: str, figures: dict[str, Any]) -> None:
 
 
 def sft_05b(ctx: Context) -> None:
-    """The 0.5B model: plain, compiled and recorded passes, one after another."""
+    """The 0.5B model: plain, compiled, recorded, and both, one after another."""
     sizes = sizes_of(ctx, QWEN, 16, 4)
-    for name, options in {"": {}, "compiled_": {"compile_blocks": True}}.items():
+    kinds: dict[str, dict[str, Any]] = {
+        "": {},
+        "compiled_": {"compile_blocks": True},
+        "recorded_": {"record_micro_batches": True},
+        "compiled_recorded_": {"compile_blocks": True, "record_micro_batches": True},
+    }
+    for name, options in kinds.items():
         # On a CPU, each length of a packed row's sequences compiles once more, for minutes.
-        for packed in (True, False) if ctx.on_gpu or not options else (False,):
+        compiles = "compile_blocks" in options
+        for packed in (True, False) if ctx.on_gpu or not compiles else (False,):
             prefix = f"{name}{'packed' if packed else 'rows'}_"
             with ctx.attempt(prefix.removesuffix("_")):
                 train(ctx, sizes, prefix, packed=packed, warmup=1, profiles=not name or packed, **options)
-    with ctx.attempt("recorded"):
-        recorded(ctx, sizes)
-
-
-def recorded(ctx: Context, sizes: Pretraining) -> None:
-    """Notes the seconds of a pass with gradients over whole rows, as it is and as a CUDA graph that is replayed.
-
-    That is what a recorded training step would save. A CPU cannot record, and runs the pass alone.
-    """
-    ctx.release_memory()
-    model = load(Drawn(partial(LanguageModel, sizes.model), ctx.device), ctx.device).train()
-    objective = whole_rows(sizes)
-    rows, count = np.arange(sizes.micro_batch), objective.count(np.arange(sizes.micro_batch))
-    tokens_BT = torch.from_numpy(objective.rows_BT[rows]).to(ctx.device, torch.int64)
-
-    def work() -> None:
-        # A cast that autocast keeps would be of memory outside the recording.
-        with torch.autocast(ctx.device.type, torch.bfloat16, cache_enabled=False):
-            loss = -model(tokens_BT[:, :-1], targets=tokens_BT[:, 1:]).sum() / count
-        loss.backward()
-
-    eager, norm = _seconds(ctx, work), _norm(model)
-    ctx.note(recorded_eager_pass_seconds=eager, recorded_norm=norm)
-    if not ctx.on_gpu:
-        return
-    graph = torch.cuda.CUDAGraph()
-    model.zero_grad(set_to_none=True)
-    with torch.cuda.graph(graph):
-        work()
-    seconds = _seconds(ctx, graph.replay)
-    flops = sizes.micro_batch * sizes.seq_len * training_flops(sizes.model, sizes.seq_len)
-    ctx.note(
-        recorded_pass_seconds=seconds,
-        recorded_gain=eager / seconds,
-        recorded_pass_mfu=flops / seconds / ctx.hardware.flops,
-        recorded_norm_apart=abs(_norm(model) / norm - 1),
-        recorded_peak_gib=ctx.peak_gib(),
-    )
-
-
-def _seconds(ctx: Context, work: Any) -> float:
-    """Returns the median of some calls, after three that do not count. Gradients add up."""
-    taken = list[float]()
-    for _ in range(3 + REPEATS):
-        started = ctx.now()
-        work()
-        taken.append(ctx.now() - started)
-    return median(taken[3:])
-
-
-def _norm(model: nn.Module) -> float:
-    """Returns the gradient's norm; the same number of passes has been added up whenever this is called."""
-    gradients = [parameter.grad.float().norm() for parameter in model.parameters() if parameter.grad is not None]
-    return float(torch.stack(gradients).norm())
 
 
 def zero1_8b(ctx: Context) -> None:

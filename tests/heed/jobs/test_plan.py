@@ -25,6 +25,7 @@ from heed.jobs.memory import (
     count,
     forward_pass,
     ppo_memory,
+    scoring_phase,
     states,
     training_memory,
     training_phase,
@@ -293,6 +294,16 @@ def test_with_more_micro_batches_gradients_are_held_with_activations() -> None:
     assert growth(ranks=1) == 4 * counts.total
     # DDP's buckets hold only the gradients of the last layer.
     assert growth(ranks=2) == growth(ranks=1)
+
+
+def test_what_recorded_passes_write_to_is_held() -> None:
+    """As much as a step takes at its peak, and an evaluation in addition."""
+    counts = count(read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml"), ADAMW)
+    plain, recorded = (Layout(1, 0, is_bf16=True, is_gpu=True, records=records) for records in (False, True))
+    of = forward_pass(plain, 8, 1024)
+    before, after = (training_memory(counts, layout, of, 10**8, 4) for layout in (plain, recorded))
+    assert sum(after.held.values()) == before.peak
+    assert after.peak == before.peak + sum(scoring_phase(counts, plain, of, 10**8).values())
 
 
 def test_ranks_that_split_rows_keep_their_share_of_activations_and_logits(monkeypatch: pytest.MonkeyPatch) -> None:
