@@ -483,18 +483,21 @@ def read_prompts(
     cross_cache: CrossAttentionCache | None,
 ) -> Tensor:
     """Read each prompt's keys and values into its slot, and return the logits [U, V] after it."""
-    if not reads_packed(model):
-        return _read_padded(model, cache, prompts, slots, cross_cache)
-    parts = [_read_packed(model, cache, prompts[part], slots[part]) for part in _packable(prompts)]
-    return torch.cat(parts)
+    if reads_packed(model):
+        return torch.cat([_read_packed(model, cache, prompts[part], slots[part]) for part in _packable(prompts)])
+    whole = [slice(0, len(prompts))]
+    parts = _packable(prompts) if cache.states and cache.keys.is_cuda else whole
+    return torch.cat([_read_padded(model, cache, prompts[part], slots[part], cross_cache) for part in parts])
 
 
 def reads_packed(model: LanguageModel | EncoderDecoder) -> bool:
     """Whether prompts are packed into one row, some thousand tokens at a time, instead of read all at once, padded.
 
-    They are padded on a CPU, where packing makes matrix products no faster, and if each sequence attends to a source.
+    They are padded on a CPU, where packing makes matrix products no faster, if each sequence attends to a source, and
+    for linear layers, which return the state at the end of a row.
     """
-    return model.head.weight.is_cuda and isinstance(model, LanguageModel)
+    has_states = model.config.num_linear_layers > 0
+    return model.head.weight.is_cuda and isinstance(model, LanguageModel) and not has_states
 
 
 def _packable(prompts: Sequence[Sequence[int]]) -> Iterator[slice]:
@@ -539,7 +542,8 @@ def _read_padded(
     real_BP = places_P >= first_real_B[:, None]
     # A padding query attends to itself: a row of the softmax must not be empty, and nothing reads its result.
     mask_BPP = (places_P <= places_P[:, None]) & (real_BP[:, None, :] | (places_P == places_P[:, None]))
-    slots_BP = torch.tensor(slots, device=tokens_BP.device)[:, None].expand(tokens_BP.shape)
-    writer = PromptWriter(cache, real_BP.flatten().nonzero()[:, 0], slots_BP[real_BP], positions_BP[real_BP])
+    slots_B = torch.tensor(slots, device=tokens_BP.device)
+    slots_BP = slots_B[:, None].expand(tokens_BP.shape)
+    writer = PromptWriter(cache, real_BP.flatten().nonzero()[:, 0], slots_BP[real_BP], positions_BP[real_BP], slots_B)
     hidden_BPD = model.decoder(tokens_BP, positions_BP, mask_BPP, writer, cross_cache)
     return model.head(hidden_BPD[:, -1])

@@ -24,6 +24,7 @@ from lm.families.granite import GraniteFamily, GraniteMoeFamily
 from lm.families.heed import HeedFamily
 from lm.families.ministral3 import Ministral3Family
 from lm.families.mixtures import Glm4MoeFamily, MixtralFamily, OlmoeFamily, Qwen2MoeFamily, Qwen3MoeFamily
+from lm.families.qwen3_next import Qwen3NextFamily, Qwen35Family, Qwen35MoeFamily, WithTower
 from lm.families.rotary import Olmo2Family, Phi3Family, RotaryFamily
 from lm.families.smollm3 import SmolLM3Family
 from lm.families.t5 import T5Family
@@ -65,10 +66,18 @@ _DEEPSEEK_V3 = {
     "routed_scaling_factor": 2.5,
 }  # fmt: skip
 
+_QWEN3_NEXT = {
+    "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "num_experts": 512,
+    "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True, "intermediate_size": 5632,
+}  # fmt: skip
+_QWEN35_MOE = {**_QWEN3_NEXT, "num_experts": 256, "num_experts_per_tok": 8}
+_QWEN35 = {"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25, "intermediate_size": 12288}
+_QWEN35_FAMILY = Qwen35Family("qwen3_5_text", "Qwen3_5", defaults=_QWEN35)
+_QWEN35_MOE_FAMILY = Qwen35MoeFamily("qwen3_5_moe_text", "Qwen3_5Moe", defaults=_QWEN35_MOE)
+
 # What no shape of Heed describes, in families that are close to those above.
 NOT_COVERED = {
-    "qwen3_5": "which has layers of linear attention",
-    "qwen3_5_text": "which has layers of linear attention",
     "gemma3": "which has a vision tower (its language model alone is gemma3_text)",
     "mistral3": "which has a vision tower (its language model alone is mistral or ministral3)",
 }
@@ -89,6 +98,11 @@ FAMILIES: tuple[Family, ...] = (
         defaults={"num_key_value_heads": 4},
     ),
     Qwen2MoeFamily("qwen2_moe", "Qwen2Moe", attention_bias="qkv", defaults={"num_key_value_heads": 16}),
+    _QWEN35_FAMILY,
+    _QWEN35_MOE_FAMILY,
+    Qwen3NextFamily("qwen3_next", "Qwen3Next", defaults=_QWEN3_NEXT),
+    WithTower(_QWEN35_FAMILY, "qwen3_5"),
+    WithTower(_QWEN35_MOE_FAMILY, "qwen3_5_moe"),
     Glm4MoeFamily("glm4_moe", "Glm4Moe", attention_bias="qkv flag", partial_rotary=True, defaults=_GLM_MOE),
     DeepseekV3Family("deepseek_v3", "DeepseekV3", attention_bias="flag", defaults=_DEEPSEEK_V3),
     DeepseekV2Family("deepseek_v2", "DeepseekV2", attention_bias="flag", even_heads=True, defaults=_DEEPSEEK_V2),

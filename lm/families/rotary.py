@@ -235,6 +235,7 @@ class RotaryFamily:
 
     def stored(self, config: ModelConfig, ours: str) -> Stored:
         query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        query *= 1 + config.attn_output_gate
         stacked = {
             "attention.qkv": {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key},
             "mlp.up": {"mlp.gate_proj": config.intermediate_size, "mlp.up_proj": config.intermediate_size},
