@@ -38,9 +38,9 @@ GPT2 = ModelConfig(
 
 
 @torch.no_grad()
-def test_attention_weights_are_causal_banded_and_sum_to_1(decoder: LanguageModel) -> None:
-    config = decoder.config
-    weights, across = attention_weights(decoder.decoder, torch.tensor([[5, 1, 8, 0, 2, 7, 9]]))
+def test_attention_weights_are_causal_banded_and_sum_to_1(attending: LanguageModel) -> None:
+    config = attending.config
+    weights, across = attention_weights(attending.decoder, torch.tensor([[5, 1, 8, 0, 2, 7, 9]]))
     assert across is None
     assert weights.shape == (config.num_hidden_layers, 1, config.num_attention_heads, 7, 7)
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones(weights.shape[:-1]))
@@ -52,33 +52,33 @@ def test_attention_weights_are_causal_banded_and_sum_to_1(decoder: LanguageModel
 
 
 @torch.no_grad()
-def test_attention_weights_are_those_of_the_forward_pass(decoder: LanguageModel) -> None:
+def test_attention_weights_are_those_of_the_forward_pass(attending: LanguageModel) -> None:
     """A layer's attention, recomputed from its weights and values, equals the module's output."""
     tokens = torch.tensor([[5, 1, 8, 0, 2, 7, 9]])
-    weights, _ = attention_weights(decoder.decoder, tokens)
+    weights, _ = attention_weights(attending.decoder, tokens)
     seen: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
     hooks = [
         block.attention.register_forward_hook(
             lambda module, inputs, output: seen.append((module.project(inputs[0], inputs[1])[2], output, module.join))
         )
-        for block in decoder.decoder.blocks
+        for block in attending.decoder.blocks
     ]
-    decoder(tokens)
+    attending(tokens)
     for hook in hooks:
         hook.remove()
     for layer, (v_BGSH, output, join) in enumerate(seen):
-        groups = decoder.config.num_attention_heads // decoder.config.num_key_value_heads
+        groups = attending.config.num_attention_heads // attending.config.num_key_value_heads
         mixed = weights[layer] @ v_BGSH.repeat_interleave(groups, dim=1)
         torch.testing.assert_close(join(mixed), output, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
-def test_heads_are_measured_over_all_tokens_from_the_third_on(decoder: LanguageModel) -> None:
+def test_heads_are_measured_over_all_tokens_from_the_third_on(attending: LanguageModel) -> None:
     """Against means over single weights, of texts of different lengths."""
     texts = [[1, 2, 3, 4, 5], [6, 7], [5, 4, 3]]
-    found = measure_heads(decoder.decoder, texts)
+    found = measure_heads(attending.decoder, texts)
     assert [(head.layer, head.head) for head in found] == [(layer, head) for layer in range(2) for head in range(4)]
-    tables = [attention_weights(decoder.decoder, torch.tensor([text]))[0][:, 0] for text in texts]
+    tables = [attention_weights(attending.decoder, torch.tensor([text]))[0][:, 0] for text in texts]
     for head in found:
         asking = [(table[head.layer, head.head], t) for table in tables for t in range(2, table.shape[-1])]
         assert len(asking) == 3 + 1
