@@ -22,6 +22,7 @@ from lm.attention import Mask, OwnKeys
 from lm.block import BlockInputs, run_blocks
 from lm.cache import CrossAttentionCache, KVCache, TokenWriter, state_bytes
 from lm.config import ModelConfig
+from lm.delta import chunk_bytes
 from lm.encoder import EncoderDecoder
 from lm.experts import route_dtype
 from lm.layers import Fp32Linear, Head, compute_dtype
@@ -326,6 +327,7 @@ def rows_in(free: int, config: ModelConfig, itemsize: int, max_rows: int, num_co
     experts += 3 * config.shared_expert_intermediate_size
     mlp = max(3 * config.intermediate_size, experts if config.num_experts else 0)
     width = mlp + 6 * config.hidden_size + (3 if config.kv_lora_rank else 2) * heads * config.head_dim
+    width = max(width, chunk_bytes(config) // itemsize)
     with_keys = config.num_hidden_layers - config.num_linear_layers
     cache = 2 * with_keys * config.num_key_value_heads * num_columns * config.head_dim
     routes = route_dtype(config.num_experts).itemsize * config.num_hidden_layers * config.num_experts_per_tok

@@ -174,6 +174,19 @@ def step(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, beta: Tensor, S_BNK
     return (q_BNK1.mT @ S_BNKV).transpose(1, 2)
 
 
+def chunk_bytes(config: ModelConfig) -> int:
+    """Returns the bytes per token that a linear layer takes while it reads rows, and again in its backward pass: what
+    autograd saves of `chunks` and the convolution, in fp32. A pass without gradients takes somewhat less.
+    """
+    G, N, K, V = (
+        config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim,
+        config.linear_value_head_dim,
+    )  # fmt: skip
+    W, P = 2 * G * K + N * V, config.linear_conv_kernel_dim
+    of_pairs = CHUNK * (4 * N + 2 * G)  # a_ij, the system, its solution's gradient and scores; k · k and q · k
+    return 4 * (of_pairs + (P + 4) * W + 3 * N * K + 4 * N * V + N * K * V // CHUNK)
+
+
 class _Recomputed(torch.autograd.Function):
     """function(*inputs), which the backward pass computes again: chunks keep some twenty times as much as inputs."""
 

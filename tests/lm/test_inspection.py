@@ -13,7 +13,9 @@ from torch import Tensor
 
 from benchmarks.attention import attention_weights, measure_heads
 from lm import attention
+from lm.cache import KVCache, state_bytes
 from lm.config import ModelConfig
+from lm.delta import chunk_bytes
 from lm.encoder import EncoderDecoder, MaskedLanguageModel
 from lm.inspection import (
     Pass,
@@ -230,6 +232,10 @@ LATENT = {
     "num_key_value_heads": 6, "kv_lora_rank": 40, "q_lora_rank": 48, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
     "v_head_dim": 12, "rope_interleave": True,
 }  # fmt: skip
+LINEAR = {
+    "layer_types": ("linear_attention", "full_attention"), "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 OLMO2 = {"norm_place": "output", "qk_norm": True, "qk_norm_over": "projection"}
 GPT2_SHAPE = {
     **BASE_SHAPE, "num_key_value_heads": 6, "norm": "layer", "positions": "learned", "mlp": "gelu_tanh",
@@ -286,6 +292,7 @@ def fused(
         {**LLAMA_SHAPE, "partial_rotary_factor": 0.5}, {**LLAMA_SHAPE, **EXPERTS}, {**LLAMA_SHAPE, **LATENT},
         {**LLAMA_SHAPE, **LATENT, "q_lora_rank": 0, "v_head_dim": 20},
         {**LLAMA_SHAPE, **EXPERTS, "norm_topk_prob": True, "num_experts_per_tok": 5}, {**LLAMA_SHAPE, **GPT_OSS},
+        {**LLAMA_SHAPE, **LINEAR, "qk_norm": True, "attn_output_gate": True},
         {**LLAMA_SHAPE, "attn_logit_softcapping": 2.0, "sliding_window": (8, 0), "residual_multiplier": 0.5},
     ],
 )  # fmt: skip
@@ -302,6 +309,54 @@ def test_the_count_is_what_autograd_saves(changes: dict[str, Any], kind: str) ->
     keys = sequence_keys(0, np.arange(NUM_ROWS)[:, None], tokens_BT.device)
     found = kept_bytes(model, tokens_BT, autocast=kind == "autocast", sequence_keys_BT=keys)
     assert planned_bytes(config, of) == pytest.approx(found, rel=0.02)
+
+
+@pytest.mark.parametrize("sizes", [(2, 4, 16, 16, 4), (1, 4, 32, 16, 4), (4, 4, 16, 48, 3)])
+def test_a_linear_layer_takes_as_much_as_it_computes_again(sizes: tuple[int, ...]) -> None:
+    """What autograd saves of one layer while its backward pass reads its rows again."""
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    linear = {f"linear_{name}": size for name, size in zip(names, sizes, strict=True)}
+    config = ModelConfig.model_validate({**LLAMA_SHAPE, "layer_types": ("linear_attention",), **linear})
+    model = LanguageModel(config)
+    init_weights(model, seed=0)
+    layer = model.decoder.blocks[0].attention
+    x_BTD, positions = torch.randn(2, 128, 96), torch.arange(128).expand(2, 128)
+    given = layer.qkvz(x_BTD), layer.gates(x_BTD)
+    own = layer.conv, layer.a_log, layer.dt_bias, layer.norm
+    found = kept_bytes(Reading(layer), positions, *given, *own) - sum(x.nbytes for x in given)
+    assert chunk_bytes(config) == pytest.approx(found / x_BTD[..., 0].numel(), rel=0.1)
+
+
+class Reading(torch.nn.Module):
+    """Reads rows as the layer's backward pass does."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *given: Tensor) -> None:
+        self.layer._read_rows(*given)
+
+
+def test_states_take_the_place_of_keys_and_values() -> None:
+    config = ModelConfig.model_validate({**LLAMA_SHAPE, **LINEAR})  # layers 0 and 2 of 3 are linear
+    assert cache_bytes_per_token(config) == 2 * 2 * 16 * 2
+    assert state_bytes(config) == 2 * (4 * 24 * 16 * 4 + 3 * (2 * 2 * 24 + 4 * 16) * 2)
+    for like in (torch.zeros(0), torch.zeros(0, dtype=torch.bfloat16)):
+        size = like.element_size()
+        cache = KVCache.empty(config, 5, 7, like)
+        assert cache.nbytes == 5 * (7 * cache_bytes_per_token(config, size) + state_bytes(config, size))
+    whole = ModelConfig.model_validate({**LLAMA_SHAPE, "num_hidden_layers": 1})
+    per_key = 4 * 6 * 16
+    assert flops_per_token(whole, 9) - flops_per_token(whole, 8) == per_key
+    assert flops_per_token(config, 9) - flops_per_token(config, 8) == per_key
+    assert flops_per_token(config, 1) - 2 * matrices(config) == per_key + 2 * 6 * 4 * 24 * 16
+
+
+def matrices(config: ModelConfig) -> int:
+    """Counts the weights of the blocks' matrices and the head."""
+    model = LanguageModel(config)
+    return sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2)  # the head is the embedding
 
 
 @pytest.mark.parametrize("changes", [{**LLAMA_SHAPE, "num_key_value_heads": 6}, GPT2_SHAPE, {**LLAMA_SHAPE, **LATENT}])
