@@ -215,8 +215,9 @@ def test_zeros_after_a_lower_rank_stay_zeros_in_training(base: Callable[[str], P
     ("family", "targets"),
     [(base, targets) for base in BASES for targets in ("all", "attention", "mlp") if base != LATENT]
     + [(LATENT, "attention")]
-    # PEFT takes adapters of plain and of shared MLPs in GLM-4.5 for those of experts.
-    + [(family, "experts") for family in MIXTURES if family != "glm4_moe"],
+    # PEFT takes adapters of plain and of shared MLPs in GLM-4.5 and Qwen3-Next for those of experts.
+    + [(family, "experts") for family in MIXTURES if family not in ("glm4_moe", "qwen3_next")]
+    + [("qwen3_next", "attention")],
 )
 def test_peft_loads_an_adapter_of_ours_with_the_same_logits(
     base: Callable[[str], Path], tmp_path: Path, tokenizer: Tokenizer, family: str, targets: str
