@@ -498,8 +498,7 @@ def table(rows: Sequence[Parity]) -> str:
 INTRODUCTION = """# Parity with transformers
 
 Largest absolute difference between Heed's logits and those of `transformers` {version} in fp32, on randomly
-initialised models: all weights, norms and biases far from their defaults, 3 rows of {context} tokens, unusual
-shapes (odd head sizes, grouped queries, short windows, scaled or partial rotary positions, different depths). For BERT
+initialised models: weights far from their defaults, 3 rows of {context} tokens, unusual shapes. For BERT
 and the encoder of BART and T5, two of the rows are padded, after {lengths} tokens; outputs at padding are not compared.
 "Written as" is the family in which Heed saves the shape. Greedy tokens compare Heed's batch of ragged prompts, two
 running at a time, with `generate` on each prompt separately; prompts of BART and T5 are the beginning of their targets.
