@@ -483,31 +483,35 @@ def read_prompts(
     cross_cache: CrossAttentionCache | None,
 ) -> Tensor:
     """Read each prompt's keys and values into its slot, and return the logits [U, V] after it."""
-    if reads_packed(model):
-        return torch.cat([_read_packed(model, cache, prompts[part], slots[part]) for part in _packable(prompts)])
-    whole = [slice(0, len(prompts))]
-    parts = _packable(prompts) if cache.states and cache.keys.is_cuda else whole
-    return torch.cat([_read_padded(model, cache, prompts[part], slots[part], cross_cache) for part in parts])
+    if not reads_packed(model):
+        return _read_padded(model, cache, prompts, slots, cross_cache)
+    has_states = bool(cache.states)  # of linear layers, which have that at the end of a row
+    parts = _packable(prompts, pads=has_states)
+    if has_states:
+        return torch.cat([_read_padded(model, cache, prompts[part], slots[part], cross_cache) for part in parts])
+    return torch.cat([_read_packed(model, cache, prompts[part], slots[part]) for part in parts])
 
 
 def reads_packed(model: LanguageModel | EncoderDecoder) -> bool:
-    """Whether prompts are packed into one row, some thousand tokens at a time, instead of read all at once, padded.
+    """Whether prompts are read some thousand tokens at a time, packed into one row if no layer is linear, instead of
+    all at once, padded.
 
-    They are padded on a CPU, where packing makes matrix products no faster, if each sequence attends to a source, and
-    for linear layers, which return the state at the end of a row.
+    They are padded on a CPU, where packing makes matrix products no faster, and if each sequence attends to a source.
     """
-    has_states = model.config.num_linear_layers > 0
-    return model.head.weight.is_cuda and isinstance(model, LanguageModel) and not has_states
+    return model.head.weight.is_cuda and isinstance(model, LanguageModel)
 
 
-def _packable(prompts: Sequence[Sequence[int]]) -> Iterator[slice]:
-    """Yields neighbours with at most `PROMPT_TOKENS` tokens in total; a longer prompt comes alone."""
-    start, total = 0, 0
+def _packable(prompts: Sequence[Sequence[int]], *, pads: bool) -> Iterator[slice]:
+    """Yields neighbours with at most `PROMPT_TOKENS` tokens in total, with padding if it `pads`; a longer prompt comes
+    alone.
+    """
+    start, total, longest = 0, 0, 0
     for place, prompt in enumerate(prompts):
-        if total and total + len(prompt) > decoding.PROMPT_TOKENS:
+        longest = max(longest, len(prompt))
+        total = (place + 1 - start) * longest if pads else total + len(prompt)
+        if place > start and total > decoding.PROMPT_TOKENS:
             yield slice(start, place)
-            start, total = place, 0
-        total += len(prompt)
+            start, total, longest = place, len(prompt), len(prompt)
     yield slice(start, len(prompts))
 
 
