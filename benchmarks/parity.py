@@ -500,8 +500,8 @@ INTRODUCTION = """# Parity with transformers
 Largest absolute difference between Heed's logits and those of `transformers` {version} in fp32, on randomly
 initialised models: weights far from their defaults, 3 rows of {context} tokens, unusual shapes. For BERT
 and the encoder of BART and T5, two of the rows are padded, after {lengths} tokens; outputs at padding are not compared.
-"Written as" is the family in which Heed saves the shape. Greedy tokens compare Heed's batch of ragged prompts, two
-running at a time, with `generate` on each prompt separately; prompts of BART and T5 are the beginning of their targets.
+"Written as" is the family in which Heed saves the shape. Greedy tokens compare Heed's batch of ragged prompts, two at a
+time, with `generate` on each; prompts of BART and T5 begin their targets.
 
 `python -m benchmarks.parity docs/parity.md` writes this file; `tests/lm/test_families.py` requires every difference
 to be below 1e-4. For the families from OLMo 2 on, mixtures and T5 it also draws 20 shapes each, and compares logits in

@@ -452,7 +452,8 @@ CASES["lora-experts"] = Case(
     lambda model: conversations_sum(model) / NUM_COUNTED,
     max_grad_norm=0.2,
 )
-CASES["linear"] = replace(CASES["mixture"], source=RandomInit(lambda: LanguageModel(LINEAR), 13))
+# Clipped: plain steps of rate 1 make more of the rounding of α's exponential.
+CASES["linear"] = replace(CASES["mixture"], source=RandomInit(lambda: LanguageModel(LINEAR), 13), max_grad_norm=0.2)
 DPO_DROPPING = PolicySource(RandomInit(lambda: LanguageModel(DECODER, 0.1), 1), LOG_NU[0])
 CASES |= {"dpo": DPO, "dpo" + DROPOUT: replace(DPO, source=DPO_DROPPING)}
 

@@ -28,10 +28,6 @@ class Qwen35Family(RotaryFamily):
     qk_norm: bool = True
     partial_rotary: bool = True
 
-    @property
-    def classes(self) -> Mapping[str, str]:
-        return {"language": "Qwen3_5ForCausalLM", "score": "Qwen3_5TextForSequenceClassification"}
-
     def to_hf(self, config: ModelConfig) -> Fields:
         kinds = [
             "linear_attention" if config.is_linear(n) else "full_attention" for n in range(config.num_hidden_layers)
@@ -73,10 +69,6 @@ class Qwen35Family(RotaryFamily):
 class Qwen35MoeFamily(Qwen35Family, Qwen2MoeFamily):
     """Qwen3.5 with experts in every layer, whose weights are divided by their sum, and a shared one with a gate."""
 
-    @property
-    def classes(self) -> Mapping[str, str]:
-        return {"language": f"{self.class_prefix}ForCausalLM"}  # transformers has no classifier of Qwen3.5 with experts
-
     def from_hf(self, raw: Mapping[str, Any]) -> Fields:
         raw = {**self.defaults, **raw}
         # Its configs have no width of plain layers. This one tells it from Qwen3-Next, whose tensors differ.
@@ -95,13 +87,6 @@ class Qwen35MoeFamily(Qwen35Family, Qwen2MoeFamily):
 class Qwen3NextFamily(Qwen35Family, Qwen2MoeFamily):
     """Qwen3-Next. A checkpoint's products of a linear layer have all rows of a key head next to each other."""
 
-    @property
-    def classes(self) -> Mapping[str, str]:
-        return {
-            name: f"Qwen3NextFor{head}"
-            for name, head in (("language", "CausalLM"), ("score", "SequenceClassification"))
-        }
-
     def _products(self, config: ModelConfig, module: str, inner: str) -> Stored:
         of_key = config.linear_num_value_heads // config.linear_num_key_heads
         K, values = config.linear_key_head_dim, of_key * config.linear_value_head_dim
@@ -118,10 +103,7 @@ class WithTower:
 
     family: Qwen35Family
     model_type: str
-
-    @property
-    def classes(self) -> Mapping[str, str]:
-        return {"language": f"{self.family.class_prefix}ForConditionalGeneration"}
+    classes: Mapping[str, str]
 
     def to_hf(self, _config: ModelConfig) -> Fields:
         raise ValueError("a vision tower is not written")
