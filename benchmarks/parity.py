@@ -499,7 +499,7 @@ INTRODUCTION = """# Parity with transformers
 
 Largest absolute difference between Heed's logits and those of `transformers` {version} in fp32, on randomly
 initialised models: weights far from their defaults, 3 rows of {context} tokens, unusual shapes. For BERT
-and the encoder of BART and T5, two of the rows are padded, after {lengths} tokens; outputs at padding are not compared.
+and the encoder of BART and T5, two rows are padded, after {lengths} tokens; outputs at padding are not compared.
 "Written as" is the family in which Heed saves the shape. Greedy tokens compare Heed's batch of ragged prompts, two at a
 time, with `generate` on each; prompts of BART and T5 begin their targets.
 
