@@ -276,7 +276,7 @@ def record(step: Step, device: torch.device, pool: Any) -> tuple[Step, Any]:
     """Take the step; return a function that repeats it on the same buffers, and the recordings' memory pool.
 
     On a GPU the function replays the step's kernels; otherwise it is the step itself. The next recording shares the
-    pool. Repeating the step must be harmless.
+    pool. The step is computed once: states of linear layers move on with each.
     """
     if device.type == "cuda":
         return _capture(step, device, pool or torch.cuda.graph_pool_handle())
@@ -293,6 +293,7 @@ def _capture(step: Step, device: torch.device, pool: Any) -> tuple[Step, Any]:
         step()
         # `torch.cuda.graph` would also wait for the device and free all cached memory, at every recording.
         # Another thread may be copying a checkpoint at the same time.
+        # What is captured is not computed.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             step()
