@@ -115,7 +115,9 @@ def empty_state(config: ModelConfig, num_rows: int, like: Tensor) -> State:
 
 
 def state_bytes(config: ModelConfig, bytes_per_number: int = 2) -> int:
-    """Returns the bytes of a sequence's states in all linear layers (`empty_state`)."""
+    """Returns the bytes of a sequence's states in all linear layers (`empty_state`), 0 if there are none."""
+    if not config.num_linear_layers:
+        return 0
     like = torch.empty(0, dtype={2: torch.bfloat16, 4: torch.float32}[bytes_per_number], device="meta")
     return config.num_linear_layers * sum(part.nbytes for part in empty_state(config, 1, like))
 
