@@ -40,7 +40,13 @@ def attention_weights(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns softmax(Q Kᵀ / √H) of every head: self-attention [L, B, N, T, T], and attention to an encoder
     [L, B, N, T, S] or None. Rows sum to 1.
+
+    Raises: ValueError for a model with linear layers, which have no weights.
     """
+    if stack.config.num_linear_layers:
+        raise ValueError(
+            "model.layer_types has linear_attention, which has no weights to draw; full_attention expected"
+        )
     self_weights: list[Tensor] = []
     across: list[Tensor] = []
 

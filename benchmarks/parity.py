@@ -80,6 +80,11 @@ LATENT: dict[str, Any] = {
     **EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 6, "moe_intermediate_size": 16, "kv_lora_rank": 12,
     "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 1,
 }  # fmt: skip
+LINEAR_LAYERS: dict[str, Any] = {
+    "hidden_size": 24, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
 AUTO_MODELS = {
     "language": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",
@@ -162,6 +167,25 @@ CASES = {
         "Qwen2Moe",
         {**EXPERTS, "num_experts": 5, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 20},
         {"num_experts": 5, "shared_expert_intermediate_size": 20, "shared_expert_gate": True, "attention_bias": "qkv"},
+    ),
+    "qwen3-next": Case(
+        "Qwen3Next",
+        {**EXPERTS, **LINEAR_LAYERS, "num_experts": 6, "moe_intermediate_size": 16,
+         "shared_expert_intermediate_size": 20, "mlp_only_layers": [1]},
+        {"layer_types": ("linear_attention", "full_attention"), "linear_num_value_heads": 4, "attn_output_gate": True,
+         "linear_conv_kernel_dim": 4, "num_experts": 6, "shared_expert_gate": True, "partial_rotary_factor": 0.5},
+    ),
+    "qwen3.5": Case(
+        "Qwen3_5Text", {**LINEAR_LAYERS, "attention_bias": True, "linear_conv_kernel_dim": 3},
+        {"layer_types": ("linear_attention", "full_attention"), "linear_conv_kernel_dim": 3, "attention_bias": "all"},
+        written_as="Qwen3_5",
+    ),
+    "qwen3.5 moe": Case(
+        "Qwen3_5MoeText",
+        {**EXPERTS, **LINEAR_LAYERS, "num_experts": 5, "moe_intermediate_size": 16,
+         "shared_expert_intermediate_size": 12},
+        {"num_experts": 5, "norm_topk_prob": True, "linear_num_key_heads": 2, "linear_key_head_dim": 6},
+        written_as="Qwen3_5Moe",
     ),
     "glm-4.5": Case(
         "Glm4Moe",
@@ -350,7 +374,8 @@ def shuffled(model: Any) -> Any:
     Biases are small and position embeddings large, because otherwise post-norm stacks soon make all tokens alike.
     """
     generator = torch.Generator().manual_seed(4)
-    default = 0.0 if type(model).__name__.startswith("Gemma") else 1.0  # of norms; Gemma's multiply by 1 + weight
+    has_sums = type(model).__name__.startswith(("Gemma", "Qwen3Next", "Qwen3_5"))  # norms multiply by 1 + weight
+    default = 0.0 if has_sums else 1.0
     for name, parameter in model.named_parameters():
         if any(word in name for word in ("position", "wpe", "relative")):
             parameter.data.normal_(0, 1, generator=generator)
@@ -473,11 +498,10 @@ def table(rows: Sequence[Parity]) -> str:
 INTRODUCTION = """# Parity with transformers
 
 Largest absolute difference between Heed's logits and those of `transformers` {version} in fp32, on randomly
-initialised models: all weights, norms and biases far from their defaults, 3 rows of {context} tokens, unusual
-shapes (odd head sizes, grouped queries, short windows, scaled or partial rotary positions, different depths). For BERT
-and the encoder of BART and T5, two of the rows are padded, after {lengths} tokens; outputs at padding are not compared.
-"Written as" is the family in which Heed saves the shape. Greedy tokens compare Heed's batch of ragged prompts, two
-running at a time, with `generate` on each prompt separately; prompts of BART and T5 are the beginning of their targets.
+initialised models: weights far from their defaults, 3 rows of {context} tokens, unusual shapes. For BERT
+and the encoder of BART and T5, two rows are padded, after {lengths} tokens; outputs at padding are not compared.
+"Written as" is the family in which Heed saves the shape. Greedy tokens compare Heed's batch of ragged prompts, two at a
+time, with `generate` on each; prompts of BART and T5 begin their targets.
 
 `python -m benchmarks.parity docs/parity.md` writes this file; `tests/lm/test_families.py` requires every difference
 to be below 1e-4. For the families from OLMo 2 on, mixtures and T5 it also draws 20 shapes each, and compares logits in

@@ -423,7 +423,8 @@ class FromAdapter(Generic[AnyModel]):
                     for layer, of_down, of_up in zip(maps[name][1], *parts, strict=True):
                         rank = adapter.rank(layer)
                         if rank:  # a part with a lower rank than others, or without an adapter, ends with zeros
-                            of_down[:rank], of_up[:, :rank] = own(f"{layer}{A}"), own(f"{layer}{B}")
+                            of_down[:rank] = own(f"{layer}{A}")
+                            of_up[:, :rank] = places[f"{name}.weight"].by_kind(own(f"{layer}{B}"))
                     yield f"{name}.{DOWN}", down
                     yield f"{name}.{UP}", up
 
@@ -465,7 +466,8 @@ def _with_whole_parts(tensor: Tensor, place: Stored, names: Set[str], own: Calla
     sizes = [len(tensor) if rows is None else rows for rows in place.parts.values()]
 
     def part(theirs: str) -> Tensor:
-        return place.read((own(theirs).T if place.transposed else own(theirs))[place.rows_before :])
+        whole = own(theirs).T if place.transposed else own(theirs)
+        return place.read(place.by_kind(whole)[place.rows_before :])
 
     before = zip(place.parts, tensor.split(sizes), strict=True)
     return torch.cat([part(theirs) if theirs in names else rows for theirs, rows in before])
@@ -522,7 +524,7 @@ def save_adapter(
         is_transposed |= place.transposed
         downs, ups = kept[f"{name}.{DOWN}"].split(module.rank), kept[f"{name}.{UP}"].split(module.part_rows)
         for layer, down, up in zip(layers, downs, ups, strict=True):
-            stored |= {f"{layer}{A}": down, f"{layer}{B}": up}
+            stored |= {f"{layer}{A}": down, f"{layer}{B}": place.by_group(up)}
     heads = set[str]()
     own_names = dict(plain.named_parameters())
     for name, tensor in kept.items():

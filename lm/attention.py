@@ -408,7 +408,10 @@ class Attention(nn.Module):
         self.query_factor, self.cap = config.query_factor, config.attn_logit_softcapping
         is_latent, has_bias = config.kv_lora_rank > 0, config.attention_bias != "none"
         self.interleaved_dim = config.rotary_dim if config.rope_interleave and not is_latent else 0
-        self.qkv = LatentHeads(config) if is_latent else Linear(D, (N + 2 * G) * H, bias=has_bias)
+        # With an output gate, each head's rows of Q are followed by its gate's, as checkpoints have them.
+        self.has_gate = config.attn_output_gate
+        rows = (N + 2 * G + N * self.has_gate) * H
+        self.qkv = LatentHeads(config) if is_latent else Linear(D, rows, bias=has_bias)
         self.out = Linear(N * self.value_dim, D, bias=config.attention_bias == "all")
         self.norms_projection = config.qk_norm_over == "projection"
         normed = (N * H, G * H) if self.norms_projection else (H, H)
@@ -427,29 +430,38 @@ class Attention(nn.Module):
         split: SplitRows | None = None,
         query_scale: Tensor | None = None,
     ) -> Tensor:
+        qkv_BTE, gate_BTE = self._heads(x_BTD)
         if cache is None:
-            q_BNTH, k_BGTH, v_BGTH = self.project(x_BTD, rotary)
+            q_BNTH, k_BGTH, v_BGTH = self.split(qkv_BTE, rotary)
         else:
-            q_BNTH, k_BGTH, v_BGTH = store_heads(self, self._heads(x_BTD), rotary, cache, layer)
+            q_BNTH, k_BGTH, v_BGTH = store_heads(self, qkv_BTE, rotary, cache, layer)
         q_BNTH = q_BNTH if query_scale is None else q_BNTH * query_scale
         if split is not None:  # x is this rank's slice of the rows, and the mask is of all their tokens
             sinks_E = None if self.sinks is None else split.own_heads(self.sinks)
             y_BETH = attend(*split.to_heads(q_BNTH, k_BGTH, v_BGTH), mask, sinks_E, self.cap)
-            return self.join(split.to_tokens(y_BETH))
-        return self.join(attend(q_BNTH, k_BGTH, v_BGTH, mask, self.sinks, self.cap))
+            return self.join(split.to_tokens(y_BETH), gate_BTE)
+        return self.join(attend(q_BNTH, k_BGTH, v_BGTH, mask, self.sinks, self.cap), gate_BTE)
 
-    def join(self, y_BNTH: Tensor) -> Tensor:
+    def join(self, y_BNTH: Tensor, gate_BTE: Tensor | None = None) -> Tensor:
         """Returns the output [B, T, D], given that of all heads; zeros beyond `value_dim` are left out."""
         y_BNTV = y_BNTH if self.value_dim == self.head_dim else y_BNTH[..., : self.value_dim]
-        return self.out(y_BNTV.transpose(1, 2).flatten(2))
+        y_BTE = y_BNTV.transpose(1, 2).flatten(2)
+        return self.out(y_BTE if gate_BTE is None else y_BTE * gate_BTE.sigmoid())
 
     def project(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries [B, N, T, H], keys and values [B, G, T, H]; queries and keys are rotated by position."""
-        return self.split(self._heads(x_BTD), rotary)
+        return self.split(self._heads(x_BTD)[0], rotary)
 
-    def _heads(self, x_BTD: Tensor) -> Tensor:
-        """Returns the product for Q, K and V, with what is turned together half a head apart."""
-        qkv_BTE: Tensor = self.qkv(x_BTD)
+    def _heads(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the product for Q, K and V, with what is turned together half a head apart, and the output's gate."""
+        qkv_BTE, gate_BTE = self.qkv(x_BTD), None
+        if self.has_gate:
+            rows = 2 * self.num_heads * self.head_dim
+            q, gate = qkv_BTE[..., :rows].unflatten(-1, (self.num_heads, 2, -1)).unbind(dim=-2)
+            qkv_BTE, gate_BTE = torch.cat([q.flatten(2), qkv_BTE[..., rows:]], dim=-1), gate.flatten(2)
+        return self._apart(qkv_BTE), gate_BTE
+
+    def _apart(self, qkv_BTE: Tensor) -> Tensor:
         if not self.interleaved_dim:
             return qkv_BTE
         heads, N = qkv_BTE.unflatten(-1, (-1, self.head_dim)), self.num_heads + self.num_kv_heads

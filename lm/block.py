@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lm.attention import Attention, CrossAttention, Mask, times
 from lm.cache import CrossAttentionCache, PassCache
 from lm.config import ModelConfig
+from lm.delta import GatedDeltaNet
 from lm.experts import Mixture, PassRoutes, Seen
 from lm.layers import MLP, Dropout, Replaceable, make_norm, recomputed, site_offset
 from lm.native.operators import prepare_for_compile
@@ -25,7 +26,8 @@ BACKEND = "inductor"  # of `torch.compile`
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """Inputs that the blocks of one pass share; `masks` and `rotary` have an entry per layer.
+    """Inputs that the blocks of one pass share; `masks` and `rotary` have an entry per layer. Linear layers read
+    `positions_BT`.
 
     `dropout_keys_BT` are the tokens' keys (`lm.layers.Dropout`).
     """
@@ -40,6 +42,7 @@ class BlockInputs:
     positions_BTD: Tensor | None = None  # added to the input of every block but the first, whose input has them
     query_scale: Tensor | None = None  # a factor on each token's queries, [B, 1, T, 1]
     routes: PassRoutes | None = None
+    positions_BT: Tensor | None = None
 
 
 class Block(nn.Module):
@@ -47,17 +50,23 @@ class Block(nn.Module):
 
     With `cross_attention`, x + cross(norm(x)) between them attends to an encoder. Dropout applies to each branch. The
     config may norm the branches' outputs, in addition to their inputs or instead: x + norm(attention(x)). With
-    `has_experts` the MLP is a mixture.
+    `has_experts` the MLP is a mixture; if it `is_linear`, a gated delta rule is in the place of attention.
     """
 
     def __init__(
-        self, config: ModelConfig, dropout: float, *, cross_attention: bool = False, has_experts: bool = False
+        self,
+        config: ModelConfig,
+        dropout: float,
+        *,
+        cross_attention: bool = False,
+        has_experts: bool = False,
+        is_linear: bool = False,
     ) -> None:
         super().__init__()
         norm = partial(make_norm, config, config.hidden_size)
         norms_inputs = config.norm_place != "output"
         self.attention_norm = norm() if norms_inputs else nn.Identity()
-        self.attention = Attention(config)
+        self.attention = GatedDeltaNet(config) if is_linear else Attention(config)
         self.attention_output_norm = norm() if config.norms_outputs else nn.Identity()
         self.cross_norm = norm() if cross_attention else None
         self.cross = CrossAttention(config) if cross_attention else None
@@ -74,9 +83,13 @@ class Block(nn.Module):
         return x_BTD + self.transform(self.mlp_norm(x_BTD), inputs, layer)
 
     def attend(self, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:
-        y_BTD = self.attention(
-            x_BTD, inputs.rotary[layer], inputs.masks[layer], inputs.cache, layer, inputs.split, inputs.query_scale
-        )
+        if isinstance(self.attention, GatedDeltaNet):
+            assert inputs.positions_BT is not None, "linear layers need positions, which tell where sequences start"
+            y_BTD = self.attention(x_BTD, inputs.positions_BT, inputs.cache, layer)
+        else:
+            y_BTD = self.attention(
+                x_BTD, inputs.rotary[layer], inputs.masks[layer], inputs.cache, layer, inputs.split, inputs.query_scale
+            )
         return self._branch(self.attention_output_norm(y_BTD), inputs, 1 + BRANCHES * layer)
 
     def attend_to_encoder(self, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:

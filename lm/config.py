@@ -14,6 +14,10 @@ _OF_EXPERTS = (  # fields that mean nothing without experts
     "routed_scaling_factor", "shared_expert_intermediate_size", "shared_expert_gate", "mlp_only_layers", "n_group",
     "topk_group",
 )  # fmt: skip
+_OF_LINEAR = (  # and without linear layers
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)  # fmt: skip
 _OF_LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # and without latent attention
 
 
@@ -185,6 +189,11 @@ class ModelConfig(BaseModel):
         default="none",
         description="Attention's linear layers with a bias: none, Q, K and V (Qwen2), or all four (GPT-2).",
     )
+    attn_output_gate: bool = Field(
+        default=False,
+        description="Whether what attention reads is multiplied by the sigmoid of a product, per head and dimension"
+        " (Qwen3-Next, arXiv 2505.06708).",
+    )
     attention_sinks: bool = Field(
         default=False,
         description="Whether the softmax of each head has one more score, which is learned and has no value (gpt-oss,"
@@ -209,6 +218,21 @@ class ModelConfig(BaseModel):
         min_length=1,
         description="How many tokens back each layer attends, the token itself included; 0 = all. Layer i has entry"
         " i modulo the length: [0, 256] alternates as in GPT-3. One number counts for all layers.",
+    )
+    layer_types: tuple[Literal["full_attention", "linear_attention"], ...] = Field(
+        default=("full_attention",),
+        min_length=1,
+        description="`linear_attention` layers keep a state of fixed size per sequence instead of keys and values"
+        " (Gated DeltaNet, arXiv 2412.06464; Qwen3-Next). Layer i has entry i modulo the length.",
+    )
+    linear_num_key_heads: int = Field(default=0, ge=0, description="Linear layers: heads of queries and keys.")
+    linear_num_value_heads: int = Field(
+        default=0, ge=0, description="Linear layers: heads of values; a multiple of `linear_num_key_heads`."
+    )
+    linear_key_head_dim: int = Field(default=0, ge=0, description="Linear layers: size of a query or key.")
+    linear_value_head_dim: int = Field(default=0, ge=0, description="Linear layers: size of a value.")
+    linear_conv_kernel_dim: int = Field(
+        default=0, ge=0, description="Linear layers: how many tokens the convolution of queries, keys and values reads."
     )
     positions: Literal["rotary", "learned", "sinusoidal", "relative"] = Field(
         default="rotary",
@@ -284,11 +308,16 @@ class ModelConfig(BaseModel):
 
     @field_validator("sliding_window")
     @classmethod
-    def _shortest_pattern(cls, pattern: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
-        """Make equal shapes equal configs: (0, 8, 0, 8) becomes (0, 8), and in three layers so does (0, 8, 0)."""
-        num_hidden_layers = info.data.get("num_hidden_layers", len(pattern))
+    def _no_negative_window(cls, pattern: tuple[int, ...]) -> tuple[int, ...]:
         if min(pattern) < 0:
             raise ValueError(f"{pattern} has a negative entry; numbers of tokens were expected, 0 for all")
+        return pattern
+
+    @field_validator("sliding_window", "layer_types")
+    @classmethod
+    def _shortest_pattern(cls, pattern: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:
+        """Make equal shapes equal configs: (0, 8, 0, 8) becomes (0, 8), and in three layers so does (0, 8, 0)."""
+        num_hidden_layers = info.data.get("num_hidden_layers", len(pattern))
         if len(pattern) > num_hidden_layers:
             raise ValueError(f"{len(pattern)} entries for {num_hidden_layers} layers")
         layers = [pattern[layer % len(pattern)] for layer in range(num_hidden_layers)]
@@ -337,6 +366,25 @@ class ModelConfig(BaseModel):
         for name in ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling"):
             if self.kind != "decoder" and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"model.{name} is {getattr(self, name)}, but model.kind is {self.kind!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_linear(self) -> Self:
+        has_linear = "linear_attention" in self.layer_types
+        if (has_linear or self.attn_output_gate) and self.kind != "decoder":
+            what = "layer_types has linear_attention" if has_linear else "attn_output_gate is true"
+            raise ValueError(f"model.{what}, but model.kind is {self.kind!r}, not 'decoder'")
+        if self.attn_output_gate and self.kv_lora_rank:
+            raise ValueError("model.attn_output_gate is true, with kv_lora_rank; at most one of them was expected")
+        for name in _OF_LINEAR:
+            if (getattr(self, name) > 0) != has_linear:
+                raise ValueError(
+                    f"model.{name} is {getattr(self, name)}, but model.layer_types is {list(self.layer_types)};"
+                    f" {'a positive number' if has_linear else '0, without linear_attention,'} was expected"
+                )
+        if has_linear:
+            heads = "model.linear_num_value_heads over model.linear_num_key_heads"
+            exact_div(self.linear_num_value_heads, self.linear_num_key_heads, heads)
         return self
 
     @model_validator(mode="after")
@@ -459,6 +507,7 @@ class ModelConfig(BaseModel):
         changed = {
             "num_hidden_layers": kept + added,
             "sliding_window": [self.window(layer) for layer in range(kept + added)],
+            "layer_types": [self.layer_types[layer % len(self.layer_types)] for layer in range(kept + added)],
             "mlp_only_layers": [layer for layer in self.mlp_only_layers if layer < kept],
             "layers_without_positions": [layer for layer in self.layers_without_positions if layer < kept],
         }
@@ -468,6 +517,11 @@ class ModelConfig(BaseModel):
         """Check the model's kind. Raises: ValueError for another kind."""
         if self.kind != kind:
             raise ValueError(f"model.kind is {self.kind!r}; {kind!r} was expected")
+
+    @property
+    def num_linear_layers(self) -> int:
+        """How many layers have linear attention."""
+        return sum(map(self.is_linear, range(self.num_hidden_layers)))
 
     @property
     def query_factor(self) -> float:
@@ -502,6 +556,10 @@ class ModelConfig(BaseModel):
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's MLP is a mixture of experts."""
         return self.num_experts > 0 and layer not in self.mlp_only_layers
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether a layer has linear attention."""
+        return self.layer_types[layer % len(self.layer_types)] == "linear_attention"
 
     def window(self, layer: int) -> int:
         """Returns how many tokens back a layer attends, the token itself included; 0 = all."""

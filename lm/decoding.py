@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from lm.attention import Mask, OwnKeys
 from lm.block import BlockInputs, run_blocks
-from lm.cache import CrossAttentionCache, KVCache, TokenWriter
+from lm.cache import CrossAttentionCache, KVCache, TokenWriter, state_bytes
 from lm.config import ModelConfig
+from lm.delta import chunk_bytes
 from lm.encoder import EncoderDecoder
 from lm.experts import route_dtype
 from lm.layers import Fp32Linear, Head, compute_dtype
@@ -102,7 +103,10 @@ def decode(
     again_BTD = stack.layer_positions(positions_BT, x_BTD.dtype)
     writer = TokenWriter(cache, columns_B, num_columns)
     scale = query_scale(positions_BT, config.rope_scaling, compute_dtype(x_BTD))
-    inputs = BlockInputs(masks, rotary, writer, cross_cache, positions_BTD=again_BTD, query_scale=scale, routes=writer)
+    inputs = BlockInputs(
+        masks, rotary, writer, cross_cache, positions_BTD=again_BTD, query_scale=scale, routes=writer,
+        positions_BT=positions_BT,
+    )  # fmt: skip
     hidden_BTD = run_blocks(stack.blocks, stack.norm, x_BTD, inputs)
     return model.head(hidden_BTD[:, -1])
 
@@ -183,7 +187,7 @@ class FixedSteps:
     @property
     def num_bytes(self) -> int:
         """The bytes of the cache, which is most of what is kept."""
-        return 0 if self._cache is None else self._cache.keys.nbytes + self._cache.values.nbytes
+        return 0 if self._cache is None else self._cache.nbytes
 
     def cache_for(self, max_rows: int, num_columns: int) -> KVCache:
         """Returns the cache of these steps, for at most `max_rows` sequences; a new one if the last is too small."""
@@ -272,7 +276,7 @@ def record(step: Step, device: torch.device, pool: Any) -> tuple[Step, Any]:
     """Take the step; return a function that repeats it on the same buffers, and the recordings' memory pool.
 
     On a GPU the function replays the step's kernels; otherwise it is the step itself. The next recording shares the
-    pool. Repeating the step must be harmless.
+    pool. The step is computed once: states of linear layers move on with each.
     """
     if device.type == "cuda":
         return _capture(step, device, pool or torch.cuda.graph_pool_handle())
@@ -289,6 +293,7 @@ def _capture(step: Step, device: torch.device, pool: Any) -> tuple[Step, Any]:
         step()
         # `torch.cuda.graph` would also wait for the device and free all cached memory, at every recording.
         # Another thread may be copying a checkpoint at the same time.
+        # What is captured is not computed.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             step()
@@ -323,8 +328,11 @@ def rows_in(free: int, config: ModelConfig, itemsize: int, max_rows: int, num_co
     experts += 3 * config.shared_expert_intermediate_size
     mlp = max(3 * config.intermediate_size, experts if config.num_experts else 0)
     width = mlp + 6 * config.hidden_size + (3 if config.kv_lora_rank else 2) * heads * config.head_dim
-    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * num_columns * config.head_dim
+    width = max(width, chunk_bytes(config) // itemsize)
+    with_keys = config.num_hidden_layers - config.num_linear_layers
+    cache = 2 * with_keys * config.num_key_value_heads * num_columns * config.head_dim
     routes = route_dtype(config.num_experts).itemsize * config.num_hidden_layers * config.num_experts_per_tok
     row = itemsize * (cache + 2 * config.vocab_size) + 16 * config.vocab_size + routes * num_columns
+    row += state_bytes(config, itemsize)
     rows = max(1, int(0.9 * free - itemsize * PROMPT_TOKENS * width) // row)
     return min(max_rows, rows // ROWS * ROWS or rows)

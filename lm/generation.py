@@ -502,26 +502,33 @@ def read_prompts(
     """Read each prompt's keys and values into its slot, and return the logits [U, V] after it."""
     if not reads_packed(model):
         return _read_padded(model, cache, prompts, slots, cross_cache)
-    parts = [_read_packed(model, cache, prompts[part], slots[part]) for part in _packable(prompts)]
-    return torch.cat(parts)
+    has_states = bool(cache.states)  # of linear layers, which have that at the end of a row
+    parts = _packable(prompts, pads=has_states)
+    if has_states:
+        return torch.cat([_read_padded(model, cache, prompts[part], slots[part], cross_cache) for part in parts])
+    return torch.cat([_read_packed(model, cache, prompts[part], slots[part]) for part in parts])
 
 
 def reads_packed(model: LanguageModel | EncoderDecoder) -> bool:
-    """Whether prompts are packed into one row, some thousand tokens at a time, instead of read all at once, padded.
+    """Whether prompts are read some thousand tokens at a time, packed into one row if no layer is linear, instead of
+    all at once, padded.
 
     They are padded on a CPU, where packing makes matrix products no faster, and if each sequence attends to a source.
     """
     return model.head.weight.is_cuda and isinstance(model, LanguageModel)
 
 
-def _packable(prompts: Sequence[Sequence[int]]) -> Iterator[slice]:
-    """Yields neighbours with at most `PROMPT_TOKENS` tokens in total; a longer prompt comes alone."""
-    start, total = 0, 0
+def _packable(prompts: Sequence[Sequence[int]], *, pads: bool) -> Iterator[slice]:
+    """Yields neighbours with at most `PROMPT_TOKENS` tokens in total, with padding if it `pads`; a longer prompt comes
+    alone.
+    """
+    start, total, longest = 0, 0, 0
     for place, prompt in enumerate(prompts):
-        if total and total + len(prompt) > decoding.PROMPT_TOKENS:
+        longest = max(longest, len(prompt))
+        total = (place + 1 - start) * longest if pads else total + len(prompt)
+        if place > start and total > decoding.PROMPT_TOKENS:
             yield slice(start, place)
-            start, total = place, 0
-        total += len(prompt)
+            start, total, longest = place, len(prompt), len(prompt)
     yield slice(start, len(prompts))
 
 
@@ -556,7 +563,8 @@ def _read_padded(
     real_BP = places_P >= first_real_B[:, None]
     # A padding query attends to itself: a row of the softmax must not be empty, and nothing reads its result.
     mask_BPP = (places_P <= places_P[:, None]) & (real_BP[:, None, :] | (places_P == places_P[:, None]))
-    slots_BP = torch.tensor(slots, device=tokens_BP.device)[:, None].expand(tokens_BP.shape)
-    writer = PromptWriter(cache, real_BP.flatten().nonzero()[:, 0], slots_BP[real_BP], positions_BP[real_BP])
+    slots_B = torch.tensor(slots, device=tokens_BP.device)
+    slots_BP = slots_B[:, None].expand(tokens_BP.shape)
+    writer = PromptWriter(cache, real_BP.flatten().nonzero()[:, 0], slots_BP[real_BP], positions_BP[real_BP], slots_B)
     hidden_BPD = model.decoder(tokens_BP, positions_BP, mask_BPP, writer, cross_cache)
     return model.head(hidden_BPD[:, -1])

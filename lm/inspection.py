@@ -6,7 +6,7 @@ this code: its norms keep their input, SwiGLU keeps three widths, dropout is opt
 keeps no attention weights. `tests/lm/test_inspection.py` compares every term with what PyTorch saves.
 
 In the memory formulas, c is the bytes per number in a matrix product, s those in the residual stream; N heads, H head
-dim, D width, G key-value heads, M MLP width, T tokens of a row.
+dim, D width, G key-value heads, M MLP width, T tokens of a row. Letters of linear layers are those of `lm.delta`.
 """
 
 import functools
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lm.config import ModelConfig
+from lm.delta import chunk_bytes
 from lm.experts import route_dtype
 from lm.source import on_meta
 from lm.weights import PRETRAINED
@@ -54,18 +55,22 @@ def flops_per_token(config: ModelConfig, max_position_embeddings: int | None = N
     """Returns the floating-point operations of a forward pass for the last token of a context (default: the longest).
 
     They are two per weight of a matrix product (not the embedding, which is looked up), and four per key and dimension
-    of each head: the product with the key and the sum of the values. Norms and activations are left out, and so is an
-    encoder's head. An encoder-decoder's target token has a source of the same length; `flops_per_source_token` counts
-    the source itself. A training step takes three times as many.
+    of each head: the product with the key and the sum of the values. A linear layer reads, corrects and writes its
+    state, with two each per number. Norms, convolutions and activations are left out, and so is an encoder's head. An
+    encoder-decoder's target token has a source of the same length; `flops_per_source_token` counts the source itself. A
+    training step takes three times as many.
     """
     length = config.max_position_embeddings if max_position_embeddings is None else max_position_embeddings
     names = [part.name for part in parameter_table(config)]
     if config.kind == "encoder-decoder":
         names = [name for name in names if name.startswith("decoder.") and ".cross.key_value." not in name]
-    keys = sum(min(length, config.window(layer) or length) for layer in range(config.num_hidden_layers))
+    attending = [layer for layer in range(config.num_hidden_layers) if not config.is_linear(layer)]
+    keys = sum(min(length, config.window(layer) or length) for layer in attending)
     keys += config.num_hidden_layers * length if config.kind == "encoder-decoder" else 0
     head = 0 if config.kind == "encoder" else config.vocab_size * config.hidden_size
-    return 2 * (_multiplying_weights(config, names) + head) + 4 * config.num_attention_heads * config.head_dim * keys
+    state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+    products = _multiplying_weights(config, names) + head + 3 * config.num_linear_layers * state
+    return 2 * products + 4 * config.num_attention_heads * config.head_dim * keys
 
 
 def flops_per_source_token(config: ModelConfig, source_tokens: int | None = None) -> int:
@@ -106,11 +111,11 @@ def num_unread(config: ModelConfig, num_tokens: int) -> float:
 
 def cache_bytes_per_token(config: ModelConfig, bytes_per_number: int = 2) -> int:
     """Returns the key-value cache's bytes per token of a sequence (bf16 by default), with a mixture's routes; in an
-    encoder-decoder, per source or target token.
+    encoder-decoder, per source or target token. Linear layers have states instead (`lm.cache.state_bytes`).
     """
     routes = config.num_experts_per_tok * route_dtype(config.num_experts).itemsize
     keys_and_values = 2 * config.num_key_value_heads * config.head_dim * bytes_per_number
-    return config.num_hidden_layers * (keys_and_values + routes)
+    return config.num_hidden_layers * (keys_and_values + routes) - config.num_linear_layers * keys_and_values
 
 
 @dataclass(frozen=True)
@@ -138,8 +143,12 @@ class Pass:
 
 
 def block_bytes(config: ModelConfig, batch: Pass, *, cross_attention: bool = False) -> int:
-    """Returns the bytes that a block keeps; `cross_attention` adds attention to encoder rows of the same length."""
-    branches = [_attention_bytes(config, batch), _mlp_bytes(config, batch)]
+    """Returns the bytes that a block keeps, on average if some layers are linear; `cross_attention` adds attention to
+    encoder rows of the same length.
+    """
+    share = config.num_linear_layers / config.num_hidden_layers
+    attention = round((1 - share) * _attention_bytes(config, batch) + share * _linear_bytes(config, batch))
+    branches = [attention, _mlp_bytes(config, batch)]
     if cross_attention:
         branches.append(_cross_bytes(config, batch))
     return batch.num_tokens * sum(_branch_bytes(config, batch) + kept for kept in branches)
@@ -179,7 +188,14 @@ def forward_bytes(config: ModelConfig, batch: Pass) -> int:
         pairs = config.num_experts_per_tok * (3 * config.hidden_size + widths * config.moe_intermediate_size)
         shared = c * config.shared_expert_intermediate_size * widths
         mlp = max(mlp, shared + c * pairs + 4 * (config.hidden_size + 2 * config.num_experts))
-    return batch.num_tokens * (around + max(attention, mlp))
+    return batch.num_tokens * (around + max(attention, mlp, chunk_bytes(config)))
+
+
+def _linear_bytes(config: ModelConfig, batch: Pass) -> int:
+    """The two products of the input, and the input of the last one. The rest is computed again (`chunk_bytes`)."""
+    N, values = config.linear_num_value_heads, config.linear_num_value_heads * config.linear_value_head_dim
+    W = 2 * config.linear_num_key_heads * config.linear_key_head_dim + values
+    return batch.compute_bytes * (W + values + 2 * N + values)
 
 
 def _branch_bytes(config: ModelConfig, batch: Pass) -> int:
@@ -217,6 +233,7 @@ def _attention_bytes(config: ModelConfig, batch: Pass) -> int:
     if config.qk_norm and not batch.is_fused:
         kept += c * (N + 2 * G) * H
     kept += _latent_bytes(config, batch)
+    kept += 2 * c * N * H if config.attn_output_gate else 0  # the sigmoid, and the gated output
     turned = config.positions == "rotary" or config.qk_norm
     if batch.split_among > 1:  # what was exchanged is kept, not what it was copied from; the output on both sides
         return kept + c * (exchanged_numbers(config, batch) + 2 * N * H) + _score_bytes(config, batch)

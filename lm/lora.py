@@ -31,6 +31,7 @@ from lm.weights import PURPOSES
 TARGETS = {
     "attention": (
         *("attention.qkv", "attention.out", "cross.query", "cross.key_value", "cross.out"),
+        *("attention.qkvz", "attention.gates"),
         *("qkv.query_latent", "qkv.query", "qkv.latent", "qkv.key_value"),
     ),
     "mlp": ("mlp.up", "mlp.down", "shared.up", "shared.down"),

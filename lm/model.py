@@ -71,7 +71,13 @@ class Transformer(nn.Module):
         num_layers = config.num_hidden_layers if causal or not config.num_encoder_layers else config.num_encoder_layers
         block = PostNormBlock if config.norm_place == "post" else Block
         self.blocks = nn.ModuleList(
-            block(config, dropout, cross_attention=cross_attention, has_experts=config.has_experts(layer))
+            block(
+                config,
+                dropout,
+                cross_attention=cross_attention,
+                has_experts=config.has_experts(layer),
+                is_linear=config.is_linear(layer),
+            )
             for layer in range(num_layers)
         )
         # In a post-norm model the last block ends with a norm.
@@ -120,7 +126,9 @@ class Transformer(nn.Module):
         rotary = self.rotary(positions_BT, compute_dtype(x_BTD))
         again_BTD = self.layer_positions(positions_BT, x_BTD.dtype)
         scale = query_scale(positions_BT, self.config.rope_scaling, compute_dtype(x_BTD))
-        inputs = BlockInputs(masks, rotary, cache, cross_cache, keys_BT, split, seen, again_BTD, scale, routes or cache)
+        inputs = BlockInputs(
+            masks, rotary, cache, cross_cache, keys_BT, split, seen, again_BTD, scale, routes or cache, positions_BT
+        )
         recompute = self.recomputes and torch.is_grad_enabled()
         if self.compiles and cache is None and cross_cache is None:
             return self.norm(run_compiled_blocks(self.blocks, x_BTD, inputs, recompute=recompute))
@@ -378,6 +386,8 @@ def init_weights(model: nn.Module, seed: int) -> None:
     |                               |                | 3L where they also read an encoder                         |
     | norms                         | 1              |                                                            |
     | biases, sinks                 | 0              |                                                            |
+    | a_log, of linear layers       | ln U(1, 16)    | as in Mamba-2 (arXiv 2405.21060): with dt_bias, states     |
+    | dt_bias, of linear layers     | softplus⁻¹(dt) | decay in 1 to 1,000 tokens; ln dt is U(ln .001, ln .1)     |
     | score                         | N(0, 1/(D+1))  | a fresh score has unit variance                            |
     | relative bias                 | N(0, 1/D)      | as in T5, nearly none                                      |
 
@@ -398,8 +408,13 @@ def initial_weights(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]
 
 def initial_weight(name: str, shape: Sequence[int], config: ModelConfig, generator: torch.Generator) -> Tensor:
     """Draws the initial value of the parameter with this name, by the table in `init_weights`."""
-    if name.endswith("norm.weight"):
+    if name.endswith(("norm.weight", "attention.norm")):
         return torch.ones(*shape)
+    if name.endswith("attention.a_log"):
+        return torch.empty(*shape).uniform_(1, 16, generator=generator).log()
+    if name.endswith("attention.dt_bias"):
+        dt = torch.empty(*shape).uniform_(math.log(0.001), math.log(0.1), generator=generator).exp()
+        return dt.expm1().log()
     if name.endswith((".bias", ".sinks")):
         return torch.zeros(*shape)
     if name.startswith("score."):  # summarize-from-feedback, `query_response_model.py`
@@ -447,12 +462,17 @@ def checkpoint_activations(model: nn.Module) -> None:
 def compile_blocks(model: nn.Module) -> None:
     """Compile the blocks with `torch.compile` at the first pass over whole rows (`lm.block`).
 
-    Raises: ValueError for a mixture of experts or attention with sinks.
+    Raises: ValueError for a mixture of experts, attention with sinks, or linear attention.
     """
     for transformer in _transformers(model).values():
-        if transformer.config.num_experts or transformer.config.attention_sinks:
-            what = "a mixture of experts" if transformer.config.num_experts else "attention with sinks"
-            raise ValueError(f"engine.compile_blocks is true, but {what} cannot be compiled")
+        config = transformer.config
+        for what, is_there in (
+            ("a mixture of experts", config.num_experts),
+            ("attention with sinks", config.attention_sinks),
+            ("linear attention", config.num_linear_layers),
+        ):
+            if is_there:
+                raise ValueError(f"engine.compile_blocks is true, but {what} cannot be compiled")
         transformer.compiles = True
 
 

@@ -32,6 +32,11 @@ def check_sequence_split(config: ModelConfig, size: int) -> None:
     N, G = config.num_attention_heads, config.num_key_value_heads
     if config.kind != "decoder":
         raise ValueError(f"engine.sequence_parallel_size is {size}, but the model is an {config.kind}; 1 was expected")
+    if config.num_linear_layers:
+        raise ValueError(
+            f"engine.sequence_parallel_size is {size}, but the model has layers of linear_attention, which read whole"
+            " rows; 1 was expected"
+        )
     if N % size or (G % size and size % G):
         raise ValueError(
             f"engine.sequence_parallel_size is {size}, but the model has {N} attention heads and {G} key-value heads; a"

@@ -25,6 +25,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _COMPUTED = r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$|final_logits_bias$"
 _UNUSED = r"\.EncDecAttention\.relative_attention_bias\.weight$"
 _COPIES = r"^lm_head\.weight$|^cls\.predictions\.(decoder\.|bias$)|\.embed_tokens\.weight$"
+_TOWERS = r"^model\.visual\.|^mtp\."  # of Qwen3.5, whose further layers predict more than the next token
 _OTHER_HEADS = r"^cls\.seq_relationship\.|^(bert\.)?pooler\."
 _OF_FURTHER = (
     ".eh_proj.weight"  # of layers that predict more than the next token (DeepSeek-V3, GLM-4.5), left out whole
@@ -34,7 +35,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, by its lowest three bits; the fourth is the sign
 _BODY = re.compile(r"^(transformer|bert)\.")
 SCORE_BIAS = "bias"  # the only buffer of a model that is not among a checkpoint's tensors, but in config.json
-_LEFT_OUT = re.compile("|".join((_COMPUTED, _UNUSED, _COPIES, _OTHER_HEADS)))
+_LEFT_OUT = re.compile("|".join((_COMPUTED, _UNUSED, _COPIES, _TOWERS, _OTHER_HEADS)))
 # BERT's published checkpoints name the norms' parameters as TensorFlow did.
 _OLD_NAMES = {"gamma": "weight", "beta": "bias"}
 
@@ -210,6 +211,9 @@ class Reader:
         rows, place, start = range(shape[0]) if rows is None else rows, self._place(ours), 0
         if place.experts:
             return self._read_stacked(place, shape, rows)
+        if place.groups:
+            (name,) = place.parts
+            return place.by_kind(self._checkpoint.tensor(name).float())[rows.start : rows.stop]
         rows_read = torch.empty(len(rows), *shape[1:])
         for name, num_rows in place.parts.items():
             end = start + (shape[0] if num_rows is None else num_rows)
@@ -246,7 +250,7 @@ class Reader:
     def _place(self, ours: str) -> Stored:
         place = self._family.stored(self._config, ours)
         if place.otherwise and not self._holds(place):
-            place = replace(place, parts={place.otherwise: None})
+            place = place.otherwise
         if self._has_prefix:
             return place
         return replace(place, parts={_BODY.sub("", name): rows for name, rows in place.parts.items()})

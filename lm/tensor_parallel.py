@@ -113,6 +113,10 @@ def require_divisible(config: ModelConfig, size: int, what: str = "tensor_parall
     """
     if size > 1 and config.qk_norm_over != "head":
         raise ValueError(f"{what} is {size}, but the model norms the queries of all heads together; 1 was expected")
+    if size > 1 and (config.num_linear_layers or config.attn_output_gate):
+        raise ValueError(
+            f"{what} is {size}, but the model has layers of linear_attention or an output gate; 1 was expected"
+        )
     kv_heads = config.num_key_value_heads
     for name, number in (
         ("num_attention_heads", config.num_attention_heads),

@@ -307,6 +307,7 @@ def to_stored(place: Stored, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     if place.experts:
         yield next(iter(place.parts)), place.stack(tensor).contiguous()
         return
+    tensor = place.by_group(tensor)
     sizes = [len(tensor) if rows is None else rows for rows in place.parts.values()]
     for name, part in zip(place.parts, tensor.split(sizes), strict=True):
         unused = part.new_zeros(place.rows_before, *part.shape[1:])

@@ -17,7 +17,7 @@ from torch import Tensor
 from files.hashes import derive_seed
 from files.records import read_record
 from lm.hub import model_directory
-from lm.samplers.vllm_engine import require_vllm
+from lm.samplers.vllm_engine import require_tried, require_vllm
 from lm.tensor_parallel import largest_team, require_divisible
 from lm.tokenizer import Tokenizer
 from lm.weights import read_config
@@ -281,6 +281,8 @@ def check(config: PPOConfig, job: JobView) -> None:
     if job.model is not None:
         require_divisible(job.model, config.sampler.tensor_parallel_size, "ppo.sampler.tensor_parallel_size")
         require_routes(config, job.model)
+        if isinstance(config.sampler, VLLM):
+            require_tried("model", job.model)
     reward = reward_section(job)
     own_reward = reward is not None and "reward" in job.parents(STAGE.name)
     if reward is not None and own_reward:

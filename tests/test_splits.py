@@ -91,6 +91,11 @@ MIXTURE = ModelConfig(
     shared_expert_intermediate_size=8, shared_expert_gate=True, sliding_window=(4, 0), attn_logit_softcapping=2.0,
     final_logit_softcapping=9.0, embedding_multiplier=3.0, residual_multiplier=0.7, logits_scaling=0.5, **SHAPE,
 )  # fmt: skip
+LINEAR = ModelConfig(
+    num_hidden_layers=2, layer_types=("linear_attention", "full_attention"), linear_num_key_heads=2,
+    linear_num_value_heads=4, linear_key_head_dim=4, linear_value_head_dim=3, linear_conv_kernel_dim=4,
+    attn_output_gate=True, qk_norm=True, partial_rotary_factor=0.5, **SHAPE,
+)  # fmt: skip
 TYPED = ENCODER.model_copy(update={"type_vocab_size": 2})
 BOTH = ModelConfig(kind="encoder-decoder", num_hidden_layers=1, num_encoder_layers=1, mlp="gelu", **SHAPE)
 PAD, END, MASK = 0, 1, 2
@@ -448,6 +453,8 @@ CASES["lora-experts"] = Case(
     lambda model: conversations_sum(model) / NUM_COUNTED,
     max_grad_norm=0.2,
 )
+# Clipped: plain steps of rate 1 make more of the rounding of α's exponential.
+CASES["linear"] = replace(CASES["mixture"], source=RandomInit(lambda: LanguageModel(LINEAR), 13), max_grad_norm=0.2)
 DPO_DROPPING = PolicySource(RandomInit(lambda: LanguageModel(DECODER, 0.1), 1), LOG_NU[0])
 CASES |= {"dpo": DPO, "dpo" + DROPOUT: replace(DPO, source=DPO_DROPPING)}
 
@@ -660,10 +667,11 @@ def batch_of(split: Split, num_rows: int) -> BatchConfig:
 
 # New ones come last, so that the others keep their splits.
 CLASSIFIERS = ("classify-sequence", "classify-token", "classify-span", "next-sentence")
-LATER = ("ppo", "dpo", "dpo" + DROPOUT, "lora", "grouped", *CLASSIFIERS, "kto", "mixture", "lora-experts")
+LATER = ("ppo", "dpo", "dpo" + DROPOUT, "lora", "grouped", *CLASSIFIERS, "kto", "mixture", "lora-experts", "linear")
 NAMES = [*(name for name in CASES if name not in LATER), *LATER]
-# How many ranks split a sequence: of the first two ranks, and of four. An encoder's sequences stay whole.
-NEVER_SPLIT = ("masked", "denoising", "pairs", "encoder-ranking", *CLASSIFIERS)
+# How many ranks split a sequence: of the first two ranks, and of four. An encoder's sequences stay whole, as do those
+# that linear layers read.
+NEVER_SPLIT = ("masked", "denoising", "pairs", "encoder-ranking", "linear", *CLASSIFIERS)
 SPLIT_OF_FOUR = {"packed": 2, "ppo": 2, "grouped": 4, "mixture": 2, "lora-experts": 2}
 
 

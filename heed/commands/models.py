@@ -170,6 +170,7 @@ def read_shape(path: Path) -> "ModelConfig":
 
 def describe(config: "ModelConfig") -> Table:
     """Returns a table of parameters by part, and of costs per token."""
+    from lm.cache import state_bytes
     from lm.inspection import cache_bytes_per_token, flops_per_source_token, flops_per_token, parameter_table
 
     table = Table(box=None, pad_edge=False)
@@ -193,4 +194,6 @@ def describe(config: "ModelConfig") -> Table:
         table.add_row(label, "", "", f"{flops_per_source_token(config):,}")
     if config.kind != "encoder":
         table.add_row("key-value cache, bytes per token, bf16", "", "", f"{cache_bytes_per_token(config):,}")
+    if config.num_linear_layers:
+        table.add_row("states of linear layers, bytes per sequence, bf16", "", "", f"{state_bytes(config):,}")
     return table

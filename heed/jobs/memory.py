@@ -16,8 +16,10 @@ from torch import nn
 
 from lm import layers
 from lm.block import Block
+from lm.cache import state_bytes
 from lm.config import ModelConfig
 from lm.decoding import PROMPT_TOKENS, rows_in
+from lm.delta import chunk_bytes
 from lm.generation import SAMPLED_AT_ONCE
 from lm.inspection import Pass, block_bytes, cache_bytes_per_token, ends_bytes, exchanged_numbers, forward_bytes
 from lm.layers import ExpertMaps, rounded_weights
@@ -243,6 +245,7 @@ def training_phase(counts: Counts, layout: Layout, of: Pass, num_logits: int, nu
     kept = min(counts.trained_layers, config.num_hidden_layers) * block
     kept += max(0, counts.trained_layers - config.num_hidden_layers) * plain
     inside = block + 2 * of.compute_bytes * of.num_tokens * exchanged_numbers(config, of)
+    inside += of.num_tokens * chunk_bytes(config)
     if layout.recomputes:
         kept, inside = counts.trained_layers * of.num_tokens * config.hidden_size * of.stream_bytes, block + inside
     gradients = {0: 4 * p, 1: w * p, 2: w * p // N, 3: 0}[stage]
@@ -304,7 +307,7 @@ def sampling_phase(
     c, prompts = layout.compute_bytes, min(rows, -(-PROMPT_TOKENS // prompt_tokens)) if layout.is_gpu else rows
     prompt_pass = forward_bytes(config, forward_pass(layout, prompts, prompt_tokens))
     return {
-        CACHE: cache_bytes_per_token(config, c) * rows * (prompt_tokens + response_tokens),
+        CACHE: rows * (cache_bytes_per_token(config, c) * (prompt_tokens + response_tokens) + state_bytes(config, c)),
         "prompts being read, or logits": max(prompt_pass, (2 * c + 12) * rows * config.vocab_size),
         **({} if layout.is_gpu else {"weights as the CPU reads them": c * num_parameters}),
     }

@@ -15,6 +15,7 @@ import torch
 
 import lm.native.install  # noqa: F401  # matrix products as a model's layers compute them
 from heed.jobs.memory import Counts, Layout, forward_pass
+from lm.cache import state_bytes
 from lm.config import ModelConfig
 from lm.inspection import block_bytes, cache_bytes_per_token, flops_per_source_token, flops_per_token, num_unread
 from lm.layers import linear
@@ -200,6 +201,7 @@ class Times:
         """
         model, c = counts.config, self.layout.compute_bytes
         read = c * (counts.total - num_unread(model, rows)) + cache_bytes_per_token(model, c) * rows * seq_len
+        read += 2 * state_bytes(model, c) * rows  # which it also writes
         computed = self.prefill(counts, rows, seq_len, team_size)
         if not self.layout.is_gpu:
             return read / (self.hardware.bytes_per_second * self.share_of_peak) + computed

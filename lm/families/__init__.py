@@ -16,7 +16,6 @@ from lm.families.deepseek import DeepseekV2Family, DeepseekV3Family
 from lm.families.exaone4 import Exaone4Family
 from lm.families.family import Family, Stored, expect
 from lm.families.gemma2 import Gemma2Family
-from lm.families.gemma3 import Gemma3Family
 from lm.families.glm4 import Glm4Family
 from lm.families.gpt2 import GPT2Family
 from lm.families.gpt_oss import GptOssFamily
@@ -24,6 +23,7 @@ from lm.families.granite import GraniteFamily, GraniteMoeFamily
 from lm.families.heed import HeedFamily
 from lm.families.ministral3 import Ministral3Family
 from lm.families.mixtures import Glm4MoeFamily, MixtralFamily, OlmoeFamily, Qwen2MoeFamily, Qwen3MoeFamily
+from lm.families.qwen3_next import Qwen3NextFamily, Qwen35Family, Qwen35MoeFamily, WithTower
 from lm.families.rotary import Olmo2Family, Phi3Family, RotaryFamily
 from lm.families.smollm3 import SmolLM3Family
 from lm.families.t5 import T5Family
@@ -65,10 +65,18 @@ _DEEPSEEK_V3 = {
     "routed_scaling_factor": 2.5,
 }  # fmt: skip
 
+_QWEN3_NEXT = {
+    "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "num_experts": 512,
+    "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True, "intermediate_size": 5632,
+}  # fmt: skip
+_QWEN35_MOE = {**_QWEN3_NEXT, "num_experts": 256, "num_experts_per_tok": 8}
+_QWEN35 = {"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25, "intermediate_size": 12288}
+_QWEN35_FAMILY = Qwen35Family("qwen3_5_text", "Qwen3_5", score_prefix="Qwen3_5Text", defaults=_QWEN35)
+_QWEN35_MOE_FAMILY = Qwen35MoeFamily("qwen3_5_moe_text", "Qwen3_5Moe", score_prefix=None, defaults=_QWEN35_MOE)
+
 # What no shape of Heed describes, in families that are close to those above.
 NOT_COVERED = {
-    "qwen3_5": "which has layers of linear attention",
-    "qwen3_5_text": "which has layers of linear attention",
     "gemma3": "which has a vision tower (its language model alone is gemma3_text)",
     "mistral3": "which has a vision tower (its language model alone is mistral or ministral3)",
 }
@@ -89,10 +97,17 @@ FAMILIES: tuple[Family, ...] = (
         defaults={"num_key_value_heads": 4},
     ),
     Qwen2MoeFamily("qwen2_moe", "Qwen2Moe", attention_bias="qkv", defaults={"num_key_value_heads": 16}),
-    Glm4MoeFamily("glm4_moe", "Glm4Moe", attention_bias="qkv flag", partial_rotary=True, defaults=_GLM_MOE),
+    _QWEN35_FAMILY,
+    _QWEN35_MOE_FAMILY,
+    Qwen3NextFamily("qwen3_next", "Qwen3Next", defaults=_QWEN3_NEXT),
+    WithTower(_QWEN35_FAMILY, "qwen3_5", {"language": "Qwen3_5ForConditionalGeneration"}),
+    WithTower(_QWEN35_MOE_FAMILY, "qwen3_5_moe", {"language": "Qwen3_5MoeForConditionalGeneration"}),
+    Glm4MoeFamily(
+        "glm4_moe", "Glm4Moe", score_prefix=None, attention_bias="qkv flag", partial_rotary=True, defaults=_GLM_MOE
+    ),
     DeepseekV3Family("deepseek_v3", "DeepseekV3", attention_bias="flag", defaults=_DEEPSEEK_V3),
     DeepseekV2Family("deepseek_v2", "DeepseekV2", attention_bias="flag", even_heads=True, defaults=_DEEPSEEK_V2),
-    OlmoeFamily("olmoe", "Olmoe", attention_bias="flag"),
+    OlmoeFamily("olmoe", "Olmoe", score_prefix=None, attention_bias="flag"),
     MixtralFamily("mixtral", "Mixtral", windows="all", defaults={"num_key_value_heads": 8}),
     GptOssFamily(
         "gpt_oss", "GptOss", mlp="clamped_swiglu", attention_bias="flag", windows="in turn", defaults=_GPT_OSS
@@ -101,16 +116,16 @@ FAMILIES: tuple[Family, ...] = (
     Olmo2Family("olmo3", "Olmo3", attention_bias="flag", windows="in turn", local_rope=True, defaults=_OLMO3),
     Phi3Family("phi3", "Phi3", windows="all", partial_rotary=True),
     SmolLM3Family("smollm3", "SmolLM3", attention_bias="flag", mlp_bias_flag=True, windows="by layer"),
-    GraniteFamily("granite", "Granite", attention_bias="flag", mlp_bias_flag=True),
-    GraniteMoeFamily("granitemoe", "GraniteMoe", attention_bias="flag"),
-    GraniteMoeFamily("granitemoeshared", "GraniteMoeShared", attention_bias="flag"),
+    GraniteFamily("granite", "Granite", score_prefix=None, attention_bias="flag", mlp_bias_flag=True),
+    GraniteMoeFamily("granitemoe", "GraniteMoe", score_prefix=None, attention_bias="flag"),
+    GraniteMoeFamily("granitemoeshared", "GraniteMoeShared", score_prefix=None, attention_bias="flag"),
     Ministral3Family("ministral3", "Ministral3", windows="all", defaults={"num_key_value_heads": 8, "head_dim": 128}),
     Exaone4Family("exaone4", "Exaone4", qk_norm=True, windows="in turn", defaults=_EXAONE),
     Glm4Family("glm4", "Glm4", attention_bias="qkv flag", partial_rotary=True),
     Gemma2Family(
         "gemma2", "Gemma2", mlp="geglu", attention_bias="flag", even_heads=True, windows="in turn", defaults=_GEMMA2
     ),
-    Gemma3Family(
+    Gemma2Family(
         "gemma3_text",
         "Gemma3",
         mlp="geglu",
@@ -119,6 +134,7 @@ FAMILIES: tuple[Family, ...] = (
         even_heads=True,
         windows="in turn",
         local_rope=True,
+        score_prefix="Gemma3Text",
         defaults=_GEMMA3,
     ),
     GPT2Family(),

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from lm.config import ModelConfig
@@ -17,9 +18,10 @@ class Stored:
 
     None: all rows. `transposed`: the checkpoint stores the matrix as (in, out), as GPT-2 does. The first `rows_before`
     rows in the checkpoint are not used: BART counts its positions from 2. Heed's numbers are the checkpoint's times
-    `factor`, plus `added`. A checkpoint without this tensor has its numbers in the whole tensor `otherwise`, if set.
-    `experts` > 0: the checkpoint stacks the matrices (or biases) of so many experts in one tensor with one more
-    dimension. `interleaved`: there, the rows of an expert's two halves alternate.
+    `factor`, plus `added`. A checkpoint without this tensor has its numbers where `otherwise` says, if set. `experts`
+    > 0: the checkpoint stacks the matrices (or biases) of so many experts in one tensor with one more dimension.
+    `interleaved`: there, the rows of an expert's two halves alternate. `groups`: there, rows come in groups with so
+    many rows of each kind; Heed has all rows of a kind, one kind after the other.
     """
 
     parts: Mapping[str, int | None]
@@ -27,9 +29,10 @@ class Stored:
     rows_before: int = 0
     factor: float = 1.0
     added: float = 0.0
-    otherwise: str = ""
+    otherwise: "Stored | None" = None
     experts: int = 0
     interleaved: bool = False
+    groups: tuple[int, ...] = ()
 
     def stack(self, ours: Tensor) -> Tensor:
         """Returns the stacked tensor, given Heed's matrices below one another."""
@@ -41,6 +44,21 @@ class Stored:
     def unstack(self, expert: Tensor) -> Tensor:
         """Returns Heed's matrix or bias of one expert, given its rows in the checkpoint's order."""
         return expert.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if self.interleaved else expert
+
+    def by_kind(self, theirs: Tensor) -> Tensor:
+        """Returns rows in Heed's order, given all rows in the checkpoint's."""
+        if not self.groups:
+            return theirs
+        kinds = theirs.unflatten(0, (-1, sum(self.groups))).split(self.groups, dim=1)
+        return torch.cat([kind.flatten(0, 1) for kind in kinds])
+
+    def by_group(self, ours: Tensor) -> Tensor:
+        """Returns rows in the checkpoint's order, given all rows in Heed's."""
+        if not self.groups:
+            return ours
+        number = len(ours) // sum(self.groups)
+        kinds = ours.split([number * rows for rows in self.groups])
+        return torch.cat([kind.unflatten(0, (number, -1)) for kind in kinds], dim=1).flatten(0, 1)
 
     def read(self, theirs: Tensor) -> Tensor:
         """Returns Heed's numbers, given the checkpoint's."""

@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv 2408.00118); the base of Gemma 3."""
+"""Gemma 2 (arXiv 2408.00118), and Gemma 3 without its vision tower (arXiv 2503.19786)."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +13,8 @@ _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 class Gemma2Family(RotaryFamily):
     """Gemma 2: RMSNorm before and after each branch, a sliding window in every second layer, and caps of scores and
-    logits.
+    logits. Gemma 3 has RMSNorm of queries and keys instead of caps, and windows in five of six layers, with a rotary
+    base of their own.
 
     Norms multiply by 1 + weight. Heed's weights are those sums, so that norms are the same in all families.
     """

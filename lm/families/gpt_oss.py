@@ -5,39 +5,25 @@ from typing import Any
 
 from lm.config import ModelConfig
 from lm.families.family import Fields, Stored, expect
-from lm.families.rotary import RotaryFamily
+from lm.families.mixtures import MixtralFamily
 
 # `rope_parameters` of a config without them.
 _ROPE = {"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "original_max_position_embeddings": 4096}
 
 
-class GptOssFamily(RotaryFamily):
-    """gpt-oss: attention with sinks, windows in every second layer, and experts with biases and a clamped SwiGLU.
+class GptOssFamily(MixtralFamily):
+    """gpt-oss: attention with sinks, windows in every second layer, and experts with biases and a clamped SwiGLU. The
+    fields are Mixtral's.
 
     Published checkpoints have their experts in MXFP4; Heed reads them, and writes plain numbers.
     """
-
-    def to_hf(self, config: ModelConfig) -> Fields:
-        return {
-            **super().to_hf(config),
-            "intermediate_size": config.moe_intermediate_size,
-            "num_local_experts": config.num_experts,
-            "num_experts_per_tok": config.num_experts_per_tok,
-        }
 
     def from_hf(self, raw: Mapping[str, Any]) -> Fields:
         expect(raw, "swiglu_alpha", 1.702)
         expect(raw, "swiglu_limit", 7.0)
         rope = {} if raw.get("rope_parameters") or raw.get("rope_scaling") else {"rope_parameters": _ROPE}
-        return {
-            **super().from_hf({**raw, **rope}),
-            "mlp_bias": True,
-            "attention_sinks": True,
-            "num_experts": raw.get("num_local_experts", 128),
-            "num_experts_per_tok": raw.get("num_experts_per_tok", 4),
-            "moe_intermediate_size": raw["intermediate_size"],
-            "norm_topk_prob": True,
-        }
+        raw = {"num_local_experts": 128, "num_experts_per_tok": 4, **raw, **rope}
+        return {**super().from_hf(raw), "mlp_bias": True, "attention_sinks": True}
 
     def stored(self, config: ModelConfig, ours: str) -> Stored:
         _, _, layer, inner = (ours.split(".", 3) + [""] * 4)[:4]

@@ -14,10 +14,6 @@ _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 class GraniteFamily(RotaryFamily):
     """Llama with factors on embeddings, scores, branches and logits (µP, arXiv 2203.03466)."""
 
-    @property
-    def classes(self) -> Mapping[str, str]:
-        return {"language": f"{self.class_prefix}ForCausalLM"}  # transformers has no classifier of these families
-
     def to_hf(self, config: ModelConfig) -> Fields:
         return {
             **super().to_hf(config),

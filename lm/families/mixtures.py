@@ -138,10 +138,6 @@ class SharedMixtureFamily(MixtureFamily):
 class Glm4MoeFamily(SharedMixtureFamily):
     """GLM-4.5 and 4.6 (arXiv 2508.06471)."""
 
-    @property
-    def classes(self) -> Mapping[str, str]:
-        return {"language": "Glm4MoeForCausalLM"}  # transformers has no classifier of this family
-
     def to_hf(self, config: ModelConfig) -> Fields:
         return {**super().to_hf(config), "use_qk_norm": config.qk_norm}
 
@@ -151,10 +147,6 @@ class Glm4MoeFamily(SharedMixtureFamily):
 
 class OlmoeFamily(MixtureFamily):
     """OLMoE (arXiv 2409.02060): RMSNorm of all heads' queries or keys together, experts in every layer."""
-
-    @property
-    def classes(self) -> Mapping[str, str]:
-        return {"language": "OlmoeForCausalLM"}  # transformers has no classifier of this family
 
     def to_hf(self, config: ModelConfig) -> Fields:
         fields = super().to_hf(config)

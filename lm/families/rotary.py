@@ -108,6 +108,7 @@ class RotaryFamily:
     `windows`: which layers have a sliding window: none, all, those that `layer_types` names, or all but each n-th.
     `local_rope`: whether layers with a window have rotary positions of their own.
     `partial_rotary`: whether rotary positions may turn a part of each head.
+    `score_prefix`: that of the classifier's name, if it is another; None: transformers has no classifier of the family.
     `even_heads`: transformers refuses a width that is not a multiple of the heads, even if `head_dim` is given.
     `defaults`: the values of transformers for fields missing from config.json; a field that is null is not missing.
     """
@@ -122,14 +123,15 @@ class RotaryFamily:
     qk_norm: bool = False
     partial_rotary: bool = False
     even_heads: bool = False
+    score_prefix: str | None = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def classes(self) -> Mapping[str, str]:
-        return {
-            "language": f"{self.class_prefix}ForCausalLM",
-            "score": f"{self.class_prefix}ForSequenceClassification",
-        }
+        names = {"language": f"{self.class_prefix}ForCausalLM"}
+        if self.score_prefix is not None:
+            names["score"] = f"{self.score_prefix or self.class_prefix}ForSequenceClassification"
+        return names
 
     @property
     def hidden_act(self) -> str:
@@ -235,6 +237,7 @@ class RotaryFamily:
 
     def stored(self, config: ModelConfig, ours: str) -> Stored:
         query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        query *= 1 + config.attn_output_gate
         stacked = {
             "attention.qkv": {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key},
             "mlp.up": {"mlp.gate_proj": config.intermediate_size, "mlp.up_proj": config.intermediate_size},

@@ -77,7 +77,7 @@ class T5Family:
             return Stored(
                 {f"{self._OUTER[module]}.{kind}": None},
                 factor=config.hidden_size**-0.5 if is_scaled else 1.0,
-                otherwise="shared.weight" if module == "head" else "",
+                otherwise=Stored({"shared.weight": None}) if module == "head" else None,
             )
         stack, _, layer, inner = module.split(".", 3)
         place, names = self._INNER[inner]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lm.attention import Attention
 from lm.block import Block
 from lm.cache import KVCache
 from lm.config import ModelConfig
@@ -49,6 +50,8 @@ def what_a_decoder_misses(config: ModelConfig, dtype: torch.dtype) -> str:
         return f'norm_place "pre" and mlp of {list(ACTIVATIONS)}'
     for field in (
         "kv_lora_rank",
+        "layer_types",
+        "attn_output_gate",
         "num_experts",
         "attention_sinks",
         "positions_every_layer",
@@ -194,7 +197,9 @@ class NativeSteps:
         return self._scratch.data_ptr()
 
     def _layer(self, block: Block, window: int) -> _Layer:
-        attention, qkv, mlp = block.attention, block.attention.qkv, block.mlp
+        attention, mlp = block.attention, block.mlp
+        assert isinstance(attention, Attention), "native steps have no linear layers"
+        qkv = attention.qkv
         assert isinstance(mlp, MLP), "native steps have no experts"
         assert isinstance(qkv, Linear), "native steps have no latent attention"
         return _Layer(

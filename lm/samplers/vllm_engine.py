@@ -70,6 +70,14 @@ def require_shape_for_cpus(folder: Path, config: ModelConfig) -> None:
         raise ValueError(f"{folder}: head_dim is {head_dim}; vLLM on CPUs has {', '.join(map(str, sizes))}")
 
 
+def require_tried(where: object, config: ModelConfig) -> None:
+    """Raises: ValueError for layers with which vLLM has not been compared."""
+    if config.num_linear_layers:
+        raise ValueError(
+            f"{where} has layers of linear_attention, which have not been tried with vLLM; Heed's sampler was expected"
+        )
+
+
 class VLLMSampler(SamplingEngine):
     """Passes prompts to vLLM as tokens, and weights under the names of the Hugging Face layout."""
 
@@ -100,6 +108,7 @@ class VLLMSampler(SamplingEngine):
         self.end_ids, self._on_gpu = tuple(end_ids) or tokenizer.end_ids, torch.cuda.is_available()
         self._vllm, self._sleeps, self._may_sleep = vllm, False, not on_own_device
         self._digests = dict[str, int]()
+        require_tried(folder, self._model.config)
         if not self._on_gpu:
             require_shape_for_cpus(folder, self._model.config)
         if tensor_parallel_size > 1:

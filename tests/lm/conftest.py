@@ -71,6 +71,17 @@ DECODERS = {
             "rope_interleave": True,
             "query_pre_attn_scalar": 3.5,
         },
+        "qwen3-next": {
+            "qk_norm": True,
+            "attn_output_gate": True,
+            "partial_rotary_factor": 0.5,
+            "layer_types": ("linear_attention", "full_attention"),
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 5,
+            "linear_value_head_dim": 3,
+            "linear_conv_kernel_dim": 4,
+        },
         "vaswani": {**_GPT, "mlp": "relu", "positions": "sinusoidal", "norm_place": "post"},
         "learned in every layer": {"positions": "learned", "positions_every_layer": True},
     }.items()
@@ -94,6 +105,14 @@ _PLAIN = ("llama 3", "arcee", "qwen2")
 def decoder(request: pytest.FixtureRequest) -> LanguageModel:
     """Each of them in turn, with random weights, a context of 40 tokens and a vocabulary of 12."""
     return small_decoder(DECODERS[request.param])
+
+
+@pytest.fixture
+def attending(decoder: LanguageModel) -> LanguageModel:
+    """Each of them whose layers all have attention."""
+    if decoder.config.num_linear_layers:
+        pytest.skip("linear layers have no attention weights")
+    return decoder
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,8 @@ from lm.weights import ModelFolder, WithNewHead, any_folder, save_model
 SIZES = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
          "intermediate_size": 48, "max_position_embeddings": 64, "tie_word_embeddings": False}  # fmt: skip
 ROTARY = {**SIZES, "num_key_value_heads": 2}
+LINEAR = {**ROTARY, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
+          "linear_value_head_dim": 5, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
 LATENT = "deepseek_v3"  # its experts have no adapters
 BASES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama": lambda: transformers.LlamaConfig(**ROTARY),
@@ -51,6 +53,7 @@ BASES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         n_group=1,
         topk_group=1,
     ),
+    "qwen3_5_text": lambda: transformers.Qwen3_5TextConfig(**LINEAR),
     "gpt2": lambda: transformers.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64),
 }
 EXPERTS = {**ROTARY, "num_experts_per_tok": 2}
@@ -65,6 +68,9 @@ MIXTURES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         **EXPERTS, n_routed_experts=5, moe_intermediate_size=24, first_k_dense_replace=1, head_dim=8
     ),
     "gpt_oss": lambda: transformers.GptOssConfig(**EXPERTS, head_dim=8, num_local_experts=5),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        **LINEAR, num_experts_per_tok=2, num_experts=5, moe_intermediate_size=24, shared_expert_intermediate_size=16
+    ),
     "granitemoe": lambda: transformers.GraniteMoeConfig(**EXPERTS, num_local_experts=5),
 }
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -209,8 +215,9 @@ def test_zeros_after_a_lower_rank_stay_zeros_in_training(base: Callable[[str], P
     ("family", "targets"),
     [(base, targets) for base in BASES for targets in ("all", "attention", "mlp") if base != LATENT]
     + [(LATENT, "attention")]
-    # PEFT takes adapters of plain and of shared MLPs in GLM-4.5 for those of experts.
-    + [(family, "experts") for family in MIXTURES if family != "glm4_moe"],
+    # PEFT takes adapters of plain and of shared MLPs in GLM-4.5 and Qwen3-Next for those of experts.
+    + [(family, "experts") for family in MIXTURES if family not in ("glm4_moe", "qwen3_next")]
+    + [("qwen3_next", "attention")],
 )
 def test_peft_loads_an_adapter_of_ours_with_the_same_logits(
     base: Callable[[str], Path], tmp_path: Path, tokenizer: Tokenizer, family: str, targets: str

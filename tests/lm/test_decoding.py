@@ -241,9 +241,8 @@ class Tape(TorchDispatchMode):
 
 
 def taped(step: Step, _device: torch.device, pool: Any) -> tuple[Step, Any]:
-    step()
     tape = Tape()
-    with tape:
+    with tape:  # unlike a capture, this also computes, and a step moves the states of linear layers on
         step()
     return tape.replay, pool
 

@@ -105,6 +105,7 @@ def test_transformers_computes_our_logits(tmp_path: Path, tokenizer: Tokenizer, 
         "deepseek v3",
         "deepseek v2",
         "gpt-oss",
+        "qwen3-next",
     ],
 )
 @torch.no_grad()
@@ -173,6 +174,25 @@ def latent_shape(draw: random.Random) -> dict[str, Any]:
             ]
         ),
     }
+
+
+def linear_shape(draw: random.Random) -> dict[str, Any]:
+    keys, layers = draw.randint(1, 3), draw.randint(2, 4)
+    kinds = [draw.choice(["linear_attention", "full_attention"]) for _ in range(layers)]
+    return {
+        "num_hidden_layers": layers,
+        "head_dim": 8 * draw.randint(1, 2),
+        "attention_bias": draw.random() < 0.3,
+        "layer_types": [*kinds[:-1], "full_attention"],  # their cache needs a layer with keys
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": keys * draw.randint(1, 3),
+        "linear_key_head_dim": draw.randint(3, 12),
+        "linear_value_head_dim": draw.randint(3, 12),
+        "linear_conv_kernel_dim": draw.randint(2, 5),
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": draw.choice([0.25, 0.5, 1.0]),
+        },
+    }  # fmt: skip
 
 
 # What `transformers` lets a shape of the family vary. Its cache computes something else than its own pass over whole
@@ -291,6 +311,22 @@ DRAWN: dict[str, Callable[[random.Random], dict[str, Any]]] = {
         "shared_expert_intermediate_size": draw.randint(3, 40),
         "qkv_bias": draw.random() < 0.5,
     },
+    "Qwen3Next": lambda draw: {
+        **mixture_shape(draw),
+        **linear_shape(draw),
+        "intermediate_size": draw.randint(10, 30) * 2 + 1,  # with a mixture's width, it may be a Qwen3.5
+        "norm_topk_prob": draw.random() < 0.5,
+        "moe_intermediate_size": 8 * draw.randint(1, 4),
+        "shared_expert_intermediate_size": draw.randint(3, 40),
+        "decoder_sparse_step": draw.randint(1, 2),
+    },
+    "Qwen3_5Text": lambda draw: {**rotary_shape(draw), **linear_shape(draw)},
+    "Qwen3_5MoeText": lambda draw: {
+        **mixture_shape(draw),
+        **linear_shape(draw),
+        "moe_intermediate_size": 8 * draw.randint(1, 4),
+        "shared_expert_intermediate_size": draw.randint(3, 40),
+    },
     "Glm4Moe": lambda draw: {
         **mixture_shape(draw),
         "head_dim": 4 * draw.randint(2, 5),
@@ -399,6 +435,11 @@ def test_a_shape_of_no_family_is_written_in_our_own_words(
         assert torch.equal(again(TOKENS), model(TOKENS))
 
 
+LINEAR_LAYERS = {
+    "qk_norm": True, "attn_output_gate": True, "layer_types": ("linear_attention", "full_attention"),
+    "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 4,
+    "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {
     **EXPERTS, "shared_expert_intermediate_size": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4,
@@ -435,6 +476,14 @@ def test_the_first_family_that_holds_a_shape_writes_it(tiny_config: ModelConfig)
         "qwen2_moe": {
             **EXPERTS, "attention_bias": "qkv", "shared_expert_intermediate_size": 24, "shared_expert_gate": True,
         },
+        "qwen3_5_text": LINEAR_LAYERS,
+        "qwen3_next": {
+            **LINEAR_LAYERS, **EXPERTS, "shared_expert_intermediate_size": 24, "shared_expert_gate": True,
+        },
+        "qwen3_5_moe_text": {
+            **LINEAR_LAYERS, **EXPERTS, "shared_expert_intermediate_size": 24, "shared_expert_gate": True,
+            "norm_topk_prob": True, "intermediate_size": 16,
+        },
         "glm4_moe": {
             **EXPERTS, "scoring_func": "sigmoid", "router_bias": True, "norm_topk_prob": True,
             "shared_expert_intermediate_size": 16,
@@ -451,7 +500,8 @@ def test_the_first_family_that_holds_a_shape_writes_it(tiny_config: ModelConfig)
     }  # fmt: skip
     for name, change in changes.items():
         assert family_of(tiny_config.model_copy(update=change), "language").model_type == name
-    assert {"gpt2", "bert", "bart", "t5", *changes} == {family.model_type for family in FAMILIES}
+    towers = {"qwen3_5", "qwen3_5_moe"}  # which are read only
+    assert {"gpt2", "bert", "bart", "t5", *towers, *changes} == {family.model_type for family in FAMILIES}
     for family in FAMILIES:  # what Heed writes, `transformers` has a class for
         if family.model_type != "heed":
             assert all(hasattr(transformers, name) for name in family.classes.values()), family.model_type
@@ -617,6 +667,70 @@ def test_what_newer_families_leave_out_is_what_the_library_takes_for_it(
         assert brief.rope_scaling.attention_factor == (1 if prefix == "Ministral3" else 0)
 
 
+QWEN35_27B = {  # as Qwen/Qwen3.5-27B is published, around `text_config` as a smaller one has it
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "image_token_id": 248056,
+    "tie_word_embeddings": False, "vision_config": {"model_type": "qwen3_5", "depth": 27},
+    "text_config": {
+        "attn_output_gate": True, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu",
+        "hidden_size": 64, "intermediate_size": 96, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144, "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1, "num_attention_heads": 24, "num_hidden_layers": 8, "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06, "vocab_size": 288,
+        "rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+                            "rope_theta": 10000000, "rope_type": "default"},
+    },
+}  # fmt: skip
+
+
+def test_qwen35_is_read_as_it_is_published() -> None:
+    found = config_from_hf(QWEN35_27B, "config.json")
+    assert found.layer_types == (*["linear_attention"] * 3, "full_attention")
+    assert (found.rotary_dim, found.rope_theta, found.linear_num_value_heads) == (64, 1e7, 48)
+    text = QWEN35_27B["text_config"]
+    assert isinstance(text, dict)
+    assert config_from_hf(transformers.Qwen3_5TextConfig(**text).to_dict(), "config.json") == found
+    for prefix, shape in (("Qwen3Next", {}), ("Qwen3_5Text", {}), ("Qwen3_5MoeText", {})):  # fields left out
+        brief = {"num_hidden_layers": 8, "num_attention_heads": 16, "max_position_embeddings": 64, **shape}
+        full = getattr(transformers, f"{prefix}Config")(**brief).to_dict()
+        sizes = {name: full[name] for name in ("hidden_size", "vocab_size", "rms_norm_eps")}
+        sizes["rope_theta"] = 10_000.0
+        found = config_from_hf({**brief, **sizes, "model_type": full["model_type"]}, "config.json")
+        assert found == config_from_hf(full, "config.json")
+
+
+@pytest.mark.parametrize("stacks_experts", [None, False, True])
+@torch.no_grad()
+def test_qwen35_is_read_next_to_its_vision_tower(
+    tmp_path: Path, tokenizer: Tokenizer, stacks_experts: bool | None
+) -> None:
+    """As it is published: with layers that predict further tokens, and perhaps all experts of a layer in one tensor."""
+    case = CASES["qwen3.5" if stacks_experts is None else "qwen3.5 moe"]
+    tower = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 24,
+        "num_position_embeddings": 16,
+    }  # fmt: skip
+    kind = case.prefix.removesuffix("Text")
+    config = getattr(transformers, f"{kind}Config")(text_config=case.config().to_dict(), vision_config=tower)
+    theirs = shuffled(getattr(transformers, f"{kind}ForConditionalGeneration")(config))
+    theirs.save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs" / "model.safetensors"
+    stored = {**load_file(path), "mtp.layers.0.mlp.up_proj.weight": torch.ones(3, 3)}
+    if stacks_experts:
+        for layer in range(3):
+            each = f"model.language_model.layers.{layer}.mlp.experts"
+            maps = [{n: stored.pop(f"{each}.{e}.{n}_proj.weight") for n in ("gate", "up", "down")} for e in range(5)]
+            stored[f"{each}.gate_up_proj"] = torch.stack([torch.cat([one["gate"], one["up"]]) for one in maps])
+            stored[f"{each}.down_proj"] = torch.stack([one["down"] for one in maps])
+    save_file(stored, path)
+    ours = load_any(tmp_path / "theirs").eval()
+    torch.testing.assert_close(our_logits(ours), theirs(TOKENS).logits, **EXACT)
+    save_model(tmp_path / "ours", ours, ours.state_dict(), tokenizer)
+    again = case.their_class.from_pretrained(tmp_path / "ours").eval()
+    assert type(again).__name__ == f"{case.written_as}ForCausalLM"
+    torch.testing.assert_close(again(TOKENS).logits, our_logits(ours), **EXACT)
+
+
 T5_SMALL = {  # as google-t5/t5-small is published, with another size
     "d_ff": 30, "d_kv": 4, "d_model": 20, "decoder_start_token_id": 0, "dropout_rate": 0.1, "eos_token_id": 1,
     "initializer_factor": 1.0, "is_encoder_decoder": True, "layer_norm_epsilon": 1e-06, "n_positions": 512,
@@ -687,8 +801,7 @@ LONG = {"type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0
         ("olmo2", PHI_4K, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; 'silu' was expected"),
         ("mistral3", PHI_4K, {}, "model_type is 'mistral3', which has a vision tower"),
         ("gemma3", GEMMA_1B, {}, "model_type is 'gemma3', which has a vision tower"),
-        ("qwen3_5_text", PHI_4K, {}, "model_type is 'qwen3_5_text', which has layers of linear attention; one of"),
-        ("qwen3_5", PHI_4K, {}, "model_type is 'qwen3_5', which has layers of linear attention"),
+        ("qwen3_5", PHI_4K, {}, "field 'text_config' is missing"),
         ("t5", T5_SMALL, {"feed_forward_proj": "gated-relu"}, "feed_forward_proj is 'gated-relu'; 'relu' or"),
         ("t5", FLAN_T5, {"dense_act_fn": "gelu"}, "dense_act_fn is 'gelu'; 'gelu_new' was expected"),
         ("falcon", PHI_4K, {}, "model_type is 'falcon'; one of"),

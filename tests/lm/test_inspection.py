@@ -13,7 +13,9 @@ from torch import Tensor
 
 from benchmarks.attention import attention_weights, measure_heads
 from lm import attention
+from lm.cache import KVCache, state_bytes
 from lm.config import ModelConfig
+from lm.delta import chunk_bytes
 from lm.encoder import EncoderDecoder, MaskedLanguageModel
 from lm.inspection import (
     Pass,
@@ -38,9 +40,9 @@ GPT2 = ModelConfig(
 
 
 @torch.no_grad()
-def test_attention_weights_are_causal_banded_and_sum_to_1(decoder: LanguageModel) -> None:
-    config = decoder.config
-    weights, across = attention_weights(decoder.decoder, torch.tensor([[5, 1, 8, 0, 2, 7, 9]]))
+def test_attention_weights_are_causal_banded_and_sum_to_1(attending: LanguageModel) -> None:
+    config = attending.config
+    weights, across = attention_weights(attending.decoder, torch.tensor([[5, 1, 8, 0, 2, 7, 9]]))
     assert across is None
     assert weights.shape == (config.num_hidden_layers, 1, config.num_attention_heads, 7, 7)
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones(weights.shape[:-1]))
@@ -52,33 +54,33 @@ def test_attention_weights_are_causal_banded_and_sum_to_1(decoder: LanguageModel
 
 
 @torch.no_grad()
-def test_attention_weights_are_those_of_the_forward_pass(decoder: LanguageModel) -> None:
+def test_attention_weights_are_those_of_the_forward_pass(attending: LanguageModel) -> None:
     """A layer's attention, recomputed from its weights and values, equals the module's output."""
     tokens = torch.tensor([[5, 1, 8, 0, 2, 7, 9]])
-    weights, _ = attention_weights(decoder.decoder, tokens)
+    weights, _ = attention_weights(attending.decoder, tokens)
     seen: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
     hooks = [
         block.attention.register_forward_hook(
             lambda module, inputs, output: seen.append((module.project(inputs[0], inputs[1])[2], output, module.join))
         )
-        for block in decoder.decoder.blocks
+        for block in attending.decoder.blocks
     ]
-    decoder(tokens)
+    attending(tokens)
     for hook in hooks:
         hook.remove()
     for layer, (v_BGSH, output, join) in enumerate(seen):
-        groups = decoder.config.num_attention_heads // decoder.config.num_key_value_heads
+        groups = attending.config.num_attention_heads // attending.config.num_key_value_heads
         mixed = weights[layer] @ v_BGSH.repeat_interleave(groups, dim=1)
         torch.testing.assert_close(join(mixed), output, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
-def test_heads_are_measured_over_all_tokens_from_the_third_on(decoder: LanguageModel) -> None:
+def test_heads_are_measured_over_all_tokens_from_the_third_on(attending: LanguageModel) -> None:
     """Against means over single weights, of texts of different lengths."""
     texts = [[1, 2, 3, 4, 5], [6, 7], [5, 4, 3]]
-    found = measure_heads(decoder.decoder, texts)
+    found = measure_heads(attending.decoder, texts)
     assert [(head.layer, head.head) for head in found] == [(layer, head) for layer in range(2) for head in range(4)]
-    tables = [attention_weights(decoder.decoder, torch.tensor([text]))[0][:, 0] for text in texts]
+    tables = [attention_weights(attending.decoder, torch.tensor([text]))[0][:, 0] for text in texts]
     for head in found:
         asking = [(table[head.layer, head.head], t) for table in tables for t in range(2, table.shape[-1])]
         assert len(asking) == 3 + 1
@@ -230,6 +232,10 @@ LATENT = {
     "num_key_value_heads": 6, "kv_lora_rank": 40, "q_lora_rank": 48, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
     "v_head_dim": 12, "rope_interleave": True,
 }  # fmt: skip
+LINEAR = {
+    "layer_types": ("linear_attention", "full_attention"), "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 OLMO2 = {"norm_place": "output", "qk_norm": True, "qk_norm_over": "projection"}
 GPT2_SHAPE = {
     **BASE_SHAPE, "num_key_value_heads": 6, "norm": "layer", "positions": "learned", "mlp": "gelu_tanh",
@@ -286,6 +292,7 @@ def fused(
         {**LLAMA_SHAPE, "partial_rotary_factor": 0.5}, {**LLAMA_SHAPE, **EXPERTS}, {**LLAMA_SHAPE, **LATENT},
         {**LLAMA_SHAPE, **LATENT, "q_lora_rank": 0, "v_head_dim": 20},
         {**LLAMA_SHAPE, **EXPERTS, "norm_topk_prob": True, "num_experts_per_tok": 5}, {**LLAMA_SHAPE, **GPT_OSS},
+        {**LLAMA_SHAPE, **LINEAR, "qk_norm": True, "attn_output_gate": True},
         {**LLAMA_SHAPE, "attn_logit_softcapping": 2.0, "sliding_window": (8, 0), "residual_multiplier": 0.5},
     ],
 )  # fmt: skip
@@ -302,6 +309,54 @@ def test_the_count_is_what_autograd_saves(changes: dict[str, Any], kind: str) ->
     keys = sequence_keys(0, np.arange(NUM_ROWS)[:, None], tokens_BT.device)
     found = kept_bytes(model, tokens_BT, autocast=kind == "autocast", sequence_keys_BT=keys)
     assert planned_bytes(config, of) == pytest.approx(found, rel=0.02)
+
+
+@pytest.mark.parametrize("sizes", [(2, 4, 16, 16, 4), (1, 4, 32, 16, 4), (4, 4, 16, 48, 3)])
+def test_a_linear_layer_takes_as_much_as_it_computes_again(sizes: tuple[int, ...]) -> None:
+    """What autograd saves of one layer while its backward pass reads its rows again."""
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    linear = {f"linear_{name}": size for name, size in zip(names, sizes, strict=True)}
+    config = ModelConfig.model_validate({**LLAMA_SHAPE, "layer_types": ("linear_attention",), **linear})
+    model = LanguageModel(config)
+    init_weights(model, seed=0)
+    layer = model.decoder.blocks[0].attention
+    x_BTD, positions = torch.randn(2, 128, 96), torch.arange(128).expand(2, 128)
+    given = layer.qkvz(x_BTD), layer.gates(x_BTD)
+    own = layer.conv, layer.a_log, layer.dt_bias, layer.norm
+    found = kept_bytes(Reading(layer), positions, *given, *own) - sum(x.nbytes for x in given)
+    assert chunk_bytes(config) == pytest.approx(found / x_BTD[..., 0].numel(), rel=0.1)
+
+
+class Reading(torch.nn.Module):
+    """Reads rows as the layer's backward pass does."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *given: Tensor) -> None:
+        self.layer._read_rows(*given)
+
+
+def test_states_take_the_place_of_keys_and_values() -> None:
+    config = ModelConfig.model_validate({**LLAMA_SHAPE, **LINEAR})  # layers 0 and 2 of 3 are linear
+    assert cache_bytes_per_token(config) == 2 * 2 * 16 * 2
+    assert state_bytes(config) == 2 * (4 * 24 * 16 * 4 + 3 * (2 * 2 * 24 + 4 * 16) * 2)
+    for like in (torch.zeros(0), torch.zeros(0, dtype=torch.bfloat16)):
+        size = like.element_size()
+        cache = KVCache.empty(config, 5, 7, like)
+        assert cache.nbytes == 5 * (7 * cache_bytes_per_token(config, size) + state_bytes(config, size))
+    whole = ModelConfig.model_validate({**LLAMA_SHAPE, "num_hidden_layers": 1})
+    per_key = 4 * 6 * 16
+    assert flops_per_token(whole, 9) - flops_per_token(whole, 8) == per_key
+    assert flops_per_token(config, 9) - flops_per_token(config, 8) == per_key
+    assert flops_per_token(config, 1) - 2 * matrices(config) == per_key + 2 * 6 * 4 * 24 * 16
+
+
+def matrices(config: ModelConfig) -> int:
+    """Counts the weights of the blocks' matrices and the head."""
+    model = LanguageModel(config)
+    return sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2)  # the head is the embedding
 
 
 @pytest.mark.parametrize("changes", [{**LLAMA_SHAPE, "num_key_value_heads": 6}, GPT2_SHAPE, {**LLAMA_SHAPE, **LATENT}])

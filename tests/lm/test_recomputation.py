@@ -18,9 +18,19 @@ SHAPE = {
 }  # fmt: skip
 TOKENS = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(1))
 CPU = torch.device("cpu")
-KEYS = {"decoder": "sequence_keys_BT", "encoder": "sequence_keys_BT", "encoder-decoder": "sequence_keys_B1"}
+LINEAR = {
+    "layer_types": ("linear_attention", "full_attention"), "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 4, "linear_value_head_dim": 4, "linear_conv_kernel_dim": 3, "attn_output_gate": True,
+}  # fmt: skip
+KEYS = {
+    "decoder": "sequence_keys_BT",
+    "linear layers": "sequence_keys_BT",
+    "encoder": "sequence_keys_BT",
+    "encoder-decoder": "sequence_keys_B1",
+}
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "decoder": (lambda: LanguageModel(ModelConfig(**SHAPE), 0.3), (TOKENS,)),
+    "linear layers": (lambda: LanguageModel(ModelConfig(**SHAPE, **LINEAR), 0.3), (TOKENS,)),
     "encoder": (lambda: MaskedLanguageModel(ModelConfig(kind="encoder", mlp="gelu", **SHAPE), 0.3), (TOKENS,)),
     "encoder-decoder": (
         lambda: EncoderDecoder(ModelConfig(kind="encoder-decoder", num_encoder_layers=2, **SHAPE), 0.3),

@@ -304,6 +304,33 @@ def test_an_encoders_sequences_and_a_shared_body_stay_whole() -> None:
         load_job(DEBUG, [*split, "reward.lora={}", "ppo.lora={ shared_body = true }"])
 
 
+LINEAR = [
+    'model.layer_types=["linear_attention","full_attention"]', "model.linear_num_key_heads=2",
+    "model.linear_num_value_heads=4", "model.linear_key_head_dim=8", "model.linear_value_head_dim=8",
+    "model.linear_conv_kernel_dim=4",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["workers=2", "engine.sequence_parallel_size=2"], "layers of linear_attention, which read whole rows; 1 was"),
+        (
+            ["workers=2", "ppo.sampler.tensor_parallel_size=2"],
+            r"ppo\.sampler\.tensor_parallel_size is 2, but the model",
+        ),
+        (
+            ["ppo.sampler={ kind = 'vllm' }"],
+            "model has layers of linear_attention, which have not been tried with vLLM",
+        ),
+    ],
+)
+def test_what_linear_layers_do_not_go_with_is_refused_before_anything_runs(overrides: list[str], message: str) -> None:
+    assert load_job(DEBUG, LINEAR)
+    with pytest.raises(ValueError, match=message):
+        load_job(DEBUG, [*LINEAR, *overrides])
+
+
 def test_a_missing_section_is_named(tmp_path: Path) -> None:
     values = tomllib.loads(DEBUG.read_text(encoding="utf-8"))
     del values["reward"], values["ppo"]["num_iterations"]
