@@ -27,6 +27,7 @@ STATISTICS: dict[str, tuple[Draw, tuple[int, ...]]] = {
     "ratings": (worlds.ratings, (20, 100)),
     "two_policies": (worlds.two_policies, (20, 50, 200)),
     "length": (worlds.lengths, (20, 50, 200)),
+    "joint_length": (worlds.joint_lengths, (100,)),
     "position": (worlds.positions, (20, 100)),
     "flips": (worlds.flipped, (20, 100)),
     "rows": (worlds.rows_or_prompts, (200,)),
