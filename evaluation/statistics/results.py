@@ -15,6 +15,8 @@ from typing import Literal
 from preferences.statistics.agreement import Alpha
 from preferences.statistics.estimates import Interval, Share
 
+SAME = "they gave the same"  # begins the reason why two models are not compared
+
 
 def turned_share(share: Interval) -> Interval:
     """Returns a share from the other policy's side."""

