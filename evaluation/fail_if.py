@@ -20,8 +20,8 @@ _SAID = {WORSE: "shown to be", UNDECIDED: "not shown to be, nor shown not to be,
 
 @dataclass(frozen=True)
 class Gate:
-    """`new` must not be worse than `old` by more than `margin` (.02 is 2 points) in `measure`: a suite's, or the win rate
-    by a judge of this name; "" is the first.
+    """`new` must not be worse than `old` by more than `margin` (.02 is 2 points) in `measure`: a suite's, or the win
+    rate by a judge of this name; "" is the first.
     """
 
     new: str
@@ -105,7 +105,10 @@ class Gate:
         is_not_worse = shown.low >= -self.margin if self.margin else shown.low > 0
         code = NOT_WORSE if is_not_worse else WORSE if shown.high < -self.margin else UNDECIDED
         by = f" by more than {margin}" if self.margin else ""
-        return code, f"{where}: {self.new} is {_SAID[code]} worse than {self.old}{by} in {what}."
+        return (
+            code,
+            f"{where}: {self.new} is {_SAID[code]} worse than {self.old}{by} in {what}. {shown.caution}".rstrip(),
+        )
 
     def _points(self, share: str) -> str:
         """Raises: ValueError for a margin of 100 points or more."""

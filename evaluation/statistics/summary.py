@@ -284,7 +284,9 @@ def _algorithms(
                 num_prompts=len(prompts),
                 num_clusters=len(np.unique(cluster_P)),
                 num_prompts_missing=len(comparisons.prompts) - len(prompts),
-                conclusion=_conclusion(rate, position_bias(comparisons_of(of_pair, names, clusters)), of_pair),
+                conclusion=_conclusion(
+                    rate, position_bias(comparisons_of(of_pair, names, clusters)), of_pair
+                ).with_caution(min(len(runs[a]), len(runs[b])), len(prompts), bounded=True),
             )
         )
     return tuple(pairs)

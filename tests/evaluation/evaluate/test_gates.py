@@ -254,3 +254,14 @@ def test_no_verdict_is_undecided_in_ci(heed_main: Call, saved: Callable[..., str
     assert (code, "only 19 of 100 items are outside the training data" in said) == (2, True)
     code, said, _ = evaluated(heed_main, tmp_path, picked, long, *gate, "--out", str(tmp_path / "clean"))
     assert (code, "drop: picked is shown to be worse than long in f1" in said) == (1, True)
+
+
+@pytest.mark.parametrize(("num", "measure", "is_cautious"), [(19, LENGTH, True), (20, LENGTH, False), (19, F1, False)])
+def test_a_difference_of_few_means_says_how_often_such_ones_are_false(
+    num: int, measure: Measure, is_cautious: bool
+) -> None:
+    generator = np.random.default_rng(0)
+    a_I = generator.uniform(0.4, 0.6, num)
+    row = compared(scored(a_I), scored(a_I - 0.3 + 0.01 * generator.normal(size=num)), measure)
+    said = "With fewer than 20 items, up to 10% of such verdicts are false if values are skewed."
+    assert (row.better, row.conclusion.caution) == ("a", said if is_cautious else "")
