@@ -351,19 +351,19 @@ def overlap_of(longer_V: Floats, weight_V: Floats) -> float:
     return float(min(weight_V[longer_V >= 0].sum(), weight_V[longer_V <= 0].sum()) / weight_V.sum())
 
 
-def has_overlap(won_V: Floats, longer_V: Floats) -> bool:
+def has_overlap(won_V: Floats, longer_V: Floats, least: float = LEAST_OVERLAP) -> bool:
     """Returns whether one verdict per prompt allows a win rate at equal length."""
     varies = len(won_V) >= MIN_PROMPTS and np.ptp(longer_V) > 0 and np.ptp(won_V) > 0
-    return bool(varies and overlap_of(longer_V, np.ones_like(won_V)) >= LEAST_OVERLAP)
+    return bool(varies and overlap_of(longer_V, np.ones_like(won_V)) >= least)
 
 
-def win_rate_at_equal_length(won_V: Floats, longer_V: Floats) -> float:
+def win_rate_at_equal_length(won_V: Floats, longer_V: Floats, least: float = LEAST_OVERLAP) -> float:
     """Returns the mean of `length_controlled` for one verdict per prompt, or NaN if it is not identified.
 
     It leaves out the interval, which takes 20 times as long as the fit, for callers that leave out prompts in turn. If
     all verdicts are alike, the spread would be that of the prior only, so the mean is then NaN.
     """
-    if not has_overlap(won_V, longer_V):
+    if not has_overlap(won_V, longer_V, least):
         return math.nan
     tanh_V = np.tanh(longer_V / math.sqrt(float((longer_V**2).mean())))
     beta_K, _, _ = _length_fit(np.stack([won_V, 1 - won_V], axis=1), _length_features(tanh_V))

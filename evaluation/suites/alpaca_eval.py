@@ -148,7 +148,7 @@ SUITE = Suite(
     read=read,
     score=score,
     files="alpaca_eval_gpt4_baseline.json of https://huggingface.co/datasets/tatsu-lab/alpaca_eval"
-    " (CC BY-NC 4.0, 805 rows)",
+    " (CC BY-NC 4.0, about 1.9 MB)",
     needs=frozenset({"judge"}),
     uses=frozenset({"baseline", "scorer"}),
     together=together,

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from scipy import optimize, special
 
+from benchmarks.alpaca_lengths import ANNOTATOR, LEADERBOARD, main
 from benchmarks.compare_coverage import coverage
 from benchmarks.compare_worlds import against_baseline, comparisons, joint_lengths
 from evaluation.statistics import win_rates
@@ -124,8 +125,7 @@ def test_a_comparison_and_the_suite_say_the_same() -> None:
 
 
 def published() -> list[tuple[float, Comparisons]]:
-    with gzip.open(PUBLISHED, "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
+    rows = [json.loads(line) for line in gzip.decompress(PUBLISHED.read_bytes()).splitlines()]
     models = []
     for place, row in enumerate(rows):
         won, longer = (np.array(row[name], dtype=float) for name in ("preference", "longer"))
@@ -151,3 +151,29 @@ def test_it_is_nearer_to_alpaca_evals_published_values_than_fits_of_single_model
         for fitted in (lengths_controlled(models), map(length_controlled, models))
     ]
     assert every[0] < 2.5 < 6 < every[1]
+
+
+def test_the_benchmark_prints_the_errors_of_a_clone(tmp_path, monkeypatch, capsys) -> None:
+    """Three published models as a clone of AlpacaEval holds them, and one without a published value."""
+    leaderboard = tmp_path / LEADERBOARD
+    leaderboard.parent.mkdir(parents=True)
+    rows = [json.loads(line) for line in gzip.decompress(PUBLISHED.read_bytes()).splitlines()][:3]
+    lines = [f"{row['model']},{row['published']}" for row in rows]
+    leaderboard.write_text("\n".join([",length_controlled_winrate", *lines, "another,"]), encoding="utf-8")
+    for row in rows:
+        both = [
+            {"instruction": str(n), "preference": won, "output_1": "x" * max(0, -x), "output_2": "x" * max(0, x)}
+            for n, (won, x) in enumerate(zip(row["preference"], row["longer"], strict=True))
+            if won is not None
+        ]
+        path = tmp_path / "results" / row["model"] / ANNOTATOR / "annotations.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(both[::-1]), encoding="utf-8")  # in any order
+    monkeypatch.setattr("sys.argv", ["alpaca_lengths", str(tmp_path)])
+    main()
+    _, _, *table = capsys.readouterr().out.splitlines()
+    models = [model for _, model in published()[:3]]
+    errors = [abs(100 * part.mean - row["published"]) for part, row in zip(joint_fit(models), rows, strict=True)]
+    overlaps = [win_rates.overlap_of(model.longer_V, np.ones(len(model))) for model in models]
+    enough = [error for error, overlap in zip(errors, overlaps, strict=True) if overlap >= win_rates.LEAST_OVERLAP]
+    assert table[-1].startswith(f"| 15% to 100% | {len(enough)} | {np.mean(enough):.1f}, {max(enough):.1f} | ")
