@@ -24,7 +24,7 @@ LEAST_PRINTED = 0.0  # the fit also where Heed gives none
 
 
 def verdicts(path: Path, place: int, num_models: int, number_of: dict[str, int]) -> Comparisons:
-    """Returns a model's verdicts against the baseline, which is policy `num_models`; `number_of` numbers instructions."""
+    """Returns a model's verdicts against the baseline, which is policy `num_models`; `number_of` numbers prompts."""
     rows = [row for row in json.loads(path.read_text(encoding="utf-8")) if row["preference"] is not None]
     prompt_V = np.array([number_of.setdefault(row["instruction"], len(number_of)) for row in rows])
     won_V = np.array([(row["preference"] or 1.5) - 1 for row in rows])

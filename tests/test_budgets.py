@@ -39,7 +39,7 @@ class Budget(NamedTuple):
 
 BUDGETS = {
     "heed": Budget(13_330, 56, 27),
-    "evaluation": Budget(14_330, 64, 14),
+    "evaluation": Budget(14_580, 64, 14),
     "classify": Budget(1_550, 8, 30),
     "sft": Budget(840, 4, 36),
     "dpo": Budget(1_470, 7, 25),
@@ -55,7 +55,7 @@ BUDGETS = {
     "configs": Budget(130, 2, 0),
     "research": Budget(5_575, 26, 0),
 }
-MAX_PARAMETERS = 274  # of all commands
+MAX_PARAMETERS = 275  # of all commands
 MAX_WORDS = 75_000  # of README, CONTRIBUTING, CHANGELOG, benchmarks/README.md, and docs/ without docs/reference
 MAX_WORDS_PER_PAGE = 2_500
 # Files whose functions a new reader enters (`python -m benchmarks.files_entered --list`).
