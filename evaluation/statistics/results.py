@@ -15,7 +15,7 @@ from typing import Literal
 from preferences.statistics.agreement import Alpha
 from preferences.statistics.estimates import Interval, Share
 
-FEW_RUNS, FEW_VALUES = 10, 20  # fewer give more than 5% false differences if they are skewed
+FEW_RUNS, FEW_VALUES = 20, 20  # fewer give more than 5% false differences if they are skewed
 SAME = "they gave the same"  # begins the reason why two models are not compared
 
 
