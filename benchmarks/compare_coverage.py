@@ -27,6 +27,7 @@ STATISTICS: dict[str, tuple[Draw, tuple[int, ...]]] = {
     "ratings": (worlds.ratings, (20, 100)),
     "two_policies": (worlds.two_policies, (20, 50, 200)),
     "length": (worlds.lengths, (20, 50, 200)),
+    "joint_length": (worlds.joint_lengths, (100,)),
     "position": (worlds.positions, (20, 100)),
     "flips": (worlds.flipped, (20, 100)),
     "rows": (worlds.rows_or_prompts, (200,)),
@@ -35,6 +36,7 @@ STATISTICS: dict[str, tuple[Draw, tuple[int, ...]]] = {
     "playground": (dependent_worlds.playground, (100,)),
     "skewed": (worlds.skewed, (8, 25, 50, 200)),
     "wide_seeds": (dependent_worlds.wide_seeds, (2, 3, 5)),
+    "skewed_seeds": (dependent_worlds.skewed_seeds, (2, 3, 5, 10)),
     "seeds": (dependent_worlds.seeds, (2, 3, 5, 10)),  # runs of each algorithm, on 100 prompts
 }
 
@@ -117,9 +119,7 @@ def main() -> None:
             print_tests(arguments.worlds, arguments.seed)
             continue
         draw, sizes = STATISTICS[name]
-        sized = {"templates": "templates", "people": "people", "seeds": "runs", "wide_seeds": "runs"}.get(
-            name, "prompts"
-        )
+        sized = "runs" if name.endswith("seeds") else name if name in ("templates", "people") else "prompts"
         print(f"\n| {name} | {sized} | intervals | cover the truth | mean width |\n|---|---|---|---|---|")
         for num_prompts in sizes:
             for what, covered in coverage(draw, num_prompts, arguments.worlds, arguments.seed).items():

@@ -8,7 +8,7 @@ labelers. `benchmarks.compare_coverage` draws many such worlds.
 Shape letters: V verdicts, P prompts, M policies.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -18,10 +18,12 @@ from scipy import special
 from evaluation.statistics.ratings import rate
 from evaluation.statistics.significance import EqualityTest, GainTest
 from evaluation.statistics.summary import flips, labelers_agree, position_bias
-from evaluation.statistics.win_rates import length_controlled, pair_win_rate, prompt_means
+from evaluation.statistics.win_rates import length_controlled, lengths_controlled, pair_win_rate, prompt_means
 from evaluation.verdicts import Comparisons, Verdict
 from preferences.statistics.estimates import Floats, Ints
 from preferences.statistics.intervals import clustered_mean, percentiles, resampled_sums
+
+DIFFICULTY_SD = 1.2  # of prompts, in log-odds
 
 
 class Held(NamedTuple):
@@ -182,6 +184,39 @@ def lengths(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
         found = length_controlled(comparisons(outcome(u_V, p_V, 0.0), prompt_V, longer_V=longer_V))
         yield Held(f"θ = {theta:g}, φ = {phi:g}", found.low, found.high, float(special.expit(theta)))
         yield Held("φ itself", found.length_effect.low, found.length_effect.high, phi)
+
+
+def against_baseline(
+    generator: np.random.Generator, num_prompts: int, leads: Sequence[float], with_difficulty: float
+) -> list[Comparisons]:
+    """Returns models' verdicts against one baseline. Their answers are longer, by more on easy prompts if
+    `with_difficulty` is above 0; every second model has soft verdicts.
+
+        P(model m is preferred) = expit(lead_m + 1.5·tanh(Δ/σ) + difficulty),   difficulty ~ N(0, DIFFICULTY_SD²)
+    """
+    difficulty_P, prompt_P = DIFFICULTY_SD * generator.normal(size=num_prompts), np.arange(num_prompts)
+    models = []
+    for place, lead in enumerate(leads):
+        longer_P = 100.0 * (0.6 + generator.normal(size=num_prompts) + with_difficulty * difficulty_P)
+        won_P = special.expit(lead + 1.5 * np.tanh(longer_P / np.sqrt((longer_P**2).mean())) + difficulty_P)
+        won_P = won_P if place % 2 else outcome(generator.random(num_prompts), won_P, 0.0)
+        pairs = (np.full(num_prompts, place), np.full(num_prompts, len(leads)))
+        models.append(comparisons(won_P, prompt_P, pairs=pairs, longer_V=longer_P))
+    return models
+
+
+def joint_lengths(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
+    """Three or eight models against one baseline, fitted jointly and each alone."""
+    normal = DIFFICULTY_SD * special.ndtri((np.arange(2_000) + 0.5) / 2_000)
+    for with_difficulty in (0.0, 0.3):
+        for num_models in (3, 8):
+            leads = np.linspace(-0.6, 0.6, num_models).tolist()
+            models = against_baseline(generator, num_prompts, leads, with_difficulty)
+            for how, fits in (("joint", lengths_controlled(models)), ("alone", map(length_controlled, models))):
+                for lead, found in zip(leads, fits, strict=True):
+                    truth = float(special.expit(lead + normal).mean())
+                    what = f"{num_models} models, {with_difficulty:g} of difficulty: {how}"
+                    yield Held(what, found.low, found.high, truth)
 
 
 def positions(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:

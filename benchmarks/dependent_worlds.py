@@ -31,6 +31,7 @@ PROMPTS_PER_TEMPLATE = 5
 NUM_PROMPTS = 100  # of a world with several runs
 PROMPT_SD = 0.5  # of a prompt's effect on all verdicts; the verdicts' own noise has a standard deviation of 1
 TEMPLATE_SD = 0.7
+LOGNORMAL_SD = np.sqrt((np.e - 1) * np.e)  # of exp of a standard normal variable
 FLAWS_APART = {"story": 0.2, "question": 0.3, "help": 0.4, "list": 0.5, "decline": 0.6, "brief": 0.7}
 
 
@@ -181,6 +182,23 @@ def wide_seeds(generator: np.random.Generator, num_runs: int) -> Iterator[Held]:
         for of, x_ABP in (("win rate", won_ABP), ("right", np.asarray(1 + right_ABP, dtype=np.float64) / 2)):
             found = AlgorithmTest.of_preferences(x_ABP, np.arange(NUM_PROMPTS), seed=0).interval()
             yield Held(f"{of}, {what}", found.low, found.high, 0.5)
+
+
+def skewed_seeds(generator: np.random.Generator, num_runs: int) -> Iterator[Held]:
+    """Equal algorithms by scores, whose runs' effects are normal or lognormal with a standard deviation of 1, in both
+    algorithms or in one.
+    """
+    g_P = PROMPT_SD * generator.normal(size=NUM_PROMPTS)
+    for what in ("normal", "lognormal"):
+        for how, num_varying in (("both vary", 2), ("one varies", 1)):
+            values: list[Floats] = []
+            for place in range(2):
+                normal_S = generator.normal(size=num_runs)
+                effect_S = normal_S if what == "normal" else (np.exp(normal_S) - np.exp(0.5)) / LOGNORMAL_SD
+                own_SP = _run_effects(generator, num_runs, 0.0)
+                values.append(g_P + own_SP + effect_S[:, None] * (place < num_varying))
+            found = AlgorithmTest.of_values(values[0], values[1], np.arange(NUM_PROMPTS), seed=0).interval()
+            yield Held(f"{what}, {how}", found.low, found.high, 0.0)
 
 
 def preferences(

@@ -23,10 +23,9 @@ from lm.samplers.draws import Draws, evidence
 from ppo.controller import PPOController
 from ppo.generator import Generators
 from ppo.learner import Learners
-from ppo.prompts import Asked
 from ppo.rank import ScoreScale
 from ppo.roles import Roles, WeightTransport
-from ppo.rollout import Rollout
+from ppo.rollout import Asked, Rollout
 from ppo.scorer import Scorers
 from training.config import BatchConfig
 

@@ -6,4 +6,5 @@ The modules, in the order in which to read them:
     comparing             compare/, judges/, statistics/
     measures              measures/
     benchmarks            suites/, evaluate/, harness (lm-evaluation-harness)
+    exit codes            fail_if
 """

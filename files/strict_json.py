@@ -42,7 +42,7 @@ def parse_json(where: str, text: str) -> Any:
         refuse_unsound(value, text)
     except json.JSONDecodeError as error:
         cut = "; a whole JSON object on the line was expected" if text and error.pos >= len(text) else ""
-        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}{cut}") from None
+        raise ValueError(f"{where}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}{cut}") from None
     except NotPlainJSONError as error:
         raise ValueError(f"{where}: {error}") from None
     except RecursionError:
@@ -272,7 +272,7 @@ class _Window:
     def not_json(self, message: str, offset: int = 0) -> ValueError:
         """Returns an error about the text `offset` characters from here."""
         line, column = self._place(self._at + offset)
-        return ValueError(f"{self._path}: line {line}: not JSON: {message} at column {column}")
+        return ValueError(f"{self._path}: line {line}: not JSON: {message.removesuffix(' at')} at column {column}")
 
     def _place(self, at: int) -> tuple[int, int]:
         newline = self._text.rfind("\n", 0, at)

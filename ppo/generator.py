@@ -20,9 +20,8 @@ from ppo.config import PPOConfig
 from ppo.environments.conversations import Conversations
 from ppo.environments.environment import Environment
 from ppo.placement import Continuous
-from ppo.prompts import Asked
 from ppo.rank import InitialModels, Rank
-from ppo.rollout import Rollout, equal_slices, sample_seed
+from ppo.rollout import Asked, Rollout, equal_slices, sample_seed
 from ppo.rounds import EndedRows, GroupPrompt, Part, Rounds, Supply, Unfinished, joined, not_begun
 from training.config import EngineConfig
 from training.notices import RunError, say

@@ -21,28 +21,12 @@ from pydantic import ConfigDict, Discriminator, Field, FiniteFloat, Tag
 from torch import Tensor
 
 from files.hashes import derive_seed
-from files.rows import Row, is_file_name
-from lm.tokenizer import Messages
+from files.rows import is_file_name
 from ppo.groups import group_metrics
 from ppo.rollout import Rollout
 from reward.sources import unmet_scorers
 from training.data import DataConfig
 from training.packing import Sampler
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a reward that reads texts, or an environment, knows of prompts: their messages and, if it reads them, fields
-    of their rows of data. Both are empty if the reward reads tokens.
-    """
-
-    conversations: Sequence[Messages] = ()
-    rows: Sequence[Row] = ()
-
-    def of(self, numbers: Sequence[int]) -> "Asked":
-        """Returns these prompts, by their row numbers. They are sent with each rollout, instead of all the job's."""
-        conversations = [self.conversations[number] for number in numbers] if self.conversations else []
-        return Asked(conversations, [self.rows[number] for number in numbers] if self.rows else [])
 
 
 class PromptSource(DataConfig):

@@ -20,9 +20,8 @@ from lm.tokenizer import Messages
 from ppo.config import PPOConfig
 from ppo.generator import Generator, Generators
 from ppo.learner import Learner, Learners
-from ppo.prompts import Asked
 from ppo.rank import InitialModels
-from ppo.rollout import Drawn, Rollout, joined, shares_by_update
+from ppo.rollout import Asked, Drawn, Rollout, joined, shares_by_update
 from ppo.scorer import Scorer, Scorers
 from ppo.shared_body import SharedBodyLearner
 from reward.external import ExternalReward

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from cluster.remote import Arguments, Handle, Kept, Pending, Result
 from files.hashes import derive_seed
+from files.rows import Row
 from lm.config import exact_div
 from lm.experts import no_route
+from lm.tokenizer import Messages
 from training.config import BatchConfig
 from training.packing import pass_tokens, split_passes
 
@@ -31,6 +33,21 @@ ALIGNMENT = 16  # bytes, of the tensors in a buffer
 def sample_seed(seed: int, batch: int, place: int) -> int:
     """Returns the seed that draws a response: the one at this place of the batch of responses with this number."""
     return derive_seed(seed, "ppo", "sample", batch, place)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a reward that reads texts, or an environment, knows of prompts: their messages and, if it reads them, fields
+    of their rows of data. Both are empty if the reward reads tokens.
+    """
+
+    conversations: Sequence[Messages] = ()
+    rows: Sequence[Row] = ()
+
+    def of(self, numbers: Sequence[int]) -> "Asked":
+        """Returns these prompts, by their row numbers. They are sent with each rollout, instead of all the job's."""
+        conversations = [self.conversations[number] for number in numbers] if self.conversations else []
+        return Asked(conversations, [self.rows[number] for number in numbers] if self.rows else [])
 
 
 @dataclass(frozen=True)

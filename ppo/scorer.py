@@ -35,9 +35,8 @@ from lm.source import PartialSource, load, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
 from ppo.config import PPOConfig
-from ppo.prompts import Asked
 from ppo.rank import InitialModels, Rank
-from ppo.rollout import Rollout, joined, shares_by_update, shares_of, start_on_groups
+from ppo.rollout import Asked, Rollout, joined, shares_by_update, shares_of, start_on_groups
 from reward.external import ExternalReward
 from reward.scoring import (
     PackedInputs,

@@ -25,9 +25,8 @@ from lm.source import ModelSource, load, on_meta
 from lm.weights import ModelFolder, WithNewHead
 from ppo.config import PPOConfig
 from ppo.learner import Learner
-from ppo.prompts import Asked
 from ppo.rank import InitialModels, PackedRollout, joined_heads
-from ppo.rollout import Drawn, Rollout
+from ppo.rollout import Asked, Drawn, Rollout
 from ppo.scorer import HeldModel, Scorer
 from training.config import EngineConfig
 

@@ -38,29 +38,29 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "heed": Budget(13_330, 55, 27),
-    "evaluation": Budget(14_330, 64, 14),
+    "heed": Budget(13_335, 55, 27),
+    "evaluation": Budget(14_580, 64, 14),
     "classify": Budget(1_550, 8, 30),
-    "sft": Budget(840, 4, 36),
+    "sft": Budget(845, 4, 36),
     "dpo": Budget(1_470, 7, 25),
-    "ppo": Budget(9_477, 35, 164),
+    "ppo": Budget(9_485, 35, 164),
     "reward": Budget(6_130, 24, 71),
     "pretrain": Budget(580, 3, 12),
     "stages": Budget(3_370, 17, 0),
     "cluster": Budget(2_661, 14, 6),
     "training": Budget(4_370, 16, 43),
-    "lm": Budget(15_571, 68, 77),
+    "lm": Budget(15_640, 68, 77),
     "preferences": Budget(15_560, 63, 33),
     "files": Budget(2_410, 11, 0),
     "configs": Budget(130, 2, 0),
     "research": Budget(5_575, 26, 0),
 }
-MAX_PARAMETERS = 274  # of all commands
+MAX_PARAMETERS = 275  # of all commands
 MAX_WORDS = 75_000  # of README, CONTRIBUTING, CHANGELOG, benchmarks/README.md, and docs/ without docs/reference
 MAX_WORDS_PER_PAGE = 2_500
 # Files whose functions a new reader enters (`python -m benchmarks.files_entered --list`).
 MAX_FILES_ENTERED = {"one PPO iteration": 42, "a forward pass of two layers": 9, "rankings to a reward model": 57}
-MAX_CLOSURE_OF_PPO = 43_673  # lines that `ppo/stage.py` imports, itself included
+MAX_CLOSURE_OF_PPO = 43_745  # lines that `ppo/stage.py` imports, itself included
 
 
 def source_files(package: str) -> list[Path]:

@@ -49,9 +49,8 @@ from ppo.config import EMAConfig, PPOConfig, PTXConfig
 from ppo.generator import Generator
 from ppo.kept_passes import Repeated
 from ppo.learner import Learner
-from ppo.prompts import Asked
 from ppo.rank import InitialModels, ScoreScale, TokenStream
-from ppo.rollout import Drawn, PolicyBatch, ResponseKL, Rollout, ValueBatch, shares_by_update, shares_of
+from ppo.rollout import Asked, Drawn, PolicyBatch, ResponseKL, Rollout, ValueBatch, shares_by_update, shares_of
 from ppo.scorer import Scorer
 from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective, NextSentenceObjective
 from reward.comparisons import Comparison, Verdict

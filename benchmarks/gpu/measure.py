@@ -32,9 +32,9 @@ from lm.weights import save_model
 from ppo.controller import PPOController
 from ppo.generator import Generator, Generators
 from ppo.learner import Learner, Learners
-from ppo.prompts import Asked
 from ppo.rank import InitialModels, ScoreScale
 from ppo.roles import Direct, Roles
+from ppo.rollout import Asked
 from ppo.scorer import Scorer, Scorers
 from training.config import BatchConfig
 from training.engine import Engine

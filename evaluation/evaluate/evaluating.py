@@ -277,6 +277,9 @@ def _scored(prepared: _Prepared) -> dict[str, dict[str, Rows]]:
             tools = Tools(None, ask_baseline, judge) if isinstance(judge, ScoreJudge) else Tools(judge, ask_baseline)
             scored[suite.name][model.name] = _in_order(suite, model.name, items, suite.score(model, items, tools))
         opened.close()
+    for suite in prepared.suites:
+        both = suite.together({model: list(rows.values()) for model, rows in scored[suite.name].items()})
+        scored[suite.name] = {model: {row.item_id: row for row in rows} for model, rows in both.items()}
     return scored
 
 

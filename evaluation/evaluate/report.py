@@ -59,7 +59,6 @@ NUM_SAMPLES = 12  # items per suite
 MAX_CHARACTERS = 1_000_000  # of their texts
 MAX_FAILURES = 20  # reasons per suite
 MAX_GROUPS = 60
-FEW_ITEMS = 20
 MAX_DIFFERENCES = 200  # rows per suite
 DIFFERENCE_COLUMNS = ("Measure", "Difference (interval)", "p (Holm)", "Items", "Which is better")
 WIDENED = "Intervals are 95% intervals, or wider where the correction removes a difference: at the level of that test."
@@ -230,19 +229,12 @@ def in_words(row: Difference, suite: SuiteReport) -> str:
     return (
         f"{'as algorithms, ' if is_algorithm else ''}{row.a} is better than {row.b} in {row.measure}"
         f"{_direction(row.measure, suite)}{runs}: {difference_text(row.difference, row.measure, suite)},"
-        f" {p_value(row.holm_p)}{_in_brackets(reason)}.{_few_items(row, suite)}"
+        f" {p_value(row.holm_p)}{_in_brackets(reason)}. {row.conclusion.caution}".rstrip()
     )
 
 
 def _on_clean_items(row: Difference) -> str:
     return f", on the {count_of(row.num_items, 'item')} outside the training data" if row.num_items_seen else ""
-
-
-def _few_items(row: Difference, suite: SuiteReport) -> str:
-    """Returns what to add to a difference of means of so few items that no test holds if they are skewed."""
-    if row.num_clusters >= FEW_ITEMS or is_share(row.measure, suite):
-        return ""
-    return f" With fewer than {FEW_ITEMS} items, up to 10% of such verdicts are false if values are skewed."
 
 
 def is_share(measure: str, suite: SuiteReport) -> bool:

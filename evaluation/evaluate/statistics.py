@@ -453,6 +453,9 @@ def _corrected(measure: Measure, rows: Sequence[tuple[Difference, _Test | None]]
         concluded = Conclusion.of(interval if measure.higher_is_better else -interval)
         if row.conclusion.kind == "bound":
             concluded = replace(concluded, kind="bound", reason=row.conclusion.reason)
+        concluded = concluded.with_caution(
+            min(row.num_runs_a, row.num_runs_b), row.num_clusters, bounded=measure.is_share
+        )
         differences.append(replace(row, difference=interval, p=test.p, holm_p=holm_p, conclusion=concluded))
     return differences
 

@@ -15,6 +15,9 @@ from typing import Literal
 from preferences.statistics.agreement import Alpha
 from preferences.statistics.estimates import Interval, Share
 
+FEW_RUNS, FEW_VALUES = 20, 20  # fewer give more than 5% false differences if they are skewed
+SAME = "they gave the same"  # begins the reason why two models are not compared
+
 
 def turned_share(share: Interval) -> Interval:
     """Returns a share from the other policy's side."""
@@ -31,19 +34,32 @@ class Conclusion:
         none            nothing can be concluded
 
     `low` to `high` is the interval of a's advantage: a win rate minus ½, or a difference in a measure, negated if lower
-    is better. Without a conclusion it is NaN. `reason` says why there is only a bound, or none.
+    is better. Without a conclusion it is NaN. `reason` says why there is only a bound, or none, and `caution` how often
+    a difference that is shown with so few runs or values is false.
     """
 
     kind: Literal["better", "worse", "undecided", "bound", "none"]
     low: float = math.nan
     high: float = math.nan
     reason: str = ""
+    caution: str = ""
 
     @classmethod
     def of(cls, advantage: Interval) -> "Conclusion":
         """Returns the conclusion from an interval that excludes 0 exactly if a difference is shown."""
         undecided = cls("undecided", advantage.low, advantage.high)
         return replace(undecided, kind=undecided.shown or "undecided")
+
+    def with_caution(self, num_runs: int, num_clusters: int, *, bounded: bool) -> "Conclusion":
+        """Returns the conclusion with a caution if it shows a difference of few runs, or of few values that are not
+        `bounded`: no test of so few holds if they are skewed (docs/statistics.md).
+        """
+        few = f"fewer than {FEW_RUNS} runs, up to 18%" if 1 < num_runs < FEW_RUNS else ""
+        if not few and num_clusters < FEW_VALUES and not bounded:
+            few = f"fewer than {FEW_VALUES} items, up to 10%"
+        who = "runs" if "runs" in few else "values"
+        said = f"With {few} of such verdicts are false if {who} are skewed." if few and self.shown else ""
+        return replace(self, caution=said)
 
     @property
     def shown(self) -> Literal["better", "worse", ""]:

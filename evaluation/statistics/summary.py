@@ -43,7 +43,7 @@ from evaluation.statistics.significance import (
     holm_level,
     holm_levels,
 )
-from evaluation.statistics.win_rates import counts_of, length_controlled, pair_test, pair_win_rate, prompt_means
+from evaluation.statistics.win_rates import counts_of, lengths_controlled, pair_test, pair_win_rate, prompt_means
 from evaluation.verdicts import NO_CLUSTERS, Clusters, Comparisons, Verdict, comparisons_of, places_of
 from preferences.statistics.agreement import ranking_alpha
 from preferences.statistics.estimates import UNKNOWN, Floats, Interval, Ints, Share
@@ -156,8 +156,9 @@ def _pairs(
     p_M = np.array([_p_of(test, ends) for test, ends in zip(tests, bounds, strict=True)])
     corrected, levels = holm(p_M).tolist(), holm_levels(p_M).tolist()
     summaries = []
-    for (a, b), pair, of_pair, test, ends, p, holm_p, level in zip(
-        pairs, of_pairs, rows_of_pairs, tests, bounds, p_M.tolist(), corrected, levels, strict=True
+    at_equal_length = lengths_controlled(of_pairs)
+    for (a, b), pair, of_pair, fitted, test, ends, p, holm_p, level in zip(
+        pairs, of_pairs, rows_of_pairs, at_equal_length, tests, bounds, p_M.tolist(), corrected, levels, strict=True
     ):
         alpha, bias = holm_level(p, holm_p), position_bias(pair)
         rate = pair_win_rate(pair, test, alpha=alpha)
@@ -177,7 +178,7 @@ def _pairs(
                 conclusion=conclusion,
                 different=conclusion.shown != "",
                 power=test.power(level),
-                length_controlled=length_controlled(pair),
+                length_controlled=fitted,
                 position_bias=bias,
                 flips=flips(of_pair, clusters),
                 categories=_categories(pair, seed),
@@ -283,7 +284,9 @@ def _algorithms(
                 num_prompts=len(prompts),
                 num_clusters=len(np.unique(cluster_P)),
                 num_prompts_missing=len(comparisons.prompts) - len(prompts),
-                conclusion=_conclusion(rate, position_bias(comparisons_of(of_pair, names, clusters)), of_pair),
+                conclusion=_conclusion(
+                    rate, position_bias(comparisons_of(of_pair, names, clusters)), of_pair
+                ).with_caution(min(len(runs[a]), len(runs[b])), len(prompts), bounded=True),
             )
         )
     return tuple(pairs)

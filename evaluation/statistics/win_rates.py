@@ -7,10 +7,12 @@ if both policies wrote equally long responses. All errors are over clusters of p
 is its own.
 
 Shape letters: V verdicts, P prompts (of this pair), C clusters of these prompts, L labelers, O outcomes (a preferred, b
-preferred), K coefficients (θ, φ).
+preferred), K coefficients (θ, φ; in a joint fit those of every model).
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import scipy
@@ -26,6 +28,10 @@ LEAST_OVERLAP = 0.15  # the share of prompts on which either response is the lon
 TOO_FEW = f"; {LEAST_OVERLAP:.0%} were expected, since a win rate at equal length would be extrapolated"
 
 _MAX_LOG_ODDS = 12.0  # a fit beyond this counts as having no finite maximum
+_MAX_STEPS, _MAX_CHANGE, _TOLERANCE = 100, 2.0, 1e-8  # of Newton's method in a joint fit
+DIFFICULTY_VARIANCE = 2.0  # of prompts in a joint fit, in log-odds²
+EFFECT_VARIANCE = 0.25  # of the effects of length around their mean; those that AlpacaEval publishes have 0.11
+_FLAT = 0.01  # precision of the other priors, which only keep estimates finite
 
 
 def pair_win_rate(pair: Comparisons, test: EqualityTest, *, alpha: float = ALPHA) -> WinRate:
@@ -214,20 +220,150 @@ def length_controlled(pair: Comparisons) -> LengthControlled:
     )
 
 
+def lengths_controlled(pairs: Sequence[Comparisons]) -> list[LengthControlled]:
+    """Returns `length_controlled` of each pair; of several models against one baseline, from one joint fit of all.
+
+    A pair that is too small for a fit of its own, or whose lengths overlap too little, still has no win rate at equal
+    length; one whose own fit needs a prior keeps it.
+    """
+    alone = [length_controlled(pair) for pair in pairs]
+    against = [_oriented(pair, baseline) for pair in pairs] if (baseline := _baseline(pairs)) >= 0 else []
+    fitted = list(alone)
+    for place, (part, pair) in enumerate(zip(joint_fit(against) if against else (), pairs, strict=False)):
+        if alone[place].reason or alone[place].shrunk:
+            continue
+        num, freedom = len(part.error_C), len(np.unique(pair.cluster_V)) - 1
+        half = float(scipy.special.stdtrit(freedom, (1 + LEVEL) / 2)) * math.sqrt((num - 1) / num)
+        of_mean, of_effect = (half * math.sqrt(float((u_C**2).sum())) for u_C in (part.error_C, part.effect_error_C))
+        logit, scale = scipy.special.logit(part.mean), part.mean * (1 - part.mean)
+        low, high = scipy.special.expit([logit - of_mean / scale, logit + of_mean / scale]).tolist()
+        effect = Interval(part.effect, part.effect - of_effect, part.effect + of_effect)
+        found = replace(alone[place], mean=part.mean, low=low, high=high, length_effect=effect)
+        fitted[place] = found if pair.b_V[0] == baseline else replace(found.turned, length_effect=effect)
+    return fitted
+
+
+def _baseline(pairs: Sequence[Comparisons]) -> int:
+    """Returns the policy that is in all of several pairs; -1 if none is."""
+    shared = set.intersection(*({int(pair.a_V[0]), int(pair.b_V[0])} for pair in pairs)) if len(pairs) > 1 else set()
+    return min(shared, default=-1)
+
+
+def _oriented(pair: Comparisons, baseline: int) -> Comparisons:
+    return pair if pair.b_V[0] == baseline else pair.between(int(pair.b_V[0]), baseline)
+
+
+@dataclass(frozen=True)
+class JointLength:
+    """A model's win rate at equal length and effect of length in a joint fit, with each cluster's part of their errors
+    [C], over the clusters of all models in the order of their numbers.
+    """
+
+    mean: float
+    effect: float
+    error_C: Floats
+    effect_error_C: Floats
+
+
+def joint_fit(models: Sequence[Comparisons]) -> list[JointLength]:
+    """Fits all models' verdicts against one baseline, which is `b`, at once, with a difficulty per prompt.
+
+        logit P(m is preferred on prompt p) = θ_m + φ_m·tanh(Δ/σ_m) + γ_p,   γ_p ~ N(0, 2),   φ_m ~ N(their mean, ¼)
+
+    The win rate at equal length is the mean of 1/(1 + exp(-θ_m - γ_p)) over the model's prompts. As in AlpacaEval 2
+    (arXiv 2404.04475, section 3.3), difficulty is what the models' verdicts on a prompt have in common. It fits γ first
+    and then a factor ψ_m for it; here ψ_m is 1, and φ_m is drawn to the mean, where AlpacaEval adds verdicts on
+    baselines that were asked to be brief or verbose. Errors are over clusters, with γ profiled out:
+
+        s_p = Σ_v F_v·r_v,   A_p = Σ_v w_v·F_v·F_vᵀ - c_p·c_pᵀ/d_p,   dγ_p/dβ = -c_p/d_p
+        c_p = Σ_v w_v·F_v,   d_p = Σ_v w_v + ½,   r_v and w_v residual and variance of a verdict
+    """
+    F_VK, columns = _joint_features(models), range(0, 2 * len(models), 2)
+    won_V, weight_V = np.concatenate([[model.won_V, verdict_weights(model)] for model in models], axis=1)
+    prompts, prompt_V = np.unique(np.concatenate([model.prompt_V for model in models]), return_inverse=True)
+    clusters, cluster_V = np.unique(np.concatenate([model.cluster_V for model in models]), return_inverse=True)
+    cluster_P = cluster_V[np.unique(prompt_V, return_index=True)[1]]
+    beta_K, gamma_P, (bread_KK, c_PK, d_P), residual_V, variance_V = _joint_newton(F_VK, won_V, weight_V, prompt_V)
+    of_cluster_CV, num_K = _indicators(cluster_V), F_VK.shape[1]
+    information_CKK = np.zeros((len(clusters), num_K, num_K))
+    for k, other in [(k + i, k + j) for k in columns for i in (0, 1) for j in (0, 1)]:
+        information_CKK[:, k, other] = of_cluster_CV @ (variance_V * F_VK[:, k] * F_VK[:, other])
+    np.add.at(information_CKK, cluster_P, -c_PK[:, :, None] * (c_PK / d_P[:, None])[:, None, :])
+    slope_CK = of_cluster_CV @ (residual_V[:, None] * F_VK)
+    u_CK = np.linalg.solve(bread_KK - information_CKK, slope_CK[:, :, None])[:, :, 0]  # CR3, as in `choice.sandwich`
+    found = []
+    for k, model in zip(columns, models, strict=True):
+        own_P = np.isin(prompts, model.prompt_V)
+        share_P = scipy.special.expit(beta_K[k] + gamma_P)[own_P]
+        mean, rises_P = float(share_P.mean()), share_P * (1 - share_P) / len(share_P)
+        gradient_K = -(c_PK / d_P[:, None])[own_P].T @ rises_P
+        gradient_K[k] += rises_P.sum()
+        error_C = u_CK @ gradient_K + np.bincount(cluster_P[own_P], (share_P - mean) / len(share_P), len(clusters))
+        found.append(JointLength(mean, float(beta_K[k + 1]), error_C, u_CK[:, k + 1]))
+    return found
+
+
+def _joint_newton(
+    F_VK: Floats, won_V: Floats, weight_V: Floats, prompt_V: Ints
+) -> tuple[Floats, Floats, tuple[Floats, Floats, Floats], Floats, Floats]:
+    """Returns β, γ, (A, c, d), and the verdicts' residuals and variances at the maximum of the posterior."""
+    num_K, of_prompt_PV = F_VK.shape[1], _indicators(prompt_V)
+    prior_KK = np.diag(np.tile([_FLAT, _FLAT + 1 / EFFECT_VARIANCE], num_K // 2))
+    prior_KK[1::2, 1::2] -= 2 / (num_K * EFFECT_VARIANCE)
+    beta_K, gamma_P = np.zeros(num_K), np.zeros(of_prompt_PV.shape[0])
+    for _ in range(_MAX_STEPS):
+        p_V = scipy.special.expit(F_VK @ beta_K + gamma_P[prompt_V])
+        residual_V, variance_V = weight_V * (won_V - p_V), weight_V * p_V * (1 - p_V)
+        weighted_VK, d_P = variance_V[:, None] * F_VK, of_prompt_PV @ variance_V + 1 / DIFFICULTY_VARIANCE
+        c_PK = of_prompt_PV @ weighted_VK
+        bread_KK = weighted_VK.T @ F_VK + prior_KK - c_PK.T @ (c_PK / d_P[:, None])
+        slope_P = of_prompt_PV @ residual_V - gamma_P / DIFFICULTY_VARIANCE
+        slope_K = F_VK.T @ residual_V - prior_KK @ beta_K
+        step_K = np.linalg.solve(bread_KK, slope_K - c_PK.T @ (slope_P / d_P))
+        step_P = (slope_P - c_PK @ step_K) / d_P
+        largest = max(float(np.abs(step_K).max()), float(np.abs(step_P).max()))
+        if largest < _TOLERANCE:
+            break
+        scale = min(1.0, _MAX_CHANGE / largest)
+        beta_K, gamma_P = beta_K + scale * step_K, gamma_P + scale * step_P
+    return beta_K, gamma_P, (bread_KK, c_PK, d_P), residual_V, variance_V
+
+
+def _indicators(place_V: Ints) -> scipy.sparse.csr_array:
+    """Returns a sparse matrix that sums the verdicts of each place."""
+    return scipy.sparse.csr_array((np.ones(len(place_V)), (place_V, np.arange(len(place_V)))))
+
+
+def _joint_features(models: Sequence[Comparisons]) -> Floats:
+    """Returns [V, 2M]: 1 and tanh(Δ/σ) in the two columns of a verdict's model, 0 in others."""
+    blocks = []
+    for place, model in enumerate(models):
+        spread = math.sqrt(float((model.longer_V**2).mean()))
+        block_VK = np.zeros((len(model), 2 * len(models)))
+        block_VK[:, 2 * place] = 1.0
+        block_VK[:, 2 * place + 1] = np.tanh(model.longer_V / spread) if spread else 0.0
+        blocks.append(block_VK)
+    return np.concatenate(blocks)
+
+
 def overlap_of(longer_V: Floats, weight_V: Floats) -> float:
     """Returns the weighted share of verdicts in which the side that is seldom longer is at least as long."""
     return float(min(weight_V[longer_V >= 0].sum(), weight_V[longer_V <= 0].sum()) / weight_V.sum())
 
 
-def win_rate_at_equal_length(won_V: Floats, longer_V: Floats) -> float:
+def has_overlap(won_V: Floats, longer_V: Floats, least: float = LEAST_OVERLAP) -> bool:
+    """Returns whether one verdict per prompt allows a win rate at equal length."""
+    varies = len(won_V) >= MIN_PROMPTS and np.ptp(longer_V) > 0 and np.ptp(won_V) > 0
+    return bool(varies and overlap_of(longer_V, np.ones_like(won_V)) >= least)
+
+
+def win_rate_at_equal_length(won_V: Floats, longer_V: Floats, least: float = LEAST_OVERLAP) -> float:
     """Returns the mean of `length_controlled` for one verdict per prompt, or NaN if it is not identified.
 
     It leaves out the interval, which takes 20 times as long as the fit, for callers that leave out prompts in turn. If
     all verdicts are alike, the spread would be that of the prior only, so the mean is then NaN.
     """
-    if len(won_V) < MIN_PROMPTS or np.ptp(longer_V) == 0 or np.ptp(won_V) == 0:
-        return math.nan
-    if overlap_of(longer_V, np.ones_like(won_V)) < LEAST_OVERLAP:
+    if not has_overlap(won_V, longer_V, least):
         return math.nan
     tanh_V = np.tanh(longer_V / math.sqrt(float((longer_V**2).mean())))
     beta_K, _, _ = _length_fit(np.stack([won_V, 1 - won_V], axis=1), _length_features(tanh_V))

@@ -4,15 +4,23 @@ Dubois et al. 2024, Length-controlled AlpacaEval (arXiv 2404.04475). The judge's
 not AlpacaEval's, so values are comparable among models that were evaluated here, but not with its leaderboard.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
 
 from evaluation.judges.language_model import OWN_TEMPLATE, read_verdict
-from evaluation.statistics.win_rates import LEAST_OVERLAP, win_rate_at_equal_length
+from evaluation.statistics.win_rates import (
+    LEAST_OVERLAP,
+    has_overlap,
+    joint_fit,
+    length_controlled,
+    win_rate_at_equal_length,
+)
 from evaluation.suites.judging import CONSISTENCY, leads_over
 from evaluation.suites.suite import Item, Measure, Model, Request, Row, Scored, Suite, Tools, failed, read_items
+from evaluation.verdicts import Verdict, comparisons_of
 from files.conversations import ConversationReader
 from files.fields import any_text, optional_text
 from reward.endpoint import Answer
@@ -23,12 +31,47 @@ JUDGE_TOKENS = 1024
 WIN_RATE = "win_rate"
 LENGTH_CONTROLLED = "length_controlled_win_rate"
 LENGTH_DIFFERENCE = "length_difference"  # characters by which the model's answer is longer than the baseline's
+BASELINE = ""
+JOINT = "joint_length_controlled"  # an item's part of the win rate at equal length in the joint fit
 
 
 def at_equal_length(scored: Sequence[Scored]) -> float:
-    """Returns the win rate that would remain at equal lengths; NaN if it is not identified."""
+    """Returns the win rate that would remain at equal lengths, by the joint fit of several models if there is one; NaN
+    if it is not identified.
+    """
     won_V, longer_V = (np.array([one.values[name] for one in scored]) for name in (WIN_RATE, LENGTH_DIFFERENCE))
+    if all(JOINT in one.values for one in scored) and has_overlap(won_V, longer_V):
+        return float(np.mean([one.values[JOINT] for one in scored]))
     return win_rate_at_equal_length(won_V, longer_V)
+
+
+def together(scored: Mapping[str, Sequence[Scored]]) -> dict[str, list[Scored]]:
+    """Adds each item's part of the joint fit of several models, whose mean is the win rate at equal length and whose
+    spread is its error. A model whose own fit is unknown, or needs a prior, is without.
+    """
+    verdicts = [_verdict(model, row) for model, rows in scored.items() for row in rows if WIN_RATE in row.values]
+    models = list(dict.fromkeys(verdict.policy_a for verdict in verdicts))
+    every = comparisons_of(verdicts, (*models, BASELINE))
+    pairs = {model: every.between(place, len(models)) for place, model in enumerate(models)}
+    found = {model: list(rows) for model, rows in scored.items()}
+    fitted = joint_fit(list(pairs.values())) if len(pairs) > 1 else ()
+    for (model, pair), part in zip(pairs.items(), fitted, strict=False):
+        alone = length_controlled(pair)
+        if not alone.reason and not alone.shrunk:
+            error_P = part.error_C[pair.prompt_V]
+            values = part.mean + len(pair) * (error_P - error_P.mean())
+            of_item = {every.prompts[place]: value for place, value in zip(pair.prompt_V, values.tolist(), strict=True)}
+            found[model] = [
+                replace(row, values={**row.values, JOINT: of_item[row.item_id]}) if row.item_id in of_item else row
+                for row in found[model]
+            ]
+    return found
+
+
+def _verdict(model: str, row: Scored) -> Verdict:
+    won, longer = row.values[WIN_RATE], round(row.values[LENGTH_DIFFERENCE])
+    own, other = max(longer, 0), max(-longer, 0)
+    return Verdict(row.item_id, model, BASELINE, 0, 0, "", "", won, length_a=own, length_b=other)
 
 
 MEASURES = (
@@ -105,7 +148,8 @@ SUITE = Suite(
     read=read,
     score=score,
     files="alpaca_eval_gpt4_baseline.json of https://huggingface.co/datasets/tatsu-lab/alpaca_eval"
-    " (CC BY-NC 4.0, 805 rows)",
+    " (CC BY-NC 4.0, about 1.9 MB)",
     needs=frozenset({"judge"}),
     uses=frozenset({"baseline", "scorer"}),
+    together=together,
 )

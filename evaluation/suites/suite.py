@@ -194,7 +194,7 @@ class Suite:
     `files` says which file to get instead: address, licence and size.
     `needs` names the fields of `Tools` without which it measures nothing, and `uses` those that it can do without;
     others are refused. A suite that needs a judge and uses a scorer gets one of the two. Models that cannot do what it
-    `asks` are refused before any model is asked.
+    `asks` are refused before any model is asked. `together` adds values that need all models' rows.
     """
 
     name: str
@@ -207,6 +207,7 @@ class Suite:
     files: str = ""
     needs: frozenset[str] = frozenset()
     uses: frozenset[str] = frozenset()
+    together: Callable[[Mapping[str, Sequence[Scored]]], Mapping[str, Sequence[Scored]]] = lambda scored: scored
 
 
 # ---- reading a suite's file ----

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -72,6 +72,14 @@ Prompts = Annotated[
 ]
 MaxPrompts = Annotated[int, typer.Option(min=0, help="Number of prompts to read (default: all).", show_default=False)]
 
+FailIf = Annotated[
+    str,
+    typer.Option(
+        help='"B worse than A", "... in MEASURE" (a suite\'s or a judge; default: the first), "... by .02": exit code 0'
+        " if shown not to be (by more than that), 1 if shown, 2 if undecided."
+    ),
+]
+
 
 def compare(
     policies: Policies,
@@ -100,6 +108,7 @@ def compare(
     max_failed_share: MaxFailedShare = 0.1,
     cache: Cache = None,
     judge_quality: Quality = None,
+    fail_if: FailIf = "",
 ) -> None:
     """Compare policies: which is better, by how much, and is the difference real? See docs/comparing.md.
 
@@ -107,13 +116,16 @@ def compare(
     """
     from evaluation.compare.comparing import Compared
     from evaluation.compare.comparing import compare as compare_policies
+    from evaluation.fail_if import UNDECIDED, Gate, undecided_if_it_fails
     from evaluation.inputs import named_runs
     from evaluation.policies import Sampling
     from training.data import DataConfig
 
     if not prompts:
         raise ValueError("--prompts is empty; a file or a hub id was expected")
-    folder = out or folder_of("compare", (name for name, _ in named_runs(policies)[0]))
+    named, runs = named_runs(policies)
+    gate = Gate.of(fail_if, [*runs, *(name for name, _ in named)]) if fail_if else None
+    folder = out or folder_of("compare", (name for name, _ in named))
     asking = asking_of(folder, cache, concurrency, timeout, max_failed_share)
     judging = _judging_of(folder, asking, template, rubric, judge_tokens, labelers, seed)
     data = DataConfig(source=prompts, split=split, subset=subset, max_rows=max_prompts)
@@ -121,11 +133,15 @@ def compare(
     compared = Compared(
         policies, data, category, cluster_by, judge or [], sampling, judging, allow_empty, training_data or []
     )
-    with progress_bars() as progress:
+    with progress_bars() as progress, undecided_if_it_fails(gate, "comparison"):
         outcome = compare_policies(compared, folder, progress, partial(console.print, markup=False))
     _print_policies(outcome.settings)
     _print_people(outcome, judge or [])
-    _print_results(outcome, folder, judge_quality or [])
+    report = _print_results(outcome, folder, judge_quality or [])
+    if gate is not None:
+        code, sentence = gate.of_comparison(report) if report else (UNDECIDED, "undecided: there are no verdicts yet")
+        results_console().print(sentence, markup=False)
+        raise typer.Exit(code)
 
 
 def verdicts(
@@ -295,7 +311,8 @@ def _print_people(outcome: "Outcome", judges: Sequence[str]) -> None:
                 console.print("  then run the same command again to collect the judgments", markup=False)
 
 
-def _print_results(outcome: "Outcome", folder: Path, quality: Sequence[Path] = ()) -> None:
+def _print_results(outcome: "Outcome", folder: Path, quality: Sequence[Path] = ()) -> dict[str, Any]:
+    """Returns report.json; empty without verdicts."""
     from evaluation.compare.comparing import conclude, results_table
     from evaluation.compare.folder import SETTINGS
     from evaluation.judges.quality import add_quality
@@ -303,7 +320,7 @@ def _print_results(outcome: "Outcome", folder: Path, quality: Sequence[Path] = (
 
     if not outcome.has_verdicts:
         console.print("no verdicts yet, nothing to report")
-        return
+        return {}
     if quality:
         add_quality(outcome.settings["judges"], quality)
         write_json(folder / SETTINGS, outcome.settings)
@@ -312,3 +329,4 @@ def _print_results(outcome: "Outcome", folder: Path, quality: Sequence[Path] = (
     for sentence in (report["answer"]["text"], *report["answer"]["more"], *report["judge_quality"]):
         console.print(sentence, markup=False)
     console.print(str(folder / "report.html"), markup=False)
+    return report

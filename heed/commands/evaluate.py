@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heed.commands.compare import Concurrency, Timeout, TrainingData, asking_of, folder_of, progress_bars
+from heed.commands.compare import Concurrency, FailIf, Timeout, TrainingData, asking_of, folder_of, progress_bars
 from heed.commands.options import refuse_run_folder
 from stages.progress import console, results_console
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from evaluation.evaluate.evaluating import Evaluation
     from evaluation.evaluate.folder import EvaluationReport
 
 MAX_SENTENCES = 10  # per suite
@@ -56,13 +55,6 @@ MaxNewTokens = Annotated[
 Samples = Annotated[
     int, typer.Option(min=1, help="Samples per item, at temperature 1 unless the suite samples; adds pass@k.")
 ]
-FailIf = Annotated[
-    str,
-    typer.Option(
-        help='"B worse than A", "... in MEASURE" (default: the first of a suite), "... by .02": exit code 0 if shown'
-        " not to be (by more than that), 1 if shown, 2 if undecided."
-    ),
-]
 MaxFailedShare = Annotated[
     float, typer.Option(min=0, max=1, help="Share of requests that may fail before the command stops.")
 ]
@@ -102,8 +94,9 @@ def evaluate(
     An interrupted evaluation continues: answers are cached.
     """
     from evaluation.evaluate.evaluating import Evaluation
-    from evaluation.evaluate.fail_if import Gate
+    from evaluation.evaluate.evaluating import evaluate as evaluate_models
     from evaluation.evaluate.models import Answering
+    from evaluation.fail_if import Gate, undecided_if_it_fails
     from evaluation.inputs import named_runs
 
     named, runs = named_runs(models, "model")
@@ -119,24 +112,14 @@ def evaluate(
         wanted = Evaluation(
             models, suite or [], data or [], judge, baseline, training_data or [], max_items, how, gate is not None
         )
-        report = _evaluated(wanted, folder, has_gate=gate is not None)
+        with undecided_if_it_fails(gate, "evaluation"):
+            report = evaluate_models(wanted, folder)
     _print_results(report)
     console.print(str(folder / "report.html"), markup=False)
     if gate is not None:
-        code, sentence = gate.outcome(report)
+        code, sentence = gate.of_evaluation(report)
         results_console().print(sentence, markup=False)
         raise typer.Exit(code)
-
-
-def _evaluated(wanted: "Evaluation", folder: Path, *, has_gate: bool) -> "EvaluationReport":
-    from evaluation.evaluate.evaluating import evaluate as evaluate_models
-
-    try:
-        return evaluate_models(wanted, folder)
-    except (OSError, RuntimeError) as error:
-        if not has_gate:
-            raise
-        raise ValueError(f"--fail-if: undecided, since the evaluation failed: {error}") from error  # 1 is "worse"
 
 
 def _print_results(report: "EvaluationReport") -> None:

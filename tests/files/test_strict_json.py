@@ -114,8 +114,8 @@ def test_what_rows_may_not_hold_is_named(name: str, bad: str, words: str, tmp_pa
         ('[{"a": 1}\n {"a": 2}]', "line 2: not JSON: Expecting ',' delimiter at column 2"),
         ('[{"a": 1},\n]', "line 2: not JSON: Expecting value at column 1"),
         ('[{"a": 1}]\n\n x', "line 3: not JSON: Extra data at column 2"),
-        ('[{"a": 1},\n{"a": "b\nc"}]', "line 2: not JSON: Invalid control character at at column 9"),
-        ('[{"a": 1},\n{"a": "b', "line 2: not JSON: Unterminated string starting at at column 7"),
+        ('[{"a": 1},\n{"a": "b\nc"}]', "line 2: not JSON: Invalid control character at column 9"),
+        ('[{"a": 1},\n{"a": "b', "line 2: not JSON: Unterminated string starting at column 7"),
         ('[{"a": 1}', "line 1: not JSON: Expecting ',' delimiter at column 10"),
     ],
 )

@@ -170,7 +170,7 @@ def _of_algorithms(judge: JudgeSummary) -> list[str]:
         elif pair.different:
             sentences.append(
                 f"As algorithms, {a} is preferred to {b} {percent(rate.mean)} of the time by the judge {judge.judge},"
-                f" over {runs} ({interval_text})."
+                f" over {runs} ({interval_text}). {pair.conclusion.caution}".rstrip()
             )
         else:
             sentences.append(

@@ -27,7 +27,7 @@ from evaluation.inputs import clusters_of
 from evaluation.judges.people import are_people
 from evaluation.policies import TRAINED, policy_styles
 from evaluation.statistics.corrected import corrected_win_rates
-from evaluation.statistics.results import Conclusion, JudgeSummary, PairSummary, Summary, Withheld
+from evaluation.statistics.results import SAME, Conclusion, JudgeSummary, PairSummary, Summary, Withheld
 from evaluation.statistics.summary import summarise, unseen
 from evaluation.verdicts import Response, Verdict
 from files.records import as_json
@@ -163,7 +163,7 @@ def _withheld(comparison: ComparisonFolder) -> list[Withheld]:
         seen = {*comparison.seen.get(a, ()), *comparison.seen.get(b, ())}
         reason = too_few_clean(num - len(seen), num, "prompt")
         if texts[a] == texts[b] and any(texts[a].values()):
-            reason = "they gave the same responses, so they are one policy"
+            reason = f"{SAME} responses, so they are one policy"
         if reason:
             withheld.append(Withheld(a, b, Conclusion("none", reason=reason)))
     return withheld

@@ -177,3 +177,57 @@ def test_failed_verdicts_that_could_turn_a_difference_show_none() -> None:
             ("a", "b"),
             seed=0,
         ).judges[0].pairs[0].significance.p  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gate", "code", "said"),
+    [
+        ("short worse than long", 1, "judge length: short is shown to be worse than long in win rate (25.0%, 14."),
+        ("long worse than short", 0, "judge length: long is shown not to be worse than short in win rate (75.0%, 59."),
+        ("long worse than near", 2, "judge length: long is not shown to be, nor shown not to be, worse than near in"),
+        ("near worse than long by .3", 0, "near is shown not to be worse than long by more than 30 points in win rate"),
+        ("long worse than near in same by .2", 0, "judge same: long is shown not to be worse than near by more than"),
+        ("long worse than again", 0, "long is not worse than again: they gave the same responses, so they are one"),
+        ("long worse than near in nobody", 2, "there is no judge 'nobody'; one of length, same was expected"),
+        ("long worse than near by 2", 2, "a win rate is a share, from 0 to 1; .02, which is 2 points, was expected"),
+        ("long worse than other", 2, "no model is called 'other'; one of long, short, near, again was expected"),
+    ],
+)
+def test_the_exit_code_says_whether_a_policy_got_worse(
+    heed_main: Call, place: Path, gate: str, code: int, said: str
+) -> None:
+    """`near` is as often longer as shorter than `long`."""
+    near = [{"prompt_id": f"p{n}", "output": "n" * (9 if n >= 20 else 1)} for n in range(NUM)]
+    (place / "near.jsonl").write_text("".join(json.dumps(row) + "\n" for row in near))
+    (place / "judges.py").write_text(
+        "def length(prompts, responses):\n    return [len(r) for r in responses]\n"
+        "def same(prompts, responses):\n    return [1 for r in responses]\n"
+    )
+    names = {name: f"{name}={place / name}.jsonl" for name in ("long", "short", "near")}
+    judges = [word for name in ("length", "same") for word in ("--judge", f"{place / 'judges.py'}:{name}")]
+    found, printed = heed_main(
+        "compare", *names.values(), f"again={place / 'long.jsonl'}", *judges, "--prompts", str(place / "prompts.jsonl"),
+        "--out", str(place / "out"), "--fail-if", gate,
+    )  # fmt: skip
+    assert (found, said in " ".join(printed.split())) == (code, True), printed
+
+
+def test_no_verdict_is_undecided_in_ci(heed_main: Call, place: Path) -> None:
+    """More than 10% of verdicts failed; fewer than 20 prompts are outside the training data."""
+    (place / "judges.py").write_text(
+        "def length(prompts, responses):\n"
+        "    return [None if ' number of' in p[0]['content'] and r[:1] == 's' and any(f'Number {n} ' in"
+        " p[0]['content'] for n in range(5)) else len(r) for p, r in zip(prompts, responses)]\n"
+    )
+    policies = [f"{name}={place / name}.jsonl" for name in ("long", "short")]
+    seen = place / "seen.txt"
+    seen.write_text("\n\n".join(ASKED.format(n) for n in range(25)))
+    given = ["compare", *policies, "--judge", f"{place / 'judges.py'}:length", "--fail-if", "short worse than long"]
+    given += ["--prompts", str(place / "prompts.jsonl")]
+    for name, more, said in (
+        ("failed", ["--max-failed-share", ".5"], "undecided whether short is worse than long: 5 of 40 verdicts of the"),
+        ("clean", ["--max-failed-share", ".5", "--training-data", str(seen)], "only 15 of 40 prompts are outside"),
+        ("share", [], "failed on 5 of 40 verdicts, more than 10% (--max-failed-share)"),
+    ):
+        code, printed = heed_main(*given, *more, "--out", str(place / name))
+        assert (code, said in " ".join(printed.split())) == (2, True), printed

@@ -113,6 +113,13 @@ def test_a_judge_of_length_is_found_and_a_fair_one_is_not(tmp_path: Path) -> Non
     assert (fair.length.difference.mean, fair.agreement.mean, len(findings(fair))) == (0.0, 1.0, 1)
 
 
+def test_longer_is_by_characters_and_not_by_words(tmp_path: Path) -> None:
+    """People prefer "incomprehensibly", one word of 16 characters, to eight words of one; the judge prefers these."""
+    rows = llmbar(*[("incomprehensibly", "a b c d e f g h")] * 30)
+    found = measured(scoring(lambda text: len(text.split())), file_of(tmp_path / "pairs.jsonl", rows))
+    assert (found.length.judge, found.length.people, found.length.num_pairs) == (0.0, 1.0, 30)
+
+
 def test_a_judge_of_position_is_found_in_both_orders(tmp_path: Path) -> None:
     source = file_of(tmp_path / "pairs.jsonl", differing(100))
     always_first = measured(OrderedJudge(lambda _first, _second: 1.0), source)

@@ -240,3 +240,28 @@ def test_one_line_says_that_two_files_hold_the_same_answers(
     assert code == 0
     for text in (said, page):
         assert "drop: one and again gave the same answers: they are one model, and there is no comparison." in text
+
+
+def test_no_verdict_is_undecided_in_ci(heed_main: Call, saved: Callable[..., str], tmp_path: Path) -> None:
+    """More than 10% of answers are missing; fewer than 20 items are outside the training data."""
+    long = saved("long", {n: 5 + n % 3 for n in range(100)})
+    gate = ("--fail-if", "picked worse than long", "--max-failed-share", "0.6")
+    code, said, _ = evaluated(heed_main, tmp_path, saved("picked", dict.fromkeys(range(89), 1)), long, *gate)
+    assert (code, "undecided whether picked is worse than long: 11 of 100 answers of picked are" in said) == (2, True)
+    (tmp_path / "seen.txt").write_text("\n\n".join(f"Question number {n} of them?" for n in range(81)))
+    picked, more = saved("picked", dict.fromkeys(range(100), 1)), ("--training-data", f"long={tmp_path / 'seen.txt'}")
+    code, said, _ = evaluated(heed_main, tmp_path, picked, long, *gate, *more, "--out", str(tmp_path / "seen"))
+    assert (code, "only 19 of 100 items are outside the training data" in said) == (2, True)
+    code, said, _ = evaluated(heed_main, tmp_path, picked, long, *gate, "--out", str(tmp_path / "clean"))
+    assert (code, "drop: picked is shown to be worse than long in f1" in said) == (1, True)
+
+
+@pytest.mark.parametrize(("num", "measure", "is_cautious"), [(19, LENGTH, True), (20, LENGTH, False), (19, F1, False)])
+def test_a_difference_of_few_means_says_how_often_such_ones_are_false(
+    num: int, measure: Measure, is_cautious: bool
+) -> None:
+    generator = np.random.default_rng(0)
+    a_I = generator.uniform(0.4, 0.6, num)
+    row = compared(scored(a_I), scored(a_I - 0.3 + 0.01 * generator.normal(size=num)), measure)
+    said = "With fewer than 20 items, up to 10% of such verdicts are false if values are skewed."
+    assert (row.better, row.conclusion.caution) == ("a", said if is_cautious else "")

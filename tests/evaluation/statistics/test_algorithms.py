@@ -8,12 +8,14 @@ import pytest
 import scipy
 
 from benchmarks.compare_coverage import coverage
-from benchmarks.dependent_worlds import preferences, wide_seeds
+from benchmarks.dependent_worlds import preferences, skewed_seeds, wide_seeds
 from evaluation.compare.report.answer import answer_of
 from evaluation.statistics.algorithms import AlgorithmTest
+from evaluation.statistics.results import Conclusion
 from evaluation.statistics.significance import ALPHA, EqualityTest, GainTest
 from evaluation.statistics.summary import summarise
 from evaluation.verdicts import Verdict
+from files.records import as_json
 from stages.reports.text import styles_of
 
 
@@ -225,3 +227,35 @@ def test_what_runs_could_have_shown_is_beyond_an_effect_that_they_did_not_show()
                 hidden += 1
         assert test.detectable(ALPHA / 10) > test.detectable(ALPHA)
     assert hidden > 5
+
+
+@pytest.mark.parametrize("num_runs", [2, 3])
+def test_a_difference_of_few_runs_says_how_often_such_ones_are_false(num_runs: int) -> None:
+    """Beside the verdict, in report.json (`as_json`) and in the sentence that terminal and page show."""
+    runs = {name: [f"{name}/{n}" for n in range(num_runs)] for name in ("a", "b")}
+    rows = [
+        Verdict(f"p{p}", one, two, 0, 0, "j", "j", float(p % 10 > 0))
+        for p in range(60)
+        for one in runs["a"]
+        for two in runs["b"]
+    ]
+    summary = summarise(rows, runs=runs, seed=0)
+    (pair,) = summary.judges[0].algorithms
+    said = "With fewer than 20 runs, up to 18% of such verdicts are false if runs are skewed."
+    assert pair.different
+    assert as_json(pair)["conclusion"]["caution"] == said
+    answer = answer_of(summary, styles_of([*runs["a"], *runs["b"]]), {})
+    assert answer.text.endswith(f"60 prompts). {said}")
+    better, undecided = Conclusion("better", 0.1, 0.3), Conclusion("undecided", -0.1, 0.1)
+    assert better.with_caution(19, 60, bounded=True).caution == said
+    assert better.with_caution(20, 60, bounded=True).caution == ""
+    assert undecided.with_caution(num_runs, 60, bounded=True).caution == ""
+
+
+def test_runs_whose_scatter_is_skewed_mislead_as_often_as_the_caution_says(monkeypatch) -> None:
+    """One algorithm's runs are lognormal: no interval of five runs covers in 95%, but the caution holds."""
+    monkeypatch.setattr("evaluation.statistics.significance.NUM_PERMUTATIONS", 200)
+    monkeypatch.setattr("evaluation.statistics.significance._DRAWS_PER_CHUNK", 200)
+    found = coverage(skewed_seeds, 5, 60, seed=0)
+    assert found["normal, both vary"].share >= 0.93
+    assert 0.75 <= found["lognormal, one varies"].share <= 0.93
