@@ -19,13 +19,14 @@ from cluster.config import ClusterConfig
 from cluster.failures import (
     MEMORY_ADVICE,
     Failure,
+    UnrepeatableError,
     WorkerError,
     WorkerLostError,
     last_line,
     ran_out_of_memory,
     without_colours,
 )
-from cluster.hosts import require_code_of, this_host
+from cluster.hosts import Host, require_code_of, this_host
 from cluster.messages import NO_BEAT, Beat, forget_beats, read_beats
 from cluster.places import Places, is_placed
 from training.notices import RunError, say, waiting, waits_for
@@ -80,15 +81,29 @@ class Ranks:
         name = f"{self.name}/{rank}.{secrets.token_hex(2)}"  # beats of the lost one are not its own
         self.names[rank], self.actors[rank] = name, self.start(rank, name)
         joins = self.actors[rank].join.remote(*self.meeting)
-        self.begun[rank] = [joins, self.actors[rank].run.remote(require_code_of, (this_host(),), {})]
+        self.begun[rank] = [joins, self.actors[rank].run.remote(require_same, (this_host(), self.nodes[rank]), {})]
         return self.actors[rank]
 
     def is_replaced(self, rank: int, why: str) -> bool:
         """Give a rank that has lost its process, but not its machine, a new one if the group's owner can."""
-        if self.replace is None:
+        if self.replace is None or not self.is_open:
             return False
-        is_there = any(node["NodeID"] == self.nodes[rank] and node["Alive"] for node in ray.nodes())
+        try:
+            is_there = any(node["NodeID"] == self.nodes[rank] and node["Alive"] for node in ray.nodes())
+        except RayError:  # the head is lost
+            return False
         return is_there and self.replace(rank, why)
+
+
+def require_same(driver: Host, node: str) -> None:
+    """Check that this process may take another's place: it has the driver's code and is on the other's machine.
+
+    Raises: UnrepeatableError if Ray has moved its place to another machine, whose bits may be others, as Ray does if it
+        notices the loss of a process before that of its machine. ValueError for other code.
+    """
+    if ray.get_runtime_context().get_node_id() != node:
+        raise UnrepeatableError("its machine is lost too")
+    require_code_of(driver)
 
 
 @dataclass(frozen=True)
@@ -177,7 +192,10 @@ def _vigil(in_progress: Sequence[Calls[Any]]) -> "Vigil":
     """Returns a watch over all ranks of the calls."""
     of_ranks = [(calls, rank) for calls in in_progress for rank in range(len(calls.references))]
     actors = {_name_of(calls, rank): calls.ranks.actors[rank] for calls, rank in of_ranks if calls.ranks.is_open}
-    return Vigil(in_progress[0].ranks.limits, [_name_of(calls, rank) for calls, rank in of_ranks], actors)
+    limits = in_progress[0].ranks.limits
+    if any(calls.ranks.begun for calls in in_progress):  # a new process loads its libraries
+        limits = limits.model_copy(update={"stall_seconds": max(limits.start_seconds, limits.stall_seconds)})
+    return Vigil(limits, [_name_of(calls, rank) for calls, rank in of_ranks], actors)
 
 
 @dataclass
@@ -347,13 +365,16 @@ def result_of(phase: str, ranks: Ranks, references: Sequence[Any], rank: int, pe
         WorkerLostError: the rank is gone.
         Exception: the first cause, if the call failed. The group is then closed.
     """
-    for reference in [*ranks.begun.get(rank, ()), references[rank]]:
+    begun = ranks.begun.pop(rank, [])
+    # A result from before the loss may be there before the new process is; nothing waits for that here.
+    ended = ray.wait(begun, num_returns=len(begun), timeout=0)[0] if begun else []
+    ranks.begun |= {rank: left} if (left := [one for one in begun if one not in ended]) else {}
+    for reference in [*(one for one in begun if one in ended), references[rank]]:
         reply = _reply(phase, ranks, rank, reference)
         if reply is REPLACED:
             return reply
         if isinstance(reply, Failure):
             break
-    ranks.begun.pop(rank, None)
     if isinstance(reply, Failure):
         rank_of = {reference: place for place, reference in enumerate(references)}
         waiting = [reference for reference in pending if reference in rank_of]

@@ -196,8 +196,10 @@ class Replaceable(Remote[Kept]):
     def settle(self, calls: Pending[Any]) -> None:
         places = [place for place, one in enumerate(self._repeated) if one.calls is calls]
         for place in places:  # none if a later call has been settled
+            later = self._repeated[place + 1 :]
             passed_on = [one for one in self._repeated[:place] if one.is_passed_on]
-            self._repeated, self._num_lost = [*passed_on[-1:], *self._repeated[place + 1 :]], 0
+            is_replaced = bool(later) and later[0].is_passed_on
+            self._repeated, self._num_lost = [*([] if is_replaced else passed_on[-1:]), *later], 0
 
     def start_from(
         self, method: Callable[[Kept, *Arguments], object], args_of_rank: Sequence[tuple[*Arguments]]

@@ -105,9 +105,10 @@ class Gate:
         is_not_worse = shown.low >= -self.margin if self.margin else shown.low > 0
         code = NOT_WORSE if is_not_worse else WORSE if shown.high < -self.margin else UNDECIDED
         by = f" by more than {margin}" if self.margin else ""
+        caution = "" if code == UNDECIDED else shown.caution
         return (
             code,
-            f"{where}: {self.new} is {_SAID[code]} worse than {self.old}{by} in {what}. {shown.caution}".rstrip(),
+            f"{where}: {self.new} is {_SAID[code]} worse than {self.old}{by} in {what}. {caution}".rstrip(),
         )
 
     def _points(self, share: str) -> str:
@@ -125,7 +126,7 @@ def undecided_if_it_fails(gate: Gate | None, what: str) -> Iterator[None]:
     """Turns an error, whose exit code 1 would say "worse", into a ValueError, whose code is 2; only with a gate."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ArithmeticError) as error:
         if gate is None:
             raise
         raise ValueError(f"--fail-if: undecided, since the {what} failed: {error}") from error

@@ -24,6 +24,7 @@ NON_THINKING = f"{{% set {THINKING} = false %}}"
 Messages = Sequence[Mapping[str, Any]]
 
 _WORD = re.compile(r"[\w.-]+")
+_OPENED = re.compile(r"(<\w+>)(\s*)\Z")  # the end of a prompt that opens thoughts
 
 CHAT_TEMPLATES = {
     # Every turn opens with its role's token and closes with the end token. The space makes a turn's first word the same
@@ -158,8 +159,8 @@ class ChatTemplate:
             # In one line, and without the template: published templates have dozens of lines.
             raise ValueError(f"chat_template refuses the conversation: {' '.join(str(error).split())}") from None
 
-    def renderings(self, messages: Messages) -> list[tuple[str, list[Turn]]]:
-        """Returns the rendering of the conversation, and the places of its responses. A response that the template
+    def renderings(self, messages: Messages) -> Iterator[tuple[str, list[Turn]]]:
+        """Yields the rendering of the conversation, and the places of its responses. A response that the template
         writes differently once messages follow (gpt-oss's end, Qwen3's thoughts) has its place in a further rendering,
         of the conversation up to it: each is in one of them, as a policy samples it.
 
@@ -168,24 +169,24 @@ class ChatTemplate:
         missing = list(self.beginnings(messages))
         ends_in_response = bool(messages) and messages[-1]["role"] == "assistant"
         text = missing[-1].whole if ends_in_response else self.render(messages, add_generation_prompt=False)
-        found = list[tuple[str, list[Turn]]]()
         while True:
             turns = [beginning.turn_in(text) for beginning in missing]
-            found.append((text, [turn for turn in turns if turn is not None]))
-            missing = [beginning for beginning, turn in zip(missing, turns, strict=True) if turn is None]
-            if not missing:
-                return found
-            text, before = missing[-1].whole, missing[-1].before
-            if not text.startswith(before):
+            if missing and turns[-1] is None and text == missing[-1].whole:
+                before = missing[-1].before
                 raise ValueError(
                     f"chat_template: the rendering {_end(text)} does not start with {_end(before)};"
                     f" a template must only append when a message is added{self._hint(before)}"
                 )
+            yield text, [turn for turn in turns if turn is not None]
+            missing = [beginning for beginning, turn in zip(missing, turns, strict=True) if turn is None]
+            if not missing:
+                return
+            text = missing[-1].whole
 
     def _hint(self, before: str) -> str:
         if THINKING in self.text and not self.text.startswith(NON_THINKING):
             return ' (chat_template = "non-thinking" trains without thoughts)'
-        return " (the prompt opens thoughts, which the message lacks)" if before.rstrip().endswith("<think>") else ""
+        return " (the prompt opens thoughts, which the message lacks)" if _OPENED.search(before) else ""
 
     def closing_token(self) -> int | None:
         """Returns the special token that the template writes after an assistant's answer; None if it writes none there.
@@ -257,14 +258,16 @@ def with_thoughts(before: str, whole: str, content: str) -> str:
     """
     if whole.startswith(before):
         return whole
-    length = next((length for length in range(len(content), 0, -1) if before.endswith(content[:length])), 0)
-    opening = content[:length].strip()
-    thoughts, closing, answer = content.partition(opening.replace("<", "</", 1)) if opening else (content, "", "")
-    place = whole.rfind(answer.strip())
+    opened = _OPENED.search(before)
+    if opened is None or not whole.startswith(before[: opened.start()]):
+        return whole
+    given = content.removeprefix(opened[1]).removeprefix(opened[2]) if content.startswith(opened[1]) else content
+    thoughts, closing, answer = given.partition(opened[1].replace("<", "</"))
+    place = whole.find(answer.strip(), opened.start())
     if not closing or place < 0:
         return whole
     end = whole[place + len(answer.strip()) :]
-    return f"{before}{thoughts[length:]}{closing}{answer.rstrip()}{end}"
+    return f"{before}{thoughts}{closing}{answer.rstrip()}{end}"
 
 
 class Beginning(NamedTuple):

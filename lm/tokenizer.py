@@ -448,15 +448,15 @@ class Tokenizer:
         They are the tokens of the whole rendering, and a prompt's tokens are always a prefix of them;
         `lm.chat_encoding` explains how. Many conversations at once are encoded on all the library's threads. A response
         that the template writes differently once messages follow is not marked.
-        Raises: ValueError for a template whose rendering of a response does not extend that of its prompt.
+        Raises: ValueError for a template whose rendering of the last response does not extend that of its prompt.
         """
-        return self._encode_all([self._template.renderings(messages)[0] for messages in conversations])
+        return self._encode_all([next(self._template.renderings(messages)) for messages in conversations])
 
     def encode_responses(self, conversations: Sequence[Messages]) -> list[list[tuple[list[int], list[bool]]]]:
         """As `encode_conversations`, with further sequences for the responses that are not marked in a conversation's
         first, so that each is marked once, after the tokens that a policy would see before it.
         """
-        renderings = [self._template.renderings(messages) for messages in conversations]
+        renderings = [list(self._template.renderings(messages)) for messages in conversations]
         encoded = iter(self._encode_all([one for of_one in renderings for one in of_one]))
         return [[next(encoded) for _ in of_one] for of_one in renderings]
 

@@ -86,7 +86,8 @@ class Roles:
             everyone = Rendezvous(*learners.free_address(), num_ranks, engine.collective_timeout_seconds)
         # A lost generator can be replaced if it shares no collective with others, and what it gets is kept for it.
         is_alone = team_size == 1 and not config.sampler.has_own_process
-        replaces = is_alone and config.placement.weight_transport == "object_store"
+        is_ahead = config.placement.max_staleness > 0
+        replaces = is_alone and is_ahead and config.placement.weight_transport == "object_store"
         put = generators.put_replaceable if replaces else generators.put
         sampling = put("ppo", Generator, config, engine, models, meeting, everyone)
         learning = learners.put("ppo", kind, config, engine, models, learners.num_workers)

@@ -439,7 +439,7 @@ def _difference_row(heads: tuple[Head, ...], row: Difference, suite: SuiteReport
         Cell(number(row.num_items), missing),
         Cell(
             f"{row.better} is better" if row.better else verdict[row.conclusion.kind],
-            row.conclusion.reason,
+            row.conclusion.reason or (row.conclusion.caution if row.better else ""),
             is_clear=bool(row.better),
         ),
     )

@@ -51,14 +51,15 @@ class Conclusion:
         return replace(undecided, kind=undecided.shown or "undecided")
 
     def with_caution(self, num_runs: int, num_clusters: int, *, bounded: bool) -> "Conclusion":
-        """Returns the conclusion with a caution if it shows a difference of few runs, or of few values that are not
-        `bounded`: no test of so few holds if they are skewed (docs/statistics.md).
+        """Returns the conclusion with a caution if it is from few runs, or from few values that are not `bounded`: no
+        test of so few holds if they are skewed (docs/statistics.md). It belongs next to a difference that is shown, and
+        to one that is shown to be within a margin.
         """
         few = f"fewer than {FEW_RUNS} runs, up to 18%" if 1 < num_runs < FEW_RUNS else ""
         if not few and num_clusters < FEW_VALUES and not bounded:
             few = f"fewer than {FEW_VALUES} items, up to 10%"
         who = "runs" if "runs" in few else "values"
-        said = f"With {few} of such verdicts are false if {who} are skewed." if few and self.shown else ""
+        said = f"With {few} of such verdicts are false if {who} are skewed." if few else ""
         return replace(self, caution=said)
 
     @property

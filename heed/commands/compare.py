@@ -137,7 +137,8 @@ def compare(
         outcome = compare_policies(compared, folder, progress, partial(console.print, markup=False))
     _print_policies(outcome.settings)
     _print_people(outcome, judge or [])
-    report = _print_results(outcome, folder, judge_quality or [])
+    with undecided_if_it_fails(gate, "comparison"):
+        report = _print_results(outcome, folder, judge_quality or [])
     if gate is not None:
         code, sentence = gate.of_comparison(report) if report else (UNDECIDED, "undecided: there are no verdicts yet")
         results_console().print(sentence, markup=False)

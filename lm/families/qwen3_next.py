@@ -87,6 +87,11 @@ class Qwen35MoeFamily(Qwen35Family, Qwen2MoeFamily):
 class Qwen3NextFamily(Qwen35Family, Qwen2MoeFamily):
     """Qwen3-Next. A checkpoint's products of a linear layer have all rows of a key head next to each other."""
 
+    def from_hf(self, raw: Mapping[str, Any]) -> Fields:
+        if raw.get("mlp_only_layers") and raw.get("intermediate_size") == raw.get("moe_intermediate_size"):
+            raise ValueError("mlp_only_layers with MLPs as wide as experts; experts in all layers were expected")
+        return super().from_hf(raw)
+
     def _products(self, config: ModelConfig, module: str, inner: str) -> Stored:
         of_key = config.linear_num_value_heads // config.linear_num_key_heads
         K, values = config.linear_key_head_dim, of_key * config.linear_value_head_dim

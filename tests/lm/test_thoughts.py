@@ -73,6 +73,20 @@ def test_a_prompt_that_opens_thoughts_wants_them() -> None:
         tokenizer_of(UNWRITTEN).encode_conversation(PLAIN[:2])
 
 
+@pytest.mark.parametrize("content", ["Hm.\n</think>\n\nd", "<think>Hm.\n</think>\n\nd", "<think>\nHm.\n</think>"])
+def test_thoughts_are_given_as_sampled_or_whole(content: str) -> None:
+    messages = [FIRST[0], {"role": "assistant", "content": content}]
+    ((before, said),) = texts(tokenizer_of(UNWRITTEN), messages)
+    assert before == tokenizer_of(UNWRITTEN).render(FIRST[:1], add_generation_prompt=True)
+    assert said == content.removeprefix("<think>").removeprefix("\n") + "<|im_end|>"
+
+
+def test_only_the_last_response_of_a_comparison_has_to_follow_its_prompt() -> None:
+    tokens, is_response = tokenizer_of(UNWRITTEN).encode_conversation([*PLAIN[:3], BOTH[3]])
+    said = [token for token, mine in zip(tokens, is_response, strict=True) if mine]
+    assert text_of(tokenizer_of(UNWRITTEN), said) == "Ah.\n</think>\n\nthe bush.<|im_end|>"
+
+
 def test_thoughts_are_turned_off_in_the_template_itself(tmp_path: Path) -> None:
     ours = tokenizer_of(THINKING).with_template("non-thinking")
     assert ours.with_template("non-thinking") == ours
