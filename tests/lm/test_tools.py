@@ -134,7 +134,7 @@ def test_a_template_that_searches_contents_writes_calls_without_one(label: str) 
 def test_nothing_is_left_out_silently(name: str, label: str) -> None:
     ours, _ = both(name)
     with pytest.raises(ValueError, match=REFUSED[name, label]):
-        ours.encode_conversation(with_tools(CONVERSATIONS[label], TOOLS))
+        ours.encode_responses([with_tools(CONVERSATIONS[label], TOOLS)])
 
 
 def test_a_template_without_a_place_for_tools_says_what_it_leaves_out(tokenizer: Tokenizer) -> None:
