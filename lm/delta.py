@@ -20,6 +20,7 @@ W = 2 G K + N V inputs of the convolution, P tokens that it reads, n chunks, C t
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,8 +149,9 @@ def chunks(
     lower_CC = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
     # ln a_ij is a sum of the terms after j: a difference of two sums would lose digits, and ∞ - ∞ is not a number.
     terms = log_alpha.unsqueeze(-1).expand(*log_alpha.shape, CHUNK).masked_fill(~lower_CC.tril(-1), 0.0)
-    a_ij = terms.cumsum(dim=-2).masked_fill(~lower_CC, -torch.inf).exp()
-    a_i, beta = log_alpha.cumsum(dim=-1).exp().unsqueeze(-1), beta.unsqueeze(-1)
+    sums = running_sums if q.is_cuda else partial(torch.cumsum, dim=-2)
+    a_ij = sums(terms).masked_fill(~lower_CC, -torch.inf).exp()
+    beta, a_i = beta.unsqueeze(-1), sums(log_alpha.unsqueeze(-1)).exp()
     system = beta * a_ij * (k @ k.mT)
     right = torch.cat([beta * v, (beta * a_i) * k], dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
@@ -162,6 +164,13 @@ def chunks(
         S = a_i[:, :, :, c, -1:] * S + k_out[:, :, :, c].mT @ u_c
     o_BGRTV = torch.cat(found, dim=3)[:, :, :, :T]
     return o_BGRTV.flatten(1, 2).transpose(1, 2), S.flatten(1, 2)
+
+
+def running_sums(x: Tensor) -> Tensor:
+    """x.cumsum(-2) in an order that is the same every time; `engine.deterministic` refuses CUDA's own."""
+    for shift in (2**power for power in range((x.shape[-2] - 1).bit_length())):
+        x = x + F.pad(x, (0, 0, shift, 0))[..., : x.shape[-2], :]
+    return x
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, beta: Tensor, S_BNKV: Tensor) -> Tensor:

@@ -47,9 +47,9 @@ BUDGETS = {
     "reward": Budget(6_130, 24, 71),
     "pretrain": Budget(580, 3, 12),
     "stages": Budget(3_370, 17, 0),
-    "cluster": Budget(2_661, 14, 6),
+    "cluster": Budget(2_685, 14, 6),
     "training": Budget(4_370, 16, 43),
-    "lm": Budget(15_640, 68, 77),
+    "lm": Budget(15_660, 68, 77),
     "preferences": Budget(15_560, 63, 33),
     "files": Budget(2_410, 11, 0),
     "configs": Budget(130, 2, 0),
@@ -60,7 +60,7 @@ MAX_WORDS = 75_000  # of README, CONTRIBUTING, CHANGELOG, benchmarks/README.md, 
 MAX_WORDS_PER_PAGE = 2_500
 # Files whose functions a new reader enters (`python -m benchmarks.files_entered --list`).
 MAX_FILES_ENTERED = {"one PPO iteration": 42, "a forward pass of two layers": 9, "rankings to a reward model": 57}
-MAX_CLOSURE_OF_PPO = 43_745  # lines that `ppo/stage.py` imports, itself included
+MAX_CLOSURE_OF_PPO = 43_790  # lines that `ppo/stage.py` imports, itself included
 
 
 def source_files(package: str) -> list[Path]:

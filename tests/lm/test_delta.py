@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm.config import ModelConfig
-from lm.delta import CHUNK, chunks, step
+from lm.delta import CHUNK, chunks, running_sums, step
 from lm.model import LanguageModel, compile_blocks, init_weights
 from lm.native.decoder import what_native_steps_miss
 from lm.sequence_parallel import check_sequence_split
@@ -47,6 +47,13 @@ def by_token(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, beta: Tensor) -
         S = S + torch.einsum("bnk,bnv->bnkv", k_t, u)
         found.append(torch.einsum("bnkv,bnk->bnv", S, q_t))
     return torch.stack(found, dim=1), S
+
+
+@pytest.mark.parametrize("num_terms", [1, 5, CHUNK])
+def test_running_sums_in_a_fixed_order(num_terms: int) -> None:
+    x = torch.randn(2, num_terms, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[0, num_terms // 2] = -torch.inf
+    torch.testing.assert_close(running_sums(x), x.cumsum(-2), atol=1e-13, rtol=0)
 
 
 @pytest.mark.parametrize(
