@@ -19,7 +19,6 @@ from cluster.config import ClusterConfig
 from cluster.failures import (
     MEMORY_ADVICE,
     Failure,
-    UnrepeatableError,
     WorkerError,
     WorkerLostError,
     last_line,
@@ -29,7 +28,7 @@ from cluster.failures import (
 from cluster.hosts import Host, require_code_of, this_host
 from cluster.messages import NO_BEAT, Beat, forget_beats, read_beats
 from cluster.places import Places, is_placed
-from training.notices import RunError, say, waiting, waits_for
+from training.notices import RunError, UnrepeatableError, say, waiting, waits_for
 
 # Ray reports a lost node within this time; broken connections of its peers are noticed at once.
 LOSS_SECONDS = 15.0

@@ -8,6 +8,8 @@ from typing import Literal
 
 from ray import cloudpickle
 
+from training.notices import UnrepeatableError
+
 # mistake: the user must fix something. echo: a peer did not answer, so the cause is elsewhere. loss: this rank, its GPU
 # or its port is unusable, and a new group may work. error: the work itself failed, and would fail again.
 Kind = Literal["mistake", "echo", "loss", "error"]
@@ -44,10 +46,6 @@ class WorkerError(RuntimeError):
 
 class WorkerLostError(WorkerError):
     """A rank is gone: its process or its node was killed. A new group may finish the work."""
-
-
-class UnrepeatableError(RuntimeError):
-    """A new process cannot repeat what a lost one did. All ranks of its group are to start again."""
 
 
 class UnsentError(RuntimeError):

@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load, save
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from cluster.failures import UnrepeatableError
 from lm.generation import Partial
 from lm.samplers.heed_engine import HeedSampler
 from lm.tensor_parallel import Rendezvous
@@ -27,6 +26,7 @@ from ppo.placement import Continuous
 from ppo.prompts import Mixture
 from ppo.rollout import Rollout
 from ppo.schedule import FREE, Schedule
+from training.notices import UnrepeatableError
 from training.packing import Sampler
 
 GroupPrompt = tuple[int, Sequence[int]]  # row of the prompt in the job's prompts, and its tokens

@@ -38,7 +38,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "heed": Budget(13_335, 55, 27),
+    "heed": Budget(13_340, 56, 27),
     "evaluation": Budget(14_580, 64, 14),
     "classify": Budget(1_550, 8, 30),
     "sft": Budget(845, 4, 36),

@@ -120,6 +120,10 @@ class RunError(RuntimeError):
     """A run cannot continue. The message is one line: what failed, why, and what to do."""
 
 
+class UnrepeatableError(RuntimeError):
+    """A new process cannot repeat what a lost one did. All ranks of its group are to start again."""
+
+
 class CheckpointError(RunError):
     """Checkpoints cannot be written; the message says where, why, and how to continue."""
 

@@ -75,14 +75,6 @@ def gold_score(prompt: str, response: str) -> float:
     return judge(read_prompt(prompt), response).score
 
 
-def gold(prompts: list[list[dict[str, str]]], responses: list[str]) -> list[float | None]:
-    """Returns the scores of responses, which labelers and reward models see only through noise, as a reward function
-    for `reward = { kind = "function", function = "heed.worlds.gold:gold" }` (configs/jobs/function.toml).
-    """
-    asked = [messages[-1]["content"] for messages in prompts]
-    return [gold_score(prompt, response) for prompt, response in zip(asked, responses, strict=True)]
-
-
 def judge(request: Request, response: str) -> ScoreFactors:
     """Returns the factors of a response's score."""
     if not response.strip():

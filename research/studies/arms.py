@@ -93,7 +93,7 @@ LORA_RATE = 10.0  # times full tuning's learning rates, as Schulman et al. 2025 
 LORA_REWARD_RATE = 3.0  # the same for the reward model, whose new head learns at the same rate; 10 was too high
 # Every response of an iteration is checked, so that a finding can ask what fewer checks would have shown.
 ALARM: Mapping[str, Any] = {
-    "source": {"kind": "function", "function": "heed.worlds.gold:gold"},
+    "source": {"kind": "function", "function": "heed.worlds.rewards:gold"},
     "initial_checks": 1024,
     "checks_per_iteration": 10_000,
     "action": "warn",

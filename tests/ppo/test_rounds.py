@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from cluster.failures import UnrepeatableError
 from lm.generation import NextRound, Partial
 from lm.tensor_parallel import Rendezvous
 from ppo.rollout import Rollout
@@ -21,6 +20,7 @@ from ppo.rounds import EndedRows, Part, Rounds, Unfinished, joined
 from ppo.schedule import Schedule
 from tests.examples import examples, share
 from tests.ppo.test_schedule import Job, Token, jobs, plain
+from training.notices import UnrepeatableError
 
 LIMIT = 60
 

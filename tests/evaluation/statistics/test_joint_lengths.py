@@ -162,7 +162,7 @@ def test_the_benchmark_prints_the_errors_of_a_clone(tmp_path, monkeypatch, capsy
     leaderboard.write_text("\n".join([",length_controlled_winrate", *lines, "another,"]), encoding="utf-8")
     for row in rows:
         both = [
-            {"instruction": str(n), "preference": won, "output_1": "x" * max(0, -x), "output_2": "x" * max(0, x)}
+            {"instruction": str(n), "preference": 1 + won, "output_1": "x" * max(0, -x), "output_2": "x" * max(0, x)}
             for n, (won, x) in enumerate(zip(row["preference"], row["longer"], strict=True))
             if won is not None
         ]

@@ -211,8 +211,8 @@ def test_a_damaged_model_and_a_missing_file_are_named(tmp_path: Path, model_fold
 
 
 def test_a_function_that_is_not_there_is_named_before_anything_runs(tmp_path: Path, model_folder: Path) -> None:
-    job = load_job(ppo_job(tmp_path, model_folder, reward=function_reward("heed.worlds.gold:silver")))
-    with pytest.raises(ValueError, match=r"heed.worlds.gold has no function 'silver'"):
+    job = load_job(ppo_job(tmp_path, model_folder, reward=function_reward("heed.worlds.rewards:silver")))
+    with pytest.raises(ValueError, match=r"heed.worlds.rewards has no function 'silver'"):
         run_job(job, tmp_path / "runs")
 
 
@@ -248,4 +248,4 @@ def test_a_function_in_a_file_is_shipped() -> None:
         return dict(named_paths(job.model_copy(update={"ppo": ppo}))).get("ppo.reward.function")
 
     assert named("my/rewards.py:score") == "my/rewards.py"
-    assert named("heed.worlds.gold:gold") is None
+    assert named("heed.worlds.rewards:gold") is None

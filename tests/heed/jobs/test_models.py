@@ -62,7 +62,7 @@ def write(path: Path, head: str, tail: str = "") -> Path:
     stages = """
         [ppo]
         init_from = "Qwen/Qwen2.5-0.5B"
-        reward = { kind = "function", function = "heed.worlds.gold:gold" }
+        reward = { kind = "function", function = "heed.worlds.rewards:gold" }
         prompts = { source = "prompts.jsonl" }
         num_iterations = 2
         rollout_batch_size = 8

@@ -99,7 +99,7 @@ def test_a_file_that_would_hide_another_on_the_cluster_is_refused(name: str, wor
         ("own_checks:score", {"own_checks.py"}),
         ("own_package.rewards:score", {"own_package/__init__.py", "own_package/rewards.py"}),
         ("operator:add", set[str]()),  # installed on the cluster too
-        ("heed.worlds.gold:gold", set[str]()),
+        ("heed.worlds.rewards:gold", set[str]()),
     ],
 )
 @pytest.mark.parametrize("key", ["reward", "environment"])

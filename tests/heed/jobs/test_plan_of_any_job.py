@@ -44,7 +44,7 @@ ADAMW = table(learning_rate=of(1e-3))
 LORA = table(rank=of(1, 4), targets=of("all", "attention", "mlp"))
 ALL_WEIGHTS = table(optimizer=table(learning_rate=of(1e-3), kind=of("adamw", "muon"), trained_layers=maybe(of(0, 1))))
 TRAINED = ALL_WEIGHTS | table(optimizer=ADAMW, lora=LORA)
-FUNCTION = table(kind=of("function"), function=of("heed.worlds.gold:gold"))
+FUNCTION = table(kind=of("function"), function=of("heed.worlds.rewards:gold"))
 JUDGE = table(
     kind=of("judge"),
     model=of(OTHER_MODEL, "https://example.org/v1#judge"),
