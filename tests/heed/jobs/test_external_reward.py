@@ -56,7 +56,7 @@ def test_the_example_job_runs_without_labels_and_reward_model(tmp_path: Path) ->
 def test_the_example_function_is_the_worlds_own_judge() -> None:
     reward = load_job(JOBS / "function.toml").ppo.external_reward  # type: ignore[union-attr]
     assert isinstance(reward, RewardFunction)
-    assert reward.file == ROOT / "heed" / "worlds" / "gold.py"
+    assert reward.file == ROOT / "heed" / "worlds" / "rewards.py"
     asked = [[{"role": "user", "content": "Mia has a blue ball. Tom has a red kite. What does Mia have?"}]] * 2
     right, wrong = reward.score(asked, ["Mia has a blue ball.", "ball"])
     assert 0 <= wrong.score < 0.5 < right.score <= 1
