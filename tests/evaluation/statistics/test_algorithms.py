@@ -231,7 +231,7 @@ def test_what_runs_could_have_shown_is_beyond_an_effect_that_they_did_not_show()
 
 @pytest.mark.parametrize("num_runs", [2, 3])
 def test_a_difference_of_few_runs_says_how_often_such_ones_are_false(num_runs: int) -> None:
-    """Beside the verdict, in report.json (`as_json`) and in the sentence that terminal and page show."""
+    """The caution stands in report.json (`as_json`) and in the sentence on the terminal and the page."""
     runs = {name: [f"{name}/{n}" for n in range(num_runs)] for name in ("a", "b")}
     rows = [
         Verdict(f"p{p}", one, two, 0, 0, "j", "j", float(p % 10 > 0))

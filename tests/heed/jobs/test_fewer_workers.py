@@ -18,7 +18,7 @@ DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
 LONGER = ("pretrain.num_steps=24", "pretrain.save_every_steps=4", "min_workers=1", "cluster.wait_for_nodes_seconds=3")
 
 
-# In CI, test_returning_nodes.py loses a node and goes on with fewer workers, and training/test_two_ranks.py reads
+# In CI, test_returning_nodes.py loses a node and continues with fewer workers, and training/test_two_ranks.py reads
 # on one rank what two have saved under each ZeRO stage.
 @pytest.mark.nightly
 def test_a_lost_node_leaves_one_worker_to_finish(

@@ -163,7 +163,7 @@ def test_over_http_and_through_the_store_they_say_the_same(over_http, in_process
     assert len(shared[0]) > 300
 
 
-@pytest.mark.nightly  # in CI, test_store.py and those beside it have every statement of both databases
+@pytest.mark.nightly  # in CI, test_store.py and its neighbours run every statement on both databases
 def test_in_postgresql_it_is_the_same(run_server, postgres, postgres_tables):
     size = Size(num_ordinary=8, num_gold=4, num_repeats=4)
     labeled = label_over_http(run_server, postgres.new_database(postgres_tables), size)
