@@ -3,6 +3,9 @@
 The debug job runs once. Each algorithm then starts from that job's models and rankings, as a one-stage job with at
 least a hundred steps, while `research.chaos` kills its workers and drivers. Each algorithm has the settings of its job
 in configs/jobs, except sizes.
+
+`continuous` is RLOO with two learners, two generators and a reward's server, on four hosts: `--faults 100` kills each
+of learners, generators, drivers, hosts and the server twenty times.
 """
 
 import argparse
@@ -16,19 +19,28 @@ from typing import Any
 import tomli_w
 
 from research.chaos.campaign import run_chaos
+from research.chaos.local_cluster import HEAD_ADDRESS, why_no_network
 from research.chaos.result import summary
 from stages.progress import results_console
 
 JOBS = Path(__file__).parents[1] / "configs" / "jobs"
 CRITIC_FREE = ("rloo", "grpo", "dr-grpo", "reinforce")
-ALGORITHMS = ("ppo", *CRITIC_FREE, "dpo", "ipo", "rejection")
+ALGORITHMS = ("ppo", *CRITIC_FREE, "dpo", "ipo", "rejection", "continuous")
 STAGES = ("pretrain", "sft", "collect", "reward", "dpo", "ppo", "compare")
 NUM_ITERATIONS, NUM_EPOCHS = 80, 60  # of policy gradients; of DPO and rejection sampling. A minute each
 KINDS = ("worker", "driver")
+KINDS_OF_ALL = (*KINDS, "generator", "node", "server")
+PORT = 8791
 
 
 def job_of(algorithm: str, parents: Path) -> dict[str, Any]:
     """Returns the algorithm's job, which starts from the models of the debug run in `parents`."""
+    if algorithm == "continuous":
+        job = job_of("rloo", parents)
+        placement = {"kind": "continuous", "num_generators": 2, "num_rows": 24, "round_tokens": 4}
+        reward = {"kind": "url", "url": f"http://{head_address()}:{PORT}/score"}
+        ppo = {**job["ppo"], "max_new_tokens": 48, "placement": placement, "reward": reward}
+        return job | {"name": algorithm, "workers": 2, "ppo": ppo}
     stage = {"dpo": "dpo", "ipo": "dpo", "rejection": "rejection"}.get(algorithm, "ppo")
     models: dict[str, Any] = {"init_from": str(parents / "sft" / "model")}
     judge = str(parents / "reward" / "model")
@@ -48,6 +60,11 @@ def job_of(algorithm: str, parents: Path) -> dict[str, Any]:
         "batch": {"batch_size": 4, "micro_batch_size": 2},
     }  # fmt: skip
     return job | {"rejection": {**shipped(algorithm)["rejection"], **models, "reward_from": judge, **sizes}}
+
+
+def head_address() -> str:
+    """Returns the address of the host on which drivers and the reward's server run."""
+    return "127.0.0.1" if why_no_network() else HEAD_ADDRESS
 
 
 def shipped(algorithm: str) -> dict[str, Any]:
@@ -80,7 +97,13 @@ def survives(algorithm: str, folder: Path, num_faults: int) -> bool:
     """
     job = folder / f"{algorithm}.toml"
     job.write_text(tomli_w.dumps(job_of(algorithm, folder / "debug")), encoding="utf-8")
-    found = run_chaos(job, [], folder, num_faults=num_faults, seed=7, num_nodes=1, kinds=KINDS)
+    if algorithm == "continuous":
+        server = [sys.executable, "-m", "benchmarks.reward_server", head_address(), str(PORT)]
+        found = run_chaos(
+            job, [], folder, num_faults=num_faults, seed=7, num_nodes=4, kinds=KINDS_OF_ALL, server=server
+        )
+    else:
+        found = run_chaos(job, [], folder, num_faults=num_faults, seed=7, num_nodes=1, kinds=KINDS)
     results_console().print(f"[bold]{algorithm}[/]\n{summary(found)}\n")
     return not found.has_failed
 

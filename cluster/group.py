@@ -24,7 +24,7 @@ from cluster.connection import (
 )
 from cluster.failures import WorkerError
 from cluster.places import Places, nodes_of
-from cluster.processes import WORKER_ENVIRONMENT
+from cluster.processes import GROUP, WORKER_ENVIRONMENT
 from cluster.remote import Closeable, Remote, Replaceable
 from cluster.worker import _Worker
 from files.importing import user_folders
@@ -39,6 +39,7 @@ class WorkerGroup:
     """`num_workers` ranks in one placement group. If the cluster is too small, the constructor raises at once or, with
     `waits_for_nodes`, after the time in which a lost node may come back.
 
+    Its processes have `name` in their environment (`GROUP`), by which an operator tells a generator from a learner.
     `bundle` is what each rank takes of its node; by default one core, and one GPU if there is one for each rank.
     `python` is an interpreter other than the driver's, with Heed and the same Ray. With a `host`, rank n shares the
     place of the host's rank n and takes no further resources. `places` outlive the group. With `waits` false, the
@@ -54,6 +55,7 @@ class WorkerGroup:
         num_workers: int,
         config: ClusterConfig | None = None,
         *,
+        name: str = "workers",
         bundle: Bundle | None = None,
         waits_for_nodes: bool = False,
         python: str = "",
@@ -73,7 +75,7 @@ class WorkerGroup:
         else:
             placement, gpus = host.ranks.placement, [*map(_shown_gpus, host.visible_gpus())]
             owned, taken = None, {"CPU": 0.0}
-        self.ranks: Ranks = _start_ranks(bundle, taken, self.config, placement, owned, python, gpus)
+        self.ranks: Ranks = _start_ranks(name, bundle, taken, self.config, placement, owned, python, gpus)
         if waits:
             self.join()
 
@@ -144,6 +146,7 @@ class WorkerGroup:
 
 
 def _start_ranks(
+    group: str,
     bundle: Bundle,
     taken: Bundle,
     config: ClusterConfig,
@@ -171,7 +174,7 @@ def _start_ranks(
             num_cpus=taken["CPU"],
             num_gpus=taken.get("GPU", 0.0),
             runtime_env={
-                "env_vars": {**WORKER_ENVIRONMENT, **gpus[rank]},
+                "env_vars": {**WORKER_ENVIRONMENT, GROUP: group, **gpus[rank]},
                 **({"py_executable": python} if python else {}),
             },
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=places[rank]),

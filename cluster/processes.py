@@ -40,6 +40,7 @@ NCCL_IN_GRAPHS = {"NCCL_GRAPH_REGISTER": "0"}
 # too late (docs/negative-results.md).
 NICENESS = {"RAY_worker_niceness": "0"}
 
+GROUP = "HEED_GROUP"  # the environment variable that names the group of a rank's process
 WORKER_ENVIRONMENT = ALLOCATOR | WAITING | GPU_ALLOCATOR | NCCL_IN_GRAPHS | NICENESS
 
 # What a launcher such as torchrun sets for its own ranks. A driver that one of them starts must not join their process

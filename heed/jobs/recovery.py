@@ -179,8 +179,9 @@ class Workers:
     ) -> WorkerGroup:
         bundle, waits = self._bundle or self.check(), self._awaits_nodes
         group = WorkerGroup(
-            size, config, bundle=bundle, waits_for_nodes=waits, python=python, host=host, places=self._places[name]
-        )
+            size, config, name=name, bundle=bundle, waits_for_nodes=waits, python=python, host=host,
+            places=self._places[name],
+        )  # fmt: skip
         return self._checked(group, python)
 
     def _checked(self, group: WorkerGroup, python: str = "") -> WorkerGroup:

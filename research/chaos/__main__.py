@@ -1,5 +1,6 @@
 """`python -m research.chaos JOB`: a job under random faults ends with the bits of the job left alone."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -21,11 +22,13 @@ def chaos(
     kinds: Annotated[
         str,
         typer.Option(
-            help="Comma-separated list of worker,node,driver,hang,partition,disk,folder; default: all possible."
+            help="Comma-separated list of worker,generator,node,driver,hang,partition,disk,folder,server; default: all"
+            " possible."
         ),
     ] = "",
     seed: Annotated[int, typer.Option(min=0, help="Seed for drawing the faults, their targets and times.")] = 0,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the cluster that is started on this machine.")] = 2,
+    server: Annotated[str, typer.Option(help="Command of a server that the job calls; it runs on the head.")] = "",
     override: Overrides = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
@@ -42,6 +45,7 @@ def chaos(
         seed=seed,
         num_nodes=nodes,
         kinds=chosen,
+        server=shlex.split(server),
     )
     results_console().print(summary(result))
     if result.has_failed:

@@ -18,7 +18,7 @@ from pathlib import Path
 from cluster.processes import end_by_sigterm
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import load_job
-from research.chaos.faults import KINDS, Schedule, SmallDisk, small_disk, why_no_disk
+from research.chaos.faults import KINDS, Schedule, Server, SmallDisk, small_disk, why_no_disk
 from research.chaos.local_cluster import LocalCluster, Network, host_names, why_no_network
 from research.chaos.result import ChaosResult, Injected, differing_stages
 from research.chaos.round import Driver, Round, wait_for_nodes
@@ -47,16 +47,19 @@ def run_chaos(
     seed: int,
     num_nodes: int,
     kinds: Sequence[str] = (),
+    server: Sequence[str] = (),
 ) -> ChaosResult:
-    """Runs the job undisturbed, then under faults of these kinds (default: all that this machine allows).
+    """Runs the job undisturbed, then under faults of these kinds (default: all that this machine and the job allow).
+
+    `server` is the command of a program that the job calls. It runs on the head's host.
 
     Raises: ValueError for a job that cannot run here or ends too soon for faults, and for kinds that are unknown or
     impossible; RuntimeError if the undisturbed run fails, or if a run never ends despite restarts.
     """
-    impossible = _impossible_kinds()
-    chosen = choose_kinds(kinds, impossible)
     overrides = [*LIMITS, *overrides]
     job = load_job(job_file, overrides)
+    impossible = _impossible_kinds(job, has_server=bool(server))
+    chosen = choose_kinds(kinds, impossible)
     if job.loop is not None:
         raise ValueError(
             f"job {job.name!r} has [loop], whose rounds depend on what they find; a job without it was expected"
@@ -70,6 +73,9 @@ def run_chaos(
         cpus = -(-job.num_ranks // num_nodes)
         cluster = stack.enter_context(LocalCluster(num_nodes, cpus, network))
         campaign = Campaign(job, job_file, overrides, runs, cluster)
+        if server:
+            log = runs / f"{job.name}-server.log"
+            campaign.server = stack.enter_context(closing(Server(cluster.driver_command(server), log)))
         calm_seconds = campaign.run_calm()
         if "disk" in chosen:
             size = max(MIN_DISK_BYTES, 4 * _size_of(campaign.calm))
@@ -96,8 +102,14 @@ def choose_kinds(wanted: Sequence[str], impossible: dict[str, str]) -> list[str]
     return [kind for kind in KINDS if kind not in impossible]
 
 
-def _impossible_kinds() -> dict[str, str]:
-    why = {"partition": why_no_network(), "disk": why_no_disk()}
+def _impossible_kinds(job: JobConfig, *, has_server: bool) -> dict[str, str]:
+    has_generators = job.ppo is not None and job.ppo.placement.num_generators > 0
+    why = {
+        "partition": why_no_network(),
+        "disk": why_no_disk(),
+        "server": "" if has_server else "no server was given",
+        "generator": "" if has_generators else "no process of the job only samples",
+    }
     return {kind: reason for kind, reason in why.items() if reason}
 
 
@@ -115,6 +127,7 @@ class Campaign:
         self.job, self.runs, self.cluster = job, runs, cluster
         self._job_file, self._overrides = job_file, overrides
         self.disk: SmallDisk | None = None
+        self.server: Server | None = None
         self.faults, self.differing, self.rounds = list[Injected](), set[str](), 0
         self.calm = runs / f"{job.name}-calm"
         self._stage_seconds = dict[str, float]()  # the assumed duration of each stage
@@ -170,8 +183,9 @@ class Campaign:
         name = self._unused_name()
         folder = (self.disk.folder if self.disk else self.runs) / name
         run = Round(
-            folder, lambda: self._start(folder), cluster=self.cluster, disk=self.disk, stages=self.job.stage_names
-        )
+            folder, lambda: self._start(folder), cluster=self.cluster, disk=self.disk, server=self.server,
+            stages=self.job.stage_names,
+        )  # fmt: skip
         try:
             self._inject(run, schedule)
             run.finish()

@@ -20,13 +20,14 @@ from typing import ClassVar
 from research.chaos.local_cluster import LocalCluster, Network, is_alive, kill_process
 from research.chaos.result import stage_of
 
-KINDS = ("worker", "node", "driver", "hang", "partition", "disk", "folder")
+KINDS = ("worker", "generator", "node", "driver", "hang", "partition", "disk", "folder", "server")
 LONGEST_SHORT_HANG_SECONDS = 6.0
 SECONDS = {  # minimum and maximum duration per kind
     "node": (0.0, 5.0),
     "partition": (5.0, 40.0),
     "disk": (2.0, 12.0),
     "folder": (2.0, 8.0),
+    "server": (1.0, 20.0),
 }
 FILLER = ".filler"  # the file that fills the small disk
 
@@ -132,6 +133,24 @@ def _run(*command: str) -> None:
         raise OSError(f"{' '.join(command)}: {' '.join(done.stderr.split())}")
 
 
+class Server:
+    """A program that the job calls, such as a reward's server. `command` runs it until it is killed."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        self._command, self._log = [*command], log
+        self.start()
+
+    def start(self) -> None:
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def close(self) -> None:
+        kill_process(self._process.pid)
+        self._process.wait()
+
+
 class Fault:
     """One fault. `what` describes it, `seconds` is its duration, `absent` are the nodes that the supervisor must not
     restart meanwhile.
@@ -160,11 +179,27 @@ class Fault:
 class WorkerKilled(Fault):
     kind = "worker"
 
-    def __init__(self, worker: int) -> None:
-        self._worker, self.what = worker, "a worker killed"
+    def __init__(self, worker: int, what: str) -> None:
+        self._worker, self.what = worker, f"{what} killed"
 
     def inject(self) -> None:
         kill_process(self._worker)
+
+
+class ServerKilled(Fault):
+    """Kills the server that the job calls, and starts it again after the fault."""
+
+    kind = "server"
+
+    def __init__(self, server: Server, seconds: float) -> None:
+        self._server, self.seconds = server, seconds
+        self.what = f"the server killed, back after {seconds:.0f} s"
+
+    def inject(self) -> None:
+        self._server.close()
+
+    def repair(self) -> None:
+        self._server.start()
 
 
 class NodeKilled(Fault):
@@ -269,7 +304,14 @@ class FolderMissing(Fault):
 
 
 def make_fault(
-    kind: str, chance: Random, *, cluster: LocalCluster, workers: Sequence[int], disk: SmallDisk | None, folder: Path
+    kind: str,
+    chance: Random,
+    *,
+    cluster: LocalCluster,
+    workers: Sequence[int],
+    disk: SmallDisk | None,
+    server: Server | None,
+    folder: Path,
 ) -> Fault:
     """Returns a fault of that kind for the current state: the `workers`, the run's `folder`, and its active stage.
 
@@ -280,8 +322,8 @@ def make_fault(
     seconds = low + (high - low) * length
     node = cluster.node_of(worker) or cluster.nodes[0]
     match kind:
-        case "worker":
-            return WorkerKilled(worker)
+        case "worker" | "generator":
+            return WorkerKilled(worker, f"a {kind}")
         case "node":
             return NodeKilled(cluster, node, seconds)
         case "hang":
@@ -292,6 +334,9 @@ def make_fault(
         case "disk":
             assert disk is not None, "only the campaign's own disk may be filled"
             return DiskFull(disk, seconds)
+        case "server":
+            assert server is not None, "only the campaign's own server may be killed"
+            return ServerKilled(server, seconds)
         case "folder":
             stage = folder / stage_of(folder)
             there = [path for path in (folder, stage, stage / "checkpoints") if path.is_dir()] or [folder]

@@ -26,10 +26,11 @@ from typing import Self
 
 import psutil
 
-from cluster.processes import RAY_ENVIRONMENT, free_port
+from cluster.processes import GROUP, RAY_ENVIRONMENT, free_port
 
 MARK = "HEED_LOCAL_CLUSTER"
 HEAD = "head"
+HEAD_ADDRESS = "10.77.0.1"  # in a `Network`
 RAY = (sys.executable, "-P", "-m", "cluster.local_ray")
 START_SECONDS = 180.0
 STORE_BYTES = 150 * 1024 * 1024
@@ -55,7 +56,7 @@ class Network:
             raise
 
     def address(self, host: str) -> str:
-        return f"10.77.0.{1 + self.hosts.index(host)}"
+        return f"{HEAD_ADDRESS[:-1]}{1 + self.hosts.index(host)}"
 
     def command(self, host: str, arguments: Sequence[str]) -> list[str]:
         """Return a command line that runs a command on that host, in the process that it starts."""
@@ -209,6 +210,10 @@ class LocalCluster:
     def worker_processes(self) -> list[int]:
         """Process ids of the ranks that run on it."""
         return sorted(pid for pid in psutil.pids() if _is_rank(pid) and _is_marked(pid, f"{MARK}={self.mark}/"))
+
+    def generator_processes(self) -> list[int]:
+        """Process ids of the ranks that only sample."""
+        return [pid for pid in self.worker_processes() if _is_marked(pid, f"{GROUP}=generators\0")]
 
     def close(self) -> None:
         """End every process of the cluster and of its drivers, and remove its folder."""

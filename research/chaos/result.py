@@ -12,12 +12,15 @@ from heed.jobs.registry import BUILT_IN, Registry
 from stages.lineage import LINEAGE, outputs_hash
 
 TOLERATED = "tolerated"  # the driver reported no lost worker
+REPLACED = "replaced"  # by the driver: a new process took the lost one's place, and all others kept their state
 RECOVERED = "recovered"  # by the driver
 RESTARTED = "restarted"  # the driver was killed, or ended with a one-line message; the same command continued
 FAILED = "failed"  # the driver ended with a traceback, or made no progress
+OUTCOMES = (TOLERATED, REPLACED, RECOVERED, RESTARTED, FAILED)  # from the least disturbance to the most
 
 # `heed.jobs.recovery.run_to_end` prints this once per loss that it recovers from.
 LOSS = re.compile(r"^\w+: continues from ", re.MULTILINE)
+REPLACEMENT = "A new process repeats what was under way"  # `cluster.remote` prints this once per lost generator
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def summary(result: ChaosResult) -> str:
     lines = [
         f"{_struck(result)}: {_counts([fault.kind for fault in faults])}",
         f"by stage: {_counts([fault.stage for fault in faults])}",
-        "; ".join(f"{outcomes[name]} {name}" for name in (TOLERATED, RECOVERED, RESTARTED, FAILED) if outcomes[name]),
+        "; ".join(f"{outcomes[name]} {name}" for name in OUTCOMES if outcomes[name]),
     ]
     for kind in dict.fromkeys(fault.kind for fault in faults):
         noticed = [f.noticed_seconds for f in faults if f.kind == kind and f.noticed_seconds >= 0]
@@ -117,8 +120,7 @@ def _effective_time(result: ChaosResult) -> list[str]:
 
 def worse(one: tuple[str, str], other: tuple[str, str]) -> tuple[str, str]:
     """Returns the worse of two (outcome, message)."""
-    order = (TOLERATED, RECOVERED, RESTARTED, FAILED)
-    return max(one, other, key=lambda ranked: order.index(ranked[0]))
+    return max(one, other, key=lambda ranked: OUTCOMES.index(ranked[0]))
 
 
 def _struck(result: ChaosResult) -> str:

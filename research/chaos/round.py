@@ -12,9 +12,21 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from research.chaos.faults import Fault, Planned, SmallDisk, make_fault
+from research.chaos.faults import Fault, Planned, Server, SmallDisk, make_fault
 from research.chaos.local_cluster import LocalCluster
-from research.chaos.result import FAILED, LOSS, RECOVERED, RESTARTED, TOLERATED, Injected, pulse, stage_of, worse
+from research.chaos.result import (
+    FAILED,
+    LOSS,
+    RECOVERED,
+    REPLACED,
+    REPLACEMENT,
+    RESTARTED,
+    TOLERATED,
+    Injected,
+    pulse,
+    stage_of,
+    worse,
+)
 from stages.lineage import LINEAGE
 
 POLL_SECONDS = 0.05
@@ -45,6 +57,11 @@ class Driver:
     def num_losses(self) -> int:
         """How often the driver has reported lost workers and continued."""
         return len(LOSS.findall(self.output))
+
+    @property
+    def num_replaced(self) -> int:
+        """How often the driver has replaced a generator while all others kept their state."""
+        return self.output.count(REPLACEMENT)
 
     @property
     def is_running(self) -> bool:
@@ -79,10 +96,12 @@ class Round:
         *,
         cluster: LocalCluster,
         disk: SmallDisk | None,
+        server: Server | None,
         stages: Sequence[str],
     ) -> None:
         """`start` starts the run's driver, or restarts it, which continues where the last one stopped."""
-        self._folder, self._start, self._cluster, self._disk, self._stages = folder, start, cluster, disk, stages
+        self._folder, self._start, self._cluster, self._stages = folder, start, cluster, stages
+        self._disk, self._server = disk, server
         self.faults, self._driver = list[Injected](), start()
         self._before = pulse(folder)  # its value when progress was last checked
         self._num_ends = 0
@@ -99,13 +118,13 @@ class Round:
         if stage_of(self._folder) == planned.stage:
             end = time.monotonic() + planned.moment * stage_seconds
             self._wait_until(lambda: time.monotonic() >= end or stage_of(self._folder) != planned.stage)
-        self._wait_until(lambda: self._is_done or bool(self._cluster.worker_processes()))
+        self._wait_until(lambda: self._is_done or bool(self._targets(planned.kind)))
         return not self._is_done
 
     def inject(self, planned: Planned) -> Injected:
         """Injects one fault and waits until the run makes progress again or has finished."""
         stage, begun, losses = stage_of(self._folder), time.monotonic(), self._driver.num_losses
-        noticed = -1.0
+        driver, replaced, noticed = self._driver, self._driver.num_replaced, -1.0
 
         def check_noticed() -> None:
             nonlocal noticed
@@ -130,6 +149,8 @@ class Round:
         check_noticed()
         if outcome == TOLERATED and noticed >= 0:
             outcome = RECOVERED
+        elif outcome == TOLERATED and self._driver is driver and driver.num_replaced > replaced:
+            outcome = REPLACED
         now = time.monotonic()
         self.faults.append(Injected(planned.kind, what, stage, outcome, noticed, now - moved, now - begun, message))
         return self.faults[-1]
@@ -154,11 +175,17 @@ class Round:
         return fault.what, time.monotonic() >= end
 
     def _make(self, planned: Planned) -> Fault:
-        workers = self._cluster.worker_processes() or [0]
         return make_fault(
-            planned.kind, Random(planned.seed), cluster=self._cluster, workers=workers, disk=self._disk,
-            folder=self._folder,
+            planned.kind, Random(planned.seed), cluster=self._cluster, workers=self._targets(planned.kind) or [0],
+            disk=self._disk, server=self._server, folder=self._folder,
         )  # fmt: skip
+
+    def _targets(self, kind: str) -> Sequence[int]:
+        """Returns the processes that a fault of that kind can hit."""
+        if kind not in ("worker", "generator"):
+            return self._cluster.worker_processes()
+        generators = self._cluster.generator_processes()
+        return generators if kind == "generator" else [*{*self._cluster.worker_processes()} - {*generators}]
 
     def finish(self) -> None:
         """Waits until the run has ended."""

@@ -110,11 +110,11 @@ def test_a_slow_first_run_does_not_move_faults_past_the_end_of_later_ones(tmp_pa
 
 
 def test_kinds_are_chosen_or_refused() -> None:
-    everywhere = ["worker", "node", "driver", "hang"]
-    assert choose_kinds([], {}) == [*everywhere, "partition", "disk", "folder"]
-    assert choose_kinds([], {"partition": "why", "disk": "why"}) == [*everywhere, "folder"]
+    everywhere = ["worker", "generator", "node", "driver", "hang"]
+    assert choose_kinds([], {}) == [*everywhere, "partition", "disk", "folder", "server"]
+    assert choose_kinds([], dict.fromkeys(("partition", "disk", "server"), "why")) == [*everywhere, "folder"]
     assert choose_kinds(["hang", "folder", "hang"], {}) == ["hang", "folder"]
-    with pytest.raises(ValueError, match=r"'fire' is not a kind of fault; some of worker, node, driver"):
+    with pytest.raises(ValueError, match=r"'fire' is not a kind of fault; some of worker, generator, node, driver"):
         choose_kinds(["fire"], {})
     with pytest.raises(ValueError, match="disk is not possible here: mount: no"):
         choose_kinds(["disk"], {"disk": "mount: no"})
