@@ -36,11 +36,11 @@ PORT = 8791
 def job_of(algorithm: str, parents: Path) -> dict[str, Any]:
     """Returns the algorithm's job, which starts from the models of the debug run in `parents`."""
     if algorithm == "continuous":
-        job = job_of("rloo", parents)
+        colocated = job_of("rloo", parents)
         placement = {"kind": "continuous", "num_generators": 2, "num_rows": 24, "round_tokens": 4}
         reward = {"kind": "url", "url": f"http://{head_address()}:{PORT}/score"}
-        ppo = {**job["ppo"], "max_new_tokens": 48, "placement": placement, "reward": reward}
-        return job | {"name": algorithm, "workers": 2, "ppo": ppo}
+        ppo = {**colocated["ppo"], "max_new_tokens": 48, "placement": placement, "reward": reward}
+        return colocated | {"name": algorithm, "workers": 2, "ppo": ppo}
     stage = {"dpo": "dpo", "ipo": "dpo", "rejection": "rejection"}.get(algorithm, "ppo")
     models: dict[str, Any] = {"init_from": str(parents / "sft" / "model")}
     judge = str(parents / "reward" / "model")

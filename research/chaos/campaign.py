@@ -103,12 +103,11 @@ def choose_kinds(wanted: Sequence[str], impossible: dict[str, str]) -> list[str]
 
 
 def _impossible_kinds(job: JobConfig, *, has_server: bool) -> dict[str, str]:
-    has_generators = job.ppo is not None and job.ppo.placement.num_generators > 0
     why = {
         "partition": why_no_network(),
         "disk": why_no_disk(),
         "server": "" if has_server else "no server was given",
-        "generator": "" if has_generators else "no process of the job only samples",
+        "generator": "" if job.extra_ranks else "no process of the job only samples",
     }
     return {kind: reason for kind, reason in why.items() if reason}
 
