@@ -105,6 +105,7 @@ class Round:
         self.faults, self._driver = list[Injected](), start()
         self._before = pulse(folder)  # its value when progress was last checked
         self._num_ends = 0
+        self._reached = dict[str, float]()  # when each stage in which faults are due was first seen
 
     def reach(self, planned: Planned, stage_seconds: float) -> bool:
         """Waits for the moment of a fault; returns False if the last stage ends before it. If the planned stage is
@@ -116,7 +117,7 @@ class Round:
             lambda: self._is_done or (stage_of(self._folder) in due and bool(self._cluster.worker_processes()))
         )
         if stage_of(self._folder) == planned.stage:
-            end = time.monotonic() + planned.moment * stage_seconds
+            end = self._reached.setdefault(planned.stage, time.monotonic()) + planned.moment * stage_seconds
             self._wait_until(lambda: time.monotonic() >= end or stage_of(self._folder) != planned.stage)
         self._wait_until(lambda: self._is_done or bool(self._targets(planned.kind)))
         return not self._is_done
