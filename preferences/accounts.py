@@ -317,7 +317,7 @@ class Accounts:
         return self._open_own_session(name)
 
     def apply_oidc(self, domains: Collection[str], leads: Collection[str]) -> None:
-        """Makes labelers of company accounts that may no longer lead, and ends the sessions of those outside `domains`.
+        """Makes labelers of company accounts that may no longer lead; those outside `domains` lose sessions, key, link.
 
         It goes by the account's name, which is the address at the first sign-in; the next sign-in goes by the new one.
         """
@@ -327,6 +327,8 @@ class Accounts:
                     self._set_role(connection, row.name, "labeler")
                 if row.name.rpartition("@")[2] not in domains:
                     connection.execute(delete(sessions).where(sessions.c.account == row.name))
+                    connection.execute(delete(invitations).where(invitations.c.name == row.name))
+                    connection.execute(update(accounts).where(accounts.c.name == row.name).values(key_hash=""))
 
     def _set_role(self, connection: Connection, name: str, role: Role) -> None:
         """Changes a role, which ends the account's sessions and voids its link."""

@@ -37,8 +37,8 @@ def add_tasks(connection: Connection, wanted: Sequence[Values], files: Locations
 
     A stored task may want the number of labelers that it was added with, or the one that a lead has set since.
 
-    Raises: ValueError, naming the task, for an id that is taken by other content, for a repeat of an unknown task, and
-    for a task with one response in a batch of rankings, or the other way round.
+    Raises: ValueError, naming the task, for an id that is taken by other content, for a repeat of an unknown task or
+    with other responses, and for a task with one response in a batch of rankings, or the other way round.
     """
     known = stored(connection, [name for row in wanted for name in (row["task_id"], row["repeat_of"]) if name])
     missing: dict[str, Values] = {}
@@ -51,6 +51,9 @@ def add_tasks(connection: Connection, wanted: Sequence[Values], files: Locations
         elif original and original not in known and original not in missing:
             where = named(files, task_id)
             raise ValueError(f"{where}: repeat_of is {original!r}; an earlier task's id was expected")
+        elif original and sorted(row["responses"]) != sorted((known.get(original) or missing[original])["responses"]):
+            where = named(files, task_id)
+            raise ValueError(f"{where}: repeat_of is {original!r}, which has other responses; the same were expected")
         else:
             missing[task_id] = row
     _refuse_mixed(connection, list(missing.values()), files)

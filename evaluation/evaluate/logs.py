@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -188,7 +188,7 @@ def _scored(item_id: str, sample: Sample, measures: Sequence[str], expected: Set
 def _number(value: Any) -> float | None:
     if isinstance(value, str):
         return _LETTERS.get(value)
-    return float(value) if isinstance(value, bool | int | float) else None
+    return float(value) if isinstance(value, bool | int | float) and math.isfinite(value) else None
 
 
 def _text(value: Any) -> str:
@@ -347,8 +347,11 @@ def _inspect_sample(where: str, row: Mapping[str, Any]) -> Sample:
 
 
 def _events(path: Path) -> dict[str, dict[str, list[Sample]]]:
+    """A sample may have several events, such as a match and its metrics. One that says again what an earlier one has
+    said begins the item's next sample.
+    """
     task, asked, written = "openai-evals", dict[str, Messages](), dict[str, Any]()
-    found: dict[str, list[Sample]] = {}
+    found, said = dict[str, list[Sample]](), dict[str, set[str]]()  # the measures of each item's last sample
     for where, row in read_source(str(path)):
         kind = row.get("type")
         if isinstance(row.get("spec"), dict):
@@ -362,7 +365,14 @@ def _events(path: Path) -> dict[str, dict[str, list[Sample]]]:
             values = {name: number for name, value in wanted.items() if (number := _number(value)) is not None}
             only = written.get(sample_id) or data.get("sampled", data.get("picked", ""))
             answer = _text(only[0] if isinstance(only, list) and len(only) == 1 else only)
-            found.setdefault(sample_id, []).append(Sample(where, asked.get(sample_id, _messages("")), answer, values))
+            samples, names = found.setdefault(sample_id, []), said.setdefault(sample_id, set())
+            if samples and names.isdisjoint(wanted):
+                one = samples[-1]
+                samples[-1] = replace(one, answer=one.answer or answer, values={**one.values, **values})
+            else:
+                names.clear()
+                samples.append(Sample(where, asked.get(sample_id, _messages("")), answer, values))
+            names.update(wanted)
     if not found:
         raise ValueError(f"{path}: no event of type 'match' or 'metrics'; a log of OpenAI evals was expected")
     return {task: found}

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, TypeGuard
 from evaluation.inputs import cluster_of
 from evaluation.verdicts import Response, Side, Verdict
 from files.rows import read_source
-from preferences.formats.merging import ImportedTask, clusters_of_arena, collect_all
+from preferences.formats.merging import ImportedTask, clusters_of_arena, collect_all, report_excluded
 from preferences.formats.parts import UNKNOWN, Report, as_turns
 from preferences.formats.registry import AUTO, read_as
-from preferences.rankings import current_judgments
+from preferences.rankings import current_judgments, why_excluded
 from preferences.records import Judgment, Message, Task
 from training.data import Prompt
 
@@ -62,8 +62,10 @@ def read_verdict_file(
     stands = current_judgments(collected.judgments)
     for act in (*stands.final, *stands.skips):
         acts.setdefault(act.task_id, []).append(act)
+    report_excluded(collected)
     for task in collected.found_tasks:
-        rows.add(task, acts.get(task.task.task_id, []))
+        if not why_excluded(task.task):
+            rows.add(task, acts.get(task.task.task_id, []))
     if not rows.verdicts:
         raise ValueError(
             f"{source}: {collected.report.num_rows} rows of {chosen.name} contain no verdict on two policies:"

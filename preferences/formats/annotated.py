@@ -15,7 +15,7 @@ from typing import Any
 from preferences.formats.merging import final_judgments, final_rankings
 from preferences.formats.native import ranking_row
 from preferences.formats.parts import Format, Judged, Report, Stored, Written, as_turns, content_id, is_sound_prompt
-from preferences.rankings import SAYS, criteria_in, judgment_by
+from preferences.rankings import SAYS, criteria_in, current_judgments, judgment_by
 from preferences.records import (
     MAX_RESPONSES,
     MIN_RESPONSES,
@@ -45,7 +45,8 @@ def by_criterion(
 ) -> tuple[list[StoredTask], list[Judgment]]:
     """Returns the tasks with `criterion` as their objective, and the judgments by it alone.
 
-    An answer without ratings by it, if it is a labeler's last word on a task, is left out and reported.
+    An answer without ratings by it, if it is a labeler's last word on a task, is left out and reported. So are all
+    answers to a task whose adjudication has none, since it alone is final.
 
     Raises: ValueError if nobody rated by this criterion, and for a format that holds more than one criterion.
     """
@@ -60,11 +61,12 @@ def by_criterion(
     for task_id, labeler in sorted(unrated):
         where = f"task {task_id!r}, labeler {labeler!r}"
         report.add("no such criterion", where, f"the answer has no ratings by {criterion!r}", "left out")
+    adjudications = current_judgments(judgments).adjudications
+    decided = {one.task_id for one in adjudications if (one.task_id, one.labeler) in unrated}
+    kept = [one for one in judgments if (one.task_id, one.labeler) not in unrated and one.task_id not in decided]
     if form.name == TURNS:
-        others = [one for one in judgments if (one.task_id, one.labeler) not in unrated]
-        return list(stored), [replace(one, annotations=one.annotations.by(criterion)) for one in others]
+        return list(stored), [replace(one, annotations=one.annotations.by(criterion)) for one in kept]
     tasks = [replace(one, task=replace(one.task, objective=criterion)) for one in stored]
-    kept = [one for one in judgments if (one.task_id, one.labeler) not in unrated]
     return tasks, [judgment_by(one, criterion) for one in kept]
 
 

@@ -123,7 +123,8 @@ class LabelingService:
         if batch not in self.store.batches():
             return "nothing open"
         why = self._why_nothing(account, [batch])
-        return "screening" if why == "nothing open" else why
+        has_judged = any(judgment.labeler == account.name for judgment in self.store.judgments(batch))
+        return "screening" if why == "nothing open" and has_judged else why
 
     def own_task(self, account: Account, handle: str, session: str) -> PresentedTask | None:
         """Returns a task, by its handle, that the labeler has answered, or took back and still has leased.

@@ -46,7 +46,7 @@ class Panel:
         """Builds a panel from one current answer per labeler and task. By default labelers are sorted by name.
 
         Raises: ValueError, naming task and labeler, for an answer to an unknown task, with a different number of ranks
-        than the task has responses, or whose `shown_order` is not a permutation.
+        than the task has responses, or whose `shown_order` is known and not a permutation.
         """
         names = tuple(labelers) or tuple(sorted({answer.labeler for answer in answers}))
         index_of = {task.task_id: index for index, task in enumerate(tasks)}
@@ -136,11 +136,14 @@ def padded(rows: Sequence[tuple[int, ...]], width: int) -> Signs:
 
 
 def _orders(answers: Sequence[Judgment], width: int) -> Signs:
-    """Returns [J, K]: the response shown at each position. Padded positions contain their own index."""
+    """Returns [J, K]: the response shown at each position. Padded positions contain their own index, and so do all
+    positions of an answer whose order is not known, as of imported ones.
+    """
     rests = {length: tuple(range(length, width)) for length in range(width + 1)}
-    wrong = next((answer for answer in answers if len(answer.shown_order) != len(answer.ranks)), None)
+    orders = [answer.shown_order or tuple(range(len(answer.ranks))) for answer in answers]
+    wrong = next((one for one, order in zip(answers, orders, strict=True) if len(order) != len(one.ranks)), None)
     if wrong is None:
-        orders_JK = _filled([answer.shown_order for answer in answers], rests, width)
+        orders_JK = _filled(orders, rests, width)
         wrong_J = (np.sort(orders_JK, axis=1) != np.arange(width)).any(axis=1)
         wrong = answers[int(np.argmax(wrong_J))] if wrong_J.any() else None
     if wrong is not None:

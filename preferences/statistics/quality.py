@@ -182,8 +182,10 @@ def screen(accuracy: Share, *, threshold: float, min_tasks: int) -> Verdict:
 def shown_first(panel: Panel) -> tuple[Share, list[Share]]:
     """Returns the share of untied pairs in which the response shown earlier is preferred: overall, and by labeler.
 
-    It is ½ with a random order and no bias. With two responses it is how often the first one wins.
+    It is ½ with a random order and no bias. With two responses it is how often the first one wins. Answers whose order
+    is not known do not count.
     """
+    panel = panel.of_answers(np.flatnonzero([bool(answer.shown_order) for answer in panel.answers]))
     signs_JP = _signs_as_shown(panel)
     earlier_J = (signs_JP == 1).sum(axis=1).astype(np.float64)
     compared_J = earlier_J + (signs_JP == -1).sum(axis=1)

@@ -198,7 +198,10 @@ def _value(number: re.Match[str]) -> Fraction:
             value += _decimal(over) / _decimal(under)
         elif under:
             value /= _decimal(under)
-    value = value ** int(number["exponent"] or 1) * Fraction(10) ** int(number["power"] or 0)
+    exponent = int(number["exponent"] or 1)
+    if not value and exponent < 0:
+        raise ValueError(f"{number[0]!r} divides by zero")
+    value = value**exponent * Fraction(10) ** int(number["power"] or 0)
     for word in number["times"].lower().split():
         value *= _TIMES[word]
     return -value if number["minus"] or number["minus_inside"] else value

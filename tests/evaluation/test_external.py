@@ -168,6 +168,20 @@ def test_our_own_export_gives_the_verdicts_that_people_gave(sqlite_tables: Path,
         assert re.fullmatch("labeler-[0-9a-f]{12}", verdict.labeler)  # exports name nobody
 
 
+def test_tasks_that_measure_labelers_give_no_verdicts(sqlite_tables: Path, tmp_path: Path) -> None:
+    path = tmp_path / "labels.sqlite"
+    path.write_bytes(sqlite_tables.read_bytes())
+    asked = Task("t", (Message("user", "?"),), ("long", "no"), ("a", "b"))
+    gold, again = replace(asked, task_id="g", gold_ranks=(1, 2)), replace(asked, task_id="r", repeat_of="t")
+    with LabelStore(path) as store:
+        store.add_tasks([asked, gold, again], batch="b", num_labelers=1)
+        answer_all(store, [Longest()], batch="b", client="t", instructions_version="1")
+        export(store, format_to_write("heed"), tmp_path / "labels.jsonl")
+    found = read_verdict_file(str(tmp_path / "labels.jsonl"), judge="people")
+    assert [verdict.preference_a for verdict in found.verdicts] == [1.0]
+    assert found.report.counts() == {"gold task": 1, "hidden repeat": 1}
+
+
 @pytest.mark.parametrize(
     ("rows", "more", "words"),
     [

@@ -151,6 +151,15 @@ def test_any_format_by_one_criterion(store):
         rows_of(store, "heed", "helpful")
 
 
+def test_an_adjudication_without_the_criterion_overrides_answers_that_have_it(store):
+    answer(store, "ann")
+    lease = store.reopened("lea", "t1")
+    ranks = tuple((2, 1, 3)[index] for index in lease.order)
+    store.adjudicate(lease, Answer(ranks, 10), client="t", instructions_version="1")
+    assert rows_of(store, "rankings", "helpful") == []
+    assert [row["ranks"] for row in rows_of(store, "rankings")] == [(2, 1, 3)]
+
+
 def test_rows_of_ratings_by_criterion(store):
     answer(store, "ann")
     answer(store, "bob", said=Annotations(criteria(helpful=(1, 2, 3))))

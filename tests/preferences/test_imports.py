@@ -71,6 +71,7 @@ BAD = {
     ),
     "revision": (heed("t2", judgments=acts("answer", revision=1)), "revision is 1, but only 0 are stored"),
     "repeat": (heed("t2", repeat_of="t9"), "task 't2': repeat_of is 't9'; an earlier task's id was expected"),
+    "other responses": (heed("t2", repeat_of="t1", responses=["a", "c"]), "'t1', which has other responses; the same"),
     "milliseconds": (heed("t2", judgments=acts("answer", milliseconds=3_000_000_000)), "'milliseconds' is 3000000000"),
     "time in milliseconds": (
         heed("t2", judgments=acts("answer", created_at=1_764_150_000_000)),

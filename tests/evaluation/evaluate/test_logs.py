@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from evaluation.evaluate.logs import _events, _inspect_sample
 from evaluation.evaluate.repeats import pass_at
 
 Call = Callable[..., tuple[int, str]]
@@ -242,6 +243,20 @@ def test_repeated_samples_are_one_observation_per_item_and_give_pass_at_k(heed_m
     )  # 1 of 6 pairs has no right one
     assert values["a", "correct_pass@4"]["value"]["mean"] == pytest.approx(0.5)
     assert values["a", "correct_pass@4"]["value"]["high"] < 0.9
+
+
+def test_a_match_and_its_metrics_are_one_sample_and_what_is_no_number_fails(tmp_path: Path) -> None:
+    """OpenAI's FuzzyMatch writes both events of a sample."""
+    log, rows = openai_log(tmp_path / "a.jsonl", [[True, False]]), list[dict[str, Any]]()
+    for row in map(json.loads, log.read_text().splitlines()):
+        rows.append(row)
+        if row.get("type") == "match":
+            rows.append({**row, "type": "metrics", "data": {"f1_score": 0.5, "accuracy": None}})
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ((samples,),) = [suite.values() for suite in _events(log).values()]
+    assert [sample.values for sample in samples] == [{"correct": 1, "f1_score": 0.5}, {"correct": 0, "f1_score": 0.5}]
+    unscored = _inspect_sample("line 1", {"scores": {"match": {"value": math.nan}}})
+    assert (unscored.values, list(unscored.failures)) == ({}, ["match"])
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample() -> None:

@@ -208,8 +208,10 @@ def test_whoever_lost_a_right_has_no_session_after_a_start(world, serve):
     assert opens("/lead") == {"lea@example.com": 200, "ann@example.com": 403, "eve": 200, **ended}
     assert accounts.account("eve@example.com").role == "labeler"
     assert accounts.links() == []
+    _, key = accounts.accept(accounts.invite("ann@example.com", "labeler"))
     accounts.apply_oidc((), ())  # as the start of a server without company accounts does
     assert [name for name, status in opens("/instructions").items() if status == 200] == ["eve"]
+    assert accounts.sign_in("ann@example.com", key) is None
     accounts.close()
 
 

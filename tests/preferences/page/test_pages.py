@@ -302,6 +302,15 @@ def test_new_labelers_are_screened(world, visit):
     assert "t1: response" in visit("bob", config).get("/task").text
 
 
+def test_who_got_none_of_the_first_tasks_has_not_judged_them(world, visit):
+    world.add(Task("g", (Message("user", "?"),), ("good", "bad"), ("x", "y"), gold_ranks=(1, 2)), batch="gold")
+    config = LabelingConfig(asks_ratings=False, screening=Screening(batch="gold", min_tasks=2))
+    ann = visit("ann", config)
+    page = ann.post("/task/answer", data=form(ann.get("/task")) | ranks(1, 2))
+    assert "You have judged all" in page.text
+    assert "You have judged all" not in visit("bob", config).get("/task").text
+
+
 def test_a_closed_screening_batch_is_not_one_that_was_judged(world, visit):
     gold = [Task(f"g{n}", (Message("user", "?"),), ("good", "bad"), ("x", "y"), gold_ranks=(1, 2)) for n in range(2)]
     world.add(*gold, batch="gold")

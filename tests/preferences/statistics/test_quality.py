@@ -166,6 +166,16 @@ def test_position_by_hand():
     assert counted(bob) == (0, 1, 1)
 
 
+def test_imported_answers_whose_order_is_not_known_do_not_count_in_it():
+    known, unknown = (
+        judged("ann", "t", 1, 2, order=(1, 0)),
+        dataclasses.replace(judged("bob", "t", 1, 2), shown_order=()),
+    )
+    overall, (ann, bob) = shown_first(Panel.of([task_of("t", 2)], [known, unknown]))
+    assert counted(overall) == counted(ann) == (0, 1, 1)
+    assert bob.num_pairs == 0
+
+
 def test_an_order_that_is_none_is_refused():
     with pytest.raises(ValueError, match=r"'t', labeler 'ann': shown_order is \[0, 0, 1\]"):
         Panel.of([task_of("t")], [judged("ann", "t", 1, 2, 3, order=(0, 0, 1))])

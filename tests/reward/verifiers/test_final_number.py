@@ -48,6 +48,8 @@ GSM8K = Path(__file__).parents[4] / "shared" / "data" / "grade-school-math"
         ("A: 12,34", "12.34"),
         ("It is 1.234,56", None),
         ("1/0", None),
+        ("0^-1", None),
+        (r"\boxed{0^{-1}}", None),
         ("no idea", None),
         ("The answer is not 5.", None),
         ("It isn't 5", None),
