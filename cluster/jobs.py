@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import secrets
 import time
 import urllib.error
@@ -17,14 +16,14 @@ import ray.exceptions
 import requests
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient, JobType
 
+from files.urls import without_credentials
+
 REACH_SECONDS = 10.0
 ANSWER_SECONDS = 30.0  # how long the head may be silent in any other request
 FOLLOW_SECONDS = 300.0  # how long to keep trying after the connection to a followed job is lost
 POLL_SECONDS = 1.0
 STOP_SECONDS = 30.0
 
-_URL = re.compile(r"https?://[^\s'\"]+")
-_SECRET = re.compile(r"(?<=://)[^\s/@]+(?=@)|(?<=\?).+")
 
 # These report every upload.
 for _name in ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging"):
@@ -241,15 +240,10 @@ def _read(details: JobDetails) -> ClusterJob:
     return ClusterJob(
         job_id=details.submission_id or "",
         status=str(details.status),
-        message=_without_credentials(" ".join((details.message or "").split())),  # it may quote the log
-        command=_without_credentials(details.entrypoint),
+        message=without_credentials(" ".join((details.message or "").split())),  # it may quote the log
+        command=without_credentials(details.entrypoint),
         labels=details.metadata or {},
         submitted_at=(details.start_time or 0) / 1000,
         ended_at=(details.end_time or 0) / 1000,
         exit_code=exit_code,
     )
-
-
-def _without_credentials(text: str) -> str:
-    """Replace the user, password and query of every URL."""
-    return _URL.sub(lambda url: _SECRET.sub("***", url[0]), text)

@@ -4,5 +4,5 @@ The modules, in the order in which to read them:
 
     rows of data          rows, strict_json, parquet, fields, conversations
     what Heed writes      atomic, records, hashes
-    code and servers      importing, retries
+    code and servers      importing, retries, urls
 """

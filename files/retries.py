@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import httpx
 import tenacity
 
+from files.urls import without_credentials
+
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 60.0
 QUIET_SECONDS = 5.0  # a longer outage is reported
@@ -167,9 +169,14 @@ class _Outage:
         if self.seconds >= QUIET_SECONDS and left > 0 and not server.is_reported:
             server.is_reported = True
             self.reporting.callback(setattr, server, "is_reported", False)
-            notice = f"waiting up to {self.max_wait_seconds:.0f} s for {self.url}: {self.said}"
+            notice = f"waiting up to {self.max_wait_seconds:.0f} s for {self.trouble}"
             self.reporting.enter_context(self.waiting(notice))
         return left
+
+    @property
+    def trouble(self) -> str:
+        """The server and what it last said, without credentials."""
+        return f"{without_credentials(self.url)}: {without_credentials(self.said)}"
 
     @property
     def said(self) -> str:
@@ -186,7 +193,7 @@ class _Outage:
     def error(self) -> ServerError:
         """Returns what to raise after the last attempt."""
         how_long = f"; no proper answer for {self.seconds:.0f} s" if self.seconds >= 1 else ""
-        return ServerError(f"{self.url}: {self.said}{how_long}")
+        return ServerError(f"{self.trouble}{how_long}")
 
 
 def _sent(url: str, body: bytes, key: str, timeout_seconds: float) -> httpx.Response:

@@ -32,6 +32,7 @@ from heed.commands.options import (
     Only,
     Overrides,
     RunsFolder,
+    Submission,
     Workers,
     all_overrides,
     last_state,
@@ -112,6 +113,7 @@ def run(
     first: First = "",
     only: Only = "",
     runs: RunsFolder = Path("runs"),
+    submission: Submission = "",
 ) -> None:
     """Run a job's stages in order and write the report. Stages whose inputs have not changed are skipped.
 
@@ -130,7 +132,7 @@ def run(
         raise ValueError(f"{job}: the job has [loop]; `heed loop {job}` runs it")
     if needs_ray:
         local_ray.begin()
-    run_job(config, runs, first=first, only=only)
+    run_job(config, runs, first=first, only=only, submission=submission)
 
 
 @app.command(rich_help_panel=TRAIN)

@@ -19,6 +19,7 @@ from pydantic import ConfigDict, Field, FiniteFloat
 from files.fields import kind_of, shown
 from files.importing import explain, file_of, load_function
 from files.rows import Row
+from files.urls import without_credentials
 from lm.progress import in_users_code, note_progress
 from lm.tokenizer import Messages
 from training.config import Config
@@ -292,7 +293,7 @@ class RemoteReward(ExternalReward):
         except ServerError as error:
             return [Scored(math.nan, str(error))] * len(responses)
         note_progress()
-        return checked(values, responses, self.url)
+        return checked(values, responses, without_credentials(self.url))
 
 
 def _scores(content: bytes, number: int) -> list[Any]:

@@ -89,6 +89,14 @@ def started_with(folder: Path) -> str:
         return ""
 
 
+def forced_by(folder: Path) -> str:
+    """Return the submission whose `--from` started a stage; "" if none did."""
+    try:
+        return str(json.loads((folder / "inputs.json").read_text(encoding="utf-8")).get("submission", ""))
+    except (OSError, ValueError):
+        return ""
+
+
 def write_lineage(
     folder: Path, inputs: Inputs, output: str, seconds: float, hosts: Mapping[str, Mapping[str, str]]
 ) -> None:

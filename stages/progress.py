@@ -150,8 +150,9 @@ class Restart:
 class RunStatus:
     """State of a run. Times are in seconds since the epoch. `done` of `total` is 0 of 0 if the stage counts nothing.
 
-    `workers` is the number of ranks by group. `message` says why a job failed, or what it is waiting for. A running job
-    may wait for lost machines, for places that another job holds, for its storage, or for a host to compile kernels.
+    `workers` is the number of ranks by group, each on a `device`: "GPU" or "CPU". `message` says why a job failed, or
+    what it is waiting for. A running job may wait for lost machines, for places that another job holds, for its
+    storage, or for a host to compile kernels.
     """
 
     state: State
@@ -165,5 +166,6 @@ class RunStatus:
     done: int = 0
     total: int = 0
     workers: Mapping[str, int] | None = None
+    device: str = ""
     restarts: tuple[Restart, ...] = ()
     message: str = ""

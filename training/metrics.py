@@ -1,5 +1,6 @@
 """One object per step in metrics.jsonl, mirrored to TensorBoard and the trackers that Accelerate knows."""
 
+import importlib.util
 import json
 import math
 import os
@@ -75,7 +76,8 @@ class MetricsLog:
         PartialState()  # trackers ask it whether this process is rank 0
         self.path = folder / "metrics.jsonl"
         self._lines = StepLines(self.path, resume_step=resume_step)
-        self._trackers = {name: _make_tracker(name, folder) for name in trackers}
+        self._trackers: dict[str, Any] = dict.fromkeys(trackers)  # each starts with the first step
+        self._failing = set[str]()
         self._folder = folder
         self._started = time.monotonic()
 
@@ -91,11 +93,14 @@ class MetricsLog:
         try:
             if self._trackers[name] is None:
                 self._trackers[name] = _make_tracker(name, self._folder)
-                say(f"{name}: logs again from step {step}; metrics.jsonl has all metrics")
             self._trackers[name].log(dict(values), step=step)
+            if name in self._failing:
+                say(f"{name}: logs again from step {step}; metrics.jsonl has all metrics")
+                self._failing.remove(name)
         except Exception as error:  # each tracker has its own kinds of errors
-            if self._trackers[name] is not None:
+            if name not in self._failing:
                 say(f"{name}: {cause_of(error)}; it may miss metrics around step {step}. The run continues")
+                self._failing.add(name)
             self._trackers[name] = None
 
     def close(self) -> None:
@@ -142,6 +147,13 @@ class TensorBoard:
 
     def finish(self) -> None:
         self._file.close()
+
+
+def refuse_missing_trackers(trackers: Sequence[str]) -> None:
+    """Raises: ValueError for a tracker whose library is not installed here."""
+    for name in trackers:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"engine.trackers: {name!r} is not installed; run `pip install {name}`, or leave it out")
 
 
 def _make_tracker(name: str, folder: Path) -> Any:

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from files.urls import without_credentials
 from heed.commands.options import First, JobFile, Only, Overrides, Workers, all_overrides, read_job
 from stages.progress import console
 
@@ -93,6 +94,7 @@ def submit(
     checked = read_job(job, override, workers, first, only)
     if checked.loop is not None:
         raise ValueError(f"{job}: the job has [loop], which only `heed loop` runs; a job without [loop] was expected")
+    _refuse_unknown_vllm(checked)
     shipment = Shipment.of(job, all_overrides(override, workers), checked)
     options = [word for option, stage in (("--from", first), ("--only", only)) if stage for word in (option, stage)]
     command = shipment.command(options, runs)
@@ -109,6 +111,16 @@ def submit(
     elif not dry_run:
         cluster = _cluster(address)
         _submitted(cluster, _sent(cluster, shipment, checked.name, command, runs), follow=follow)
+
+
+def _refuse_unknown_vllm(job: "JobConfig") -> None:
+    """Raises: ValueError if a stage samples with vLLM of this clone's environment, which is not sent."""
+    for stage in job.stages:
+        sampler = getattr(job.section_of(stage), "sampler", None)
+        if getattr(sampler, "python", None) == "":
+            raise ValueError(
+                f"{stage.name}.sampler.python is empty; the Python with vLLM on the cluster's machines was expected"
+            )
 
 
 @dataclass(frozen=True)
@@ -233,7 +245,7 @@ def status(job_id: JobId, address: Address = "") -> None:
         ("message", job.message),
         ("submitted", _clock(job.submitted_at)),
         ("took", _took(job)),
-        ("last line", written[-1] if written else ""),
+        ("last line", without_credentials(written[-1]) if written else ""),
         ("run", now_in_words(Path(_results(job))) if _results(job) and not job.is_over else ""),
         ("results", _results(job)),
         ("command", job.command),

@@ -27,6 +27,7 @@ Workers = Annotated[
     int, typer.Option(help="Number of worker processes (default: the job's).", min=0, show_default=False)
 ]
 First = Annotated[str, typer.Option("--from", help="Run this stage and all later ones, even if unchanged.")]
+Submission = Annotated[str, typer.Option(hidden=True, help="A submission, for which --from counts once.")]
 Only = Annotated[str, typer.Option(help="Run this stage only.")]
 Weights = Annotated[
     list[str] | None,

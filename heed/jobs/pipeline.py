@@ -37,12 +37,12 @@ from heed.jobs.run import Run, inputs_of, is_replaced, open_folder, put_aside, w
 from heed.jobs.submission import named_paths
 from stages.contract import Preparation, Stage, StageWaitsError
 from stages.data import SAMPLES
-from stages.lineage import LINEAGE, Inputs, finished_with, require_outputs, write_lineage
+from stages.lineage import LINEAGE, Inputs, finished_with, forced_by, require_outputs, write_lineage
 from stages.progress import console, follow, print_notice
 from stages.run import StageRun
 from training.checkpoint import step_folders
 from training.config import Config, values_at
-from training.metrics import read_metrics
+from training.metrics import read_metrics, refuse_missing_trackers
 from training.notices import RunError, in_one_line, speaking_through
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -51,15 +51,16 @@ STATUS_SECONDS = 5.0  # how long a run whose head is lost waits to write its sta
 FOLDER_SECONDS = 30.0  # how long a stage waits if its folder is missing
 
 
-def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> Path:
+def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "", submission: str = "") -> Path:
     """Run the unfinished stages in order, and write the report. Returns the run folder.
 
-    `first` forces that stage and all after it. `only` considers no other stage, and skips that one if it is unchanged.
+    `first` forces that stage and all after it; a `submission` forces each of them once, since a scheduler that starts
+    the same command again means to continue it. `only` considers no other stage, and skips that one if it is unchanged.
     A stage that waits for people ends the run, and a later run continues it.
     Raises: ValueError for mistakes that the user can fix, if possible before any training.
     """
     with opened_run(job, runs) as folder:
-        run_stages(job, folder, first=first, only=only)
+        run_stages(job, folder, first=first, only=only, submission=submission)
     return folder
 
 
@@ -80,7 +81,7 @@ def opened_run(job: JobConfig, runs: Path) -> Iterator[Path]:
 
 
 def run_stages(
-    job: JobConfig, folder: Path, *, first: str = "", only: str = "", last: str = ""
+    job: JobConfig, folder: Path, *, first: str = "", only: str = "", last: str = "", submission: str = ""
 ) -> StageWaitsError | None:
     """Like `run_job`, in an opened folder, but runs no stage after `last`.
 
@@ -88,7 +89,7 @@ def run_stages(
     """
     started, waits = time.monotonic(), None
     try:
-        _work(job, folder, first, only, last)
+        _work(job, folder, first, only, last, submission)
     except StageWaitsError as waiting:
         console.print(str(waiting), markup=False)
         waits = waiting
@@ -98,18 +99,21 @@ def run_stages(
     return waits
 
 
-def _work(job: JobConfig, folder: Path, first: str, only: str, last: str) -> None:
+def _work(job: JobConfig, folder: Path, first: str, only: str, last: str, submission: str) -> None:
     """Prepare the run's workers and data, and run the stages."""
     with ExitStack() as closing:
         closing.enter_context(speaking_through(print_notice))
         _say_what_will_run(job, folder, only)
+        refuse_missing_trackers(job.engine.trackers)
         workers = Workers(job.world_sizes, folder, job.cluster, job.extra_ranks, hub_models(job))
         status = closing.enter_context(StatusFile(folder, workers.num_ranks))
         closing.enter_context(call_on_lost_head(partial(_end_without_head, status)))
         if os.environ.get("RAY_ADDRESS"):
             closing.callback(disconnect)
         closing.callback(workers.close)
-        engine = resolve_precision(job.engine, workers.check(), job.fewest_ranks, job.cluster.start_seconds)
+        bundle = workers.check()
+        status.works_on("GPU" if "GPU" in bundle else "CPU", is_meant=not job.cluster.use_gpus)
+        engine = resolve_precision(job.engine, bundle, job.fewest_ranks, job.cluster.start_seconds)
         job = job.model_copy(update={"engine": engine})
         run = Run(job, folder, job.open_world(), workers)
         wanted = [stage for stage in _until(job.stages, last) if stage.name == only or not only]
@@ -127,7 +131,7 @@ def _work(job: JobConfig, folder: Path, first: str, only: str, last: str) -> Non
             workers.begin()  # Ray is not started for a run in which nothing has changed
         with speaking_through(_unrepeated(print_notice)):
             check_data(run)
-        _run_stages(run, workers, status, first, only, last)
+        _run_stages(run, workers, status, first, only, last, submission)
 
 
 def _until(stages: Sequence[AnyStage], last: str) -> Sequence[AnyStage]:
@@ -164,12 +168,15 @@ def _unrepeated(speaker: Callable[[str], None]) -> Callable[[str], None]:
     return say_once
 
 
-def _run_stages(run: Run, workers: Workers, status: StatusFile, first: str, only: str, last: str) -> None:
-    forced, skipped = False, list[str]()
+def _run_stages(
+    run: Run, workers: Workers, status: StatusFile, first: str, only: str, last: str, submission: str
+) -> None:
+    is_after, skipped = False, list[str]()
     for stage in _until(run.job.stages, last):
         if only and stage.name != only:
             continue
-        forced = forced or stage.name == first
+        is_after = is_after or stage.name == first
+        forced = is_after and not (submission and forced_by(run.stage_folder(stage.name)) == submission)
         _require_parents(run, stage)
         if only:
             _say_stale_parents(run, stage)
@@ -179,7 +186,7 @@ def _run_stages(run: Run, workers: Workers, status: StatusFile, first: str, only
             continue
         _say_skipped(skipped)
         with _tracebacks_in_file(run.folder / "failure.log"):
-            _run_stage(run, stage, inputs, workers, status, forced=forced)
+            _run_stage(run, stage, inputs, workers, status, forced=forced, submission=submission)
     _say_skipped(skipped)
 
 
@@ -191,17 +198,25 @@ def _say_skipped(stages: list[str]) -> None:
 
 
 def _run_stage(
-    run: Run, stage: AnyStage, inputs: Inputs, workers: Workers, status: StatusFile, *, forced: bool
+    run: Run,
+    stage: AnyStage,
+    inputs: Inputs,
+    workers: Workers,
+    status: StatusFile,
+    *,
+    forced: bool,
+    submission: str,
 ) -> None:
     """Run a stage to its end. An earlier result stays in its place until the stage's workers have started."""
     folder, begun = run.stage_folder(stage.name), time.monotonic()
     workers.take_back()
     if is_replaced(folder, inputs, forced=forced):
         run_to_end(stage.name, folder, workers.start, workers.abandon, status.restarted)
-    say_stopped = _once(partial(_say_stopped, status, stage.name, folder))
+    command = "the same command without --from" if forced and not submission else "the same command"
+    say_stopped = _once(partial(_say_stopped, status, stage.name, folder, command))
     try:
         with (
-            open_folder(folder, inputs, forced=forced),
+            open_folder(folder, inputs, forced=forced, submission=submission),
             saving_on_interrupt(stage.name, (folder / "metrics.jsonl").is_file),
             call_on_sigterm(say_stopped),
             follow(stage.name, folder) as progress,
@@ -253,8 +268,8 @@ def _work_in_folder(run: StageRun, stage: AnyStage, inputs: Inputs, begun: float
     write_lineage(folder, inputs, stage.output, time.monotonic() - begun, workers.hosts)
 
 
-def _say_stopped(status: StatusFile, stage: str, folder: Path) -> None:
-    console.print(f"{stage}: stopped{_last_step(folder)}; the same command continues")
+def _say_stopped(status: StatusFile, stage: str, folder: Path, command: str) -> None:
+    console.print(f"{stage}: stopped{_last_step(folder)}; {command} continues")
     status.stopped()  # last, because it waits for the disk, and Ray may end this process meanwhile
 
 

@@ -9,6 +9,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -166,6 +167,7 @@ class Workers:
         config = self.config
         for size in self.sizes[:-1]:
             try:
+                self._require_room_for_all(size, config.wait_for_nodes_seconds)
                 return self._started(WORKERS, size, config)
             except NoPlaceError as error:
                 console.print(f"{error}; trying with fewer workers")
@@ -173,6 +175,18 @@ class Workers:
                 seconds = min(config.wait_for_nodes_seconds, FEWER_SECONDS)
                 config = config.model_copy(update={"wait_for_nodes_seconds": seconds})
         return self._started(WORKERS, self.sizes[-1], config)
+
+    def _require_room_for_all(self, size: int, seconds: float) -> None:
+        """Wait, after a loss, until living nodes have room for this many workers and the ranks that follow in groups of
+        their own. Raises: NoPlaceError if they never do.
+        """
+        if not self.num_extra_ranks:
+            return
+        bundle, end = self._bundle or self.check(), time.monotonic() + (seconds if self._awaits_nodes else 0.0)
+        while not has_room(size + self.num_extra_ranks, bundle):
+            if time.monotonic() >= end:
+                raise NoPlaceError(f"no room for {size} workers and {self.num_extra_ranks} other ranks")
+            time.sleep(1.0)
 
     def _started(
         self, name: str, size: int, config: ClusterConfig, *, python: str = "", host: WorkerGroup | None = None

@@ -70,6 +70,14 @@ def _reporters(folder: Path) -> "dict[str, StageReporter]":
         return BUILT_IN.reporters | {name: plain_reporter(name) for name in begun if name not in BUILT_IN}
 
 
+def _last_device(folder: Path) -> str:
+    """Returns on what a run's ranks worked last; "" if that is not known."""
+    try:
+        return str(json.loads((folder / STATUS).read_text(encoding="utf-8"))["device"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
 class StatusFile:
     """Keeps the status of a job and writes it every few seconds; use it as a context manager around the job.
 
@@ -79,7 +87,7 @@ class StatusFile:
     def __init__(self, folder: Path, num_ranks: Callable[[], Mapping[str, int]]) -> None:
         now = time.time()
         self._path, self._num_ranks = folder / STATUS, num_ranks
-        self._status = RunStatus("running", socket.gethostname(), os.getpid(), now, now)
+        self._status = RunStatus("running", socket.gethostname(), os.getpid(), now, now, device=_last_device(folder))
         self._progress: StageProgress | None = None
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._writing_since = 0.0  # monotonic; 0 = nothing is being written
@@ -113,6 +121,17 @@ class StatusFile:
         self._change(stage=progress.stage, stage_started=time.time(), phase="", done=0, total=0)
         yield
         self._progress = None
+
+    def works_on(self, device: str, *, is_meant: bool) -> None:
+        """Notes on what the ranks work. Raises: ValueError if the run was on GPUs, there are none now, and nobody has
+        asked for CPUs.
+        """
+        if (self._status.device, device) == ("GPU", "CPU") and not is_meant:
+            raise ValueError(
+                f"{self._path.parent}: this run was on GPUs, and there are none now; start their machines again, or set"
+                " cluster.use_gpus = false to go on without"
+            )
+        self._change(device=device)
 
     def stopped(self) -> None:
         """Notes that somebody has ended the run."""

@@ -21,7 +21,7 @@ from heed.jobs.registry import WORLD, AnyStage
 from lm.hub import model_hash
 from preferences.store import LabelStore
 from stages.contract import StageWaitsError
-from stages.lineage import LINEAGE, Inputs, outputs_hash, started_with
+from stages.lineage import LINEAGE, Inputs, forced_by, outputs_hash, started_with
 from stages.progress import StageProgress, console
 from stages.run import StageRun, StageWorkers
 from stages.world import World
@@ -143,8 +143,9 @@ def is_replaced(folder: Path, inputs: Inputs, *, forced: bool) -> bool:
 
 
 @contextmanager
-def open_folder(folder: Path, inputs: Inputs, *, forced: bool) -> Iterator[None]:
+def open_folder(folder: Path, inputs: Inputs, *, forced: bool, submission: str = "") -> Iterator[None]:
     """Keep the folder of an interrupted stage with the same inputs; otherwise move it away and start an empty one.
+    The `submission` that forces it is written down, so that it forces it once.
 
     If the block fails, or is interrupted, before it has written anything, the folder that was moved away is put back.
     """
@@ -153,7 +154,8 @@ def open_folder(folder: Path, inputs: Inputs, *, forced: bool) -> Iterator[None]
         kept = put_aside(folder, "forced" if forced else what_changed(folder, inputs))
     try:
         folder.mkdir(exist_ok=True)
-        write_json(folder / "inputs.json", {"fingerprint": inputs.fingerprint})
+        submission = submission if forced else forced_by(folder)
+        write_json(folder / "inputs.json", {"fingerprint": inputs.fingerprint, "submission": submission})
         config: dict[str, Any] = dict(inputs.config)
         write_text(folder / "config.toml", tomli_w.dumps({"seed": inputs.seed, **config}))
         yield

@@ -188,6 +188,14 @@ def test_nothing_more_is_sent_once_it_is_stopped(server: Server) -> None:
     assert len(server.received) == 1
 
 
+def test_messages_name_no_credentials(server: Server) -> None:
+    server.queued = [(403, {}, b"no")]
+    url = server.url.replace("http://", "http://ann:secret@") + "?key=secret"
+    with pytest.raises(ServerError, match=r"http://\*\*\*@127\.0\.0\.1:\d+/first\?\*\*\*: status 403") as caught:
+        post(url)
+    assert "secret" not in str(caught.value)
+
+
 def test_a_redirect_is_not_followed(server: Server) -> None:
     """A key would be sent to wherever it leads."""
     server.queued = [(307, {"Location": server.url.replace("first", "second")}, b"")]

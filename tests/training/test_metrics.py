@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from training.metrics import MetricsLog, read_metrics
+from training.metrics import MetricsLog, read_metrics, refuse_missing_trackers
 
 LimitFileSize = Callable[[int], AbstractContextManager[None]]
 
@@ -89,13 +89,27 @@ def test_lines_that_cannot_be_written_wait_for_their_turn(
 
 def test_a_tracker_that_fails_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = MetricsLog(tmp_path, ("tensorboard",), resume_step=0)
+    log.log(1, 3, {"loss": 0.5})
     log._trackers["tensorboard"].finish()  # the following writes fail
+    for step in (2, 3):
+        log.log(step, 3, {"loss": 0.5})
+    log.close()
+    assert [line["step"] for line in read_metrics(log.path)] == [1, 2, 3]
+    assert "tensorboard: ValueError: write to closed file; it may miss metrics around step 2" in caplog.text
+    assert "tensorboard: logs again from step 3" in caplog.text
+
+
+def test_a_tracker_that_cannot_start_ends_no_run_and_is_refused_where_the_run_is_started(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = MetricsLog(tmp_path, ("mlflow",), resume_step=0)
     for step in (1, 2):
         log.log(step, 2, {"loss": 0.5})
     log.close()
     assert [line["step"] for line in read_metrics(log.path)] == [1, 2]
-    assert "tensorboard: ValueError: write to closed file; it may miss metrics around step 1" in caplog.text
-    assert "tensorboard: logs again from step 2" in caplog.text
+    assert caplog.text.count("mlflow: ModuleNotFoundError") == 1
+    with pytest.raises(ValueError, match=r"engine\.trackers: 'mlflow' is not installed; run `pip install mlflow`"):
+        refuse_missing_trackers(("tensorboard", "mlflow"))
 
 
 def test_metrics_that_are_not_finite_are_left_out(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from cluster.jobs import ClusterJob, wait_until_over
 from heed.jobs.launchers.launcher import Launch, ToolError, call, render
 
@@ -20,6 +22,7 @@ STATES = {
     "Complete": "SUCCEEDED", "Failed": "FAILED", "ValidationFailed": "FAILED", "Suspended": "STOPPED",
     "Running": "RUNNING", "Suspending": "RUNNING",
 }  # fmt: skip
+SHARED_FIELDS = ("imagePullSecrets", "nodeSelector", "tolerations", "serviceAccountName", "securityContext")  # of pods
 COPY_SECONDS = 600  # an image of several GB may have to be pulled first
 STOP_SECONDS = 300.0
 
@@ -111,7 +114,9 @@ def _target(launch: Launch) -> Path:
 
 
 def _copy(launch: Launch) -> None:
-    """Copy the payload to the volume, through a pod that is deleted afterwards."""
+    """Copy the payload to the volume, through a pod that is deleted afterwards. What a person has written into the file
+    for the head, such as a login of the registry, holds for it too.
+    """
     pod, target = f"heed-{launch.label}-copy-{secrets.token_hex(3)}", str(_target(launch))
     container = {
         "name": "copy",
@@ -120,7 +125,10 @@ def _copy(launch: Launch) -> None:
         "volumeMounts": [{"mountPath": str(launch.runs), "name": "runs"}],
     }
     volumes = [{"name": "runs", "persistentVolumeClaim": {"claimName": launch.volume}}]
-    spec = {"spec": {"containers": [container], "volumes": volumes, "restartPolicy": "Never"}}
+    rendered = yaml.safe_load((launch.folder / Kubernetes.file).read_text(encoding="utf-8"))
+    head = rendered["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    edited = {name: head[name] for name in SHARED_FIELDS if name in head}
+    spec = {"spec": {"containers": [container], "volumes": volumes, "restartPolicy": "Never", **edited}}
     run = ["kubectl", "run", pod, f"--image={launch.image}", "--restart=Never", f"--overrides={json.dumps(spec)}"]
     call(run, WHERE)
     try:

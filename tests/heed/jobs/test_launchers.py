@@ -410,6 +410,23 @@ def test_a_claim_may_have_any_name(heed: Heed, tools: Path) -> None:
     assert yaml.safe_load((tools / "out" / "sky.yaml").read_text())["volumes"] == {str(tools / "runs"): "1234"}
 
 
+def test_the_pod_that_copies_has_what_a_person_wrote_for_the_head(heed: Heed, tools: Path) -> None:
+    assert submit(heed, tools, "kubernetes", *TWO_GPU_NODES, "--dry-run")[0] == 0
+    file = tools / "out" / "rayjob.yaml"
+    head, rest = file.read_text().split("          containers:\n            - name: ray-head")
+    login = "          imagePullSecrets: [{name: registry-login}]\n"
+    file.write_text(f"{head}{login}          containers:\n            - name: ray-head{rest}")
+    assert submit(heed, tools, "kubernetes")[0] == 0
+    (run,) = [line for line in (tools / "calls").read_text().splitlines() if line.startswith("kubectl run ")]
+    assert '"imagePullSecrets": [{"name": "registry-login"}]' in run
+
+
+def test_vllm_of_this_clone_is_not_sent(heed: Heed, tools: Path) -> None:
+    code, said = submit(heed, tools, "slurm", *TWO_GPU_NODES, "--set", "ppo.sampler.kind=vllm")
+    assert code == 2
+    assert "ppo.sampler.python is empty; the Python with vLLM on the cluster's machines" in " ".join(said.split())
+
+
 def test_the_code_is_copied_to_the_volume(heed: Heed, tools: Path) -> None:
     assert submit(heed, tools, "kubernetes")[0] == 0
     assert (tools / "volume" / "debug.toml").is_file()
@@ -542,6 +559,7 @@ if [[ $2 == --head ]]; then last=${!#}; mkdir -p "${last#--temp-dir=}"; fi
 exec sleep-truly 60 > /dev/null 2>&1""",
     "sleep": "exec sleep-truly 0.02",
     "python": """
+if [[ $1 == -c && $2 == *execvp* ]]; then shift 2; exec env --default-signal=INT "$@"; fi
 if [[ $1 == -c ]]; then
     [[ -n ${DEAD-} || $(grep -c "^python -c" "$CALLS") -lt 3 ]] && exit 1
     echo 2; exit
@@ -601,7 +619,8 @@ def test_the_slurm_job_ends_as_the_run_ends(slurm: StartSlurm, tools: Path, code
     said, _ = process.communicate(timeout=60)
     assert process.returncode == code, said
     made = calls.read_text().splitlines()
-    assert f"python -m heed run debug.toml --runs {tools / 'runs'}" in made
+    run = f"python -m heed run debug.toml --runs {tools / 'runs'} --submission slurm-"
+    assert any(call.startswith(run) for call in made)
     (head,) = (call for call in made if call.startswith("ray start --head"))
     assert "--node-ip-address=10.0.0.1 " in head
     assert any(re.match(r"ray start --block .*--address=10\.0\.0\.1:\d+ ", call) for call in made)

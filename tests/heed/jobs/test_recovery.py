@@ -17,6 +17,7 @@ from cluster.config import ClusterConfig
 from cluster.connection import disconnect
 from cluster.failures import WorkerLostError
 from files.records import read_record
+from heed.jobs import recovery
 from heed.jobs.recovery import MAX_LOSSES_IN_PLACE, Workers, prepare_kernels, run_to_end
 from heed.jobs.report import StatusFile
 from lm.native import kernels
@@ -146,6 +147,30 @@ def test_losses_with_progress_do_not(tmp_path: Path, capsys: pytest.CaptureFixtu
         raise RunError("the disk is full")
     found = read_record(tmp_path / STATUS, RunStatus)
     assert (found.state, found.message, found.restarts) == ("failed", "the disk is full", ())
+
+
+def test_a_run_on_gpus_does_not_go_on_without_them_unasked(tmp_path: Path) -> None:
+    with StatusFile(tmp_path, dict) as status:
+        status.works_on("GPU", is_meant=False)
+    with (
+        pytest.raises(ValueError, match="this run was on GPUs, and there are none now; start their machines again"),
+        StatusFile(tmp_path, dict) as status,
+    ):
+        status.works_on("CPU", is_meant=False)
+    with StatusFile(tmp_path, dict) as status:
+        status.works_on("CPU", is_meant=True)
+    with StatusFile(tmp_path, dict) as status:
+        status.works_on("CPU", is_meant=False)  # the run is on CPUs now
+
+
+def test_fewer_workers_leave_places_for_the_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four workers alone would fit on a machine with room for six ranks, but not with the generators."""
+    workers, placed = Workers([4, 2], tmp_path, ClusterConfig(), num_extra_ranks=3), list[int]()
+    workers._bundle = {"CPU": 1.0}
+    monkeypatch.setattr(recovery, "has_room", lambda num_ranks, _bundle: num_ranks <= 6)
+    monkeypatch.setattr(workers, "_started", lambda _name, size, _config: placed.append(size))
+    workers._placed()
+    assert placed == [2]
 
 
 def test_other_errors_are_not_tried_again(tmp_path: Path) -> None:

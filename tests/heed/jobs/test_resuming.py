@@ -80,6 +80,12 @@ def test_a_run_says_where_it_stopped_and_resumes_and_what_it_passed_over(
     assert "Traceback" not in refused.output
     said = interrupted(3, ("--from", "pretrain"))
     assert "pretrain: starts from step 0 of 400 (no checkpoint yet)" in said
+    assert "; the same command without --from continues" in said
+    requeued = ("--from", "pretrain", "--submission", "slurm-7")
+    said = interrupted(9, requeued)
+    assert "pretrain: starts from step 0 of 400 (no checkpoint yet)" in said
+    assert "; the same command continues" in said
+    assert "pretrain: resumes from step " in interrupted(15, requeued)
     assert (tmp_path / "debug" / "replaced" / "pretrain-1" / "checkpoints").is_dir()
 
 

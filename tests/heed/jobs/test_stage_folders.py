@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from heed.jobs.run import open_folder, put_aside
-from stages.lineage import LINEAGE, Inputs
+from stages.lineage import LINEAGE, Inputs, forced_by
 
 
 def run_again(folder: Path, error: type[BaseException], *, writes: bool) -> None:
@@ -39,6 +39,16 @@ def test_an_earlier_result_stays_aside_once_the_new_run_has_written(tmp_path: Pa
         run_again(folder, KeyboardInterrupt, writes=True)
     assert (tmp_path / "replaced" / "sft-1" / LINEAGE).is_file()
     assert (folder / "metrics.jsonl").is_file()
+
+
+def test_a_submission_forces_a_stage_once(tmp_path: Path) -> None:
+    folder, inputs = finished(tmp_path / "sft"), Inputs("sft", 0, {"sft": {"num_epochs": 2}}, {}, {})
+    with open_folder(folder, inputs, forced=True, submission="slurm-7"):
+        (folder / "metrics.jsonl").touch()
+    assert forced_by(folder) == "slurm-7"
+    with open_folder(folder, inputs, forced=False):  # as when it is requeued: the interrupted stage continues
+        assert (folder / "metrics.jsonl").exists()
+    assert forced_by(folder) == "slurm-7"
 
 
 def test_numbers_of_replaced_results_are_not_given_twice(tmp_path: Path) -> None:
