@@ -166,22 +166,24 @@ class ChatTemplate:
 
         Raises: ValueError if the rendering of a response does not extend that of what comes before it.
         """
-        missing = list(self.beginnings(messages))
+        beginnings = list(self.beginnings(messages))
+        missing = set(range(len(beginnings)))
         ends_in_response = bool(messages) and messages[-1]["role"] == "assistant"
-        text = missing[-1].whole if ends_in_response else self.render(messages, add_generation_prompt=False)
+        text = beginnings[-1].whole if ends_in_response else self.render(messages, add_generation_prompt=False)
         while True:
-            turns = [beginning.turn_in(text) for beginning in missing]
-            if missing and turns[-1] is None and text == missing[-1].whole:
-                before = missing[-1].before
+            turns = {place: turn for place, one in enumerate(beginnings) if (turn := one.turn_in(text)) is not None}
+            if missing and max(missing) not in turns and text == beginnings[max(missing)].whole:
+                before = beginnings[max(missing)].before
                 raise ValueError(
                     f"chat_template: the rendering {_end(text)} does not start with {_end(before)};"
                     f" a template must only append when a message is added{self._hint(before)}"
                 )
-            yield text, [turn for turn in turns if turn is not None]
-            missing = [beginning for beginning, turn in zip(missing, turns, strict=True) if turn is None]
+            # One that had its place before has none here, but where it starts a policy's prompt ended.
+            yield text, [turn if place in missing else Turn(turn.start, turn.start) for place, turn in turns.items()]
+            missing -= turns.keys()
             if not missing:
                 return
-            text = missing[-1].whole
+            text = beginnings[max(missing)].whole
 
     def _hint(self, before: str) -> str:
         if THINKING in self.text and not self.text.startswith(NON_THINKING):

@@ -68,6 +68,29 @@ def test_each_response_is_learned_once_after_the_prompt_that_a_policy_reads(temp
     assert "Hm." not in last_prompt
 
 
+def test_every_prompt_of_a_further_sequence_has_a_policys_tokens() -> None:
+    """No special token ends a prompt here, so " the" would span it and its response. Thoughts in the second response
+    put only that one into a further sequence, where the first one's prompt is cut all the same.
+    """
+    ours = tokenizer_of(
+        "{% for m in messages %}{{ m.role + ': ' + (m.content if loop.last else m.content.split('</think>')[-1]) }}\n"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    messages = [*PLAIN[:3], {"role": "assistant", "content": "Ah.</think>the bush."}, *PLAIN[:2]]
+    found = ours.encode_responses([messages])[0]
+    starts = [[place for place, mine in enumerate(marks) if mine and not marks[place - 1]] for _, marks in found]
+    assert list(map(len, starts)) == [2, 1]
+    for (tokens, _), places, asked in zip(found, starts, ((1, 5), (3,)), strict=True):
+        for place, number in zip(places, asked, strict=True):
+            assert tokens[:place] == ours.encode_prompt(messages[:number])
+    prompt = ours.encode_prompt(PLAIN[:1])
+    assert (
+        found[1][0][: len(prompt)]
+        == prompt
+        != ours.encode_rendered(ours.render(PLAIN[:2], add_generation_prompt=False))[: len(prompt)]
+    )
+
+
 def test_a_prompt_that_opens_thoughts_wants_them() -> None:
     with pytest.raises(ValueError, match=r"only append when a message is added \(the prompt opens thoughts, which the"):
         tokenizer_of(UNWRITTEN).encode_conversation(PLAIN[:2])
