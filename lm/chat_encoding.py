@@ -112,8 +112,7 @@ class Names:
     def marked(self, content: str) -> str:
         """Puts marks around special tokens' names in a message, and around edges that might become part of one."""
         spans = [match.span() for match in self._people.finditer(content)]
-        kept = content.strip()
-        if kept:
+        if kept := content.strip():
             start = content.find(kept)
             spans += [(start + first, start + last) for first, last in self._risky_edges(kept)]
             if self.is_folded and self._folds(content):
