@@ -456,8 +456,7 @@ def _base(base: Path, adapter: AdapterFolder) -> ModelSource[Model]:
             (body, "TOKEN_CLS"): lambda shape: TokenClassifier(shape, adapter.labels),
             (body, "QUESTION_ANS"): SpanPredictor,
         }
-    head = heads.get((purpose, task))
-    if head is None:
+    if (head := heads.get((purpose, task))) is None:
         raise ValueError(
             f"{adapter.folder / ADAPTER_CONFIG}: task_type is {task!r}, and {base} is a"
             f" {any_folder(base).kind.__name__}; a model for that task was expected as base"

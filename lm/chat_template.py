@@ -25,6 +25,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 _WORD = re.compile(r"[\w.-]+")
 _OPENED = re.compile(r"(<\w+>)(\s*)\Z")  # the end of a prompt that opens thoughts
+_EMPTY = re.compile(r"(<\|channel>thought\n<channel\|>|<\|START_THINKING\|><\|END_THINKING\|>)\Z")  # of one with none
 
 CHAT_TEMPLATES = {
     # Every turn opens with its role's token and closes with the end token. The space makes a turn's first word the same
@@ -138,8 +139,7 @@ class ChatTemplate:
         if shape in self._known_shapes:
             return
         text = self._rendered(probe, add_generation_prompt=False)
-        missing = next((place for word, place in wanted.items() if word not in text), "")
-        if missing:
+        if missing := next((place for word, place in wanted.items() if word not in text), ""):
             raise ValueError(
                 f"chat_template leaves out {missing}; a template that writes tools, their calls and results was"
                 ' expected, such as "chat" or the one that the model was published with'
@@ -256,10 +256,12 @@ def with_thoughts(before: str, whole: str, content: str) -> str:
 
     DeepSeek-R1's prompt ends with "<think>\n", and it writes of "<think>\nHm.\n</think>\n\nYes." only "Yes." and an
     end. Whoever samples continues the prompt, so the rendering is the prompt, the content after what the prompt opens,
-    and that end.
+    and that end. Gemma 4's and Command R7B's prompts end with empty thoughts, which are not written of a response.
     """
     if whole.startswith(before):
         return whole
+    if (empty := _EMPTY.search(before)) and whole.startswith(before[: empty.start()]):
+        return before + whole[empty.start() :]
     opened = _OPENED.search(before)
     if opened is None or not whole.startswith(before[: opened.start()]):
         return whole

@@ -236,8 +236,7 @@ class GGUFFile:
         if stored.tensor_type in _EXACT:
             return torch.from_numpy(np.array(stored.data))
         if stored.tensor_type == gguf.GGMLQuantizationType.BF16:
-            words = np.array(stored.data).view(np.int16)
-            return torch.from_numpy(words).view(torch.bfloat16)
+            return torch.from_numpy(np.array(stored.data).view(np.int16)).view(torch.bfloat16)
         try:
             return torch.from_numpy(gguf.dequantize(stored.data, stored.tensor_type))
         except NotImplementedError:

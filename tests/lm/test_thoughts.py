@@ -26,6 +26,16 @@ UNWRITTEN = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1].strip() }}<|im_end|>"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
+# As Gemma 4's and Command R7B's: the prompt, which the second one writes after everything, has empty thoughts, and no
+# response has any.
+EMPTY = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<|channel>thought\n<channel|>' }}{% endif %}"
+)
+ALWAYS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role }}{% if m.role == 'assistant' %}<|START_RESPONSE|>{% endif %}"
+    "{{ m.content }}<|im_end|>{% endfor %}{{ '<|im_start|>assistant<|START_THINKING|><|END_THINKING|>' }}"
+)
 FIRST = [
     {"role": "user", "content": "The fox?"},
     {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nthe dog."},
@@ -89,6 +99,17 @@ def test_every_prompt_of_a_further_sequence_has_a_policys_tokens() -> None:
         == prompt
         != ours.encode_rendered(ours.render(PLAIN[:2], add_generation_prompt=False))[: len(prompt)]
     )
+
+
+@pytest.mark.parametrize(("template", "begins"), [(EMPTY, ""), (ALWAYS, "<|START_RESPONSE|>")])
+def test_a_response_follows_a_prompt_with_empty_thoughts(template: str, begins: str) -> None:
+    ours = tokenizer_of(template)
+    (last_prompt, last), (first_prompt, first) = texts(ours, PLAIN)
+    assert (first, last) == (f"{begins}the dog.<|im_end|>", f"{begins}the bush.<|im_end|>")
+    assert first_prompt == ours.render(PLAIN[:1], add_generation_prompt=True)
+    assert last_prompt == ours.render(PLAIN[:3], add_generation_prompt=True)
+    with pytest.raises(ValueError, match="a template must only append"):  # as if the question were not in it
+        tokenizer_of(template.replace("m.content", "m.content[::loop.length]")).encode_conversation(PLAIN[:2])
 
 
 def test_a_prompt_that_opens_thoughts_wants_them() -> None:
