@@ -34,17 +34,30 @@ class Gate:
         """Raises: ValueError for another text, and for a name that is none of the models or algorithms."""
         match = _WORSE_THAN.fullmatch(text.strip())
         if match is None:
-            raise ValueError(
-                f'--fail-if {text!r}: "B worse than A", or "B worse than A in MEASURE by .02", was expected'
-            )
+            expected = '"B worse than A", or "B worse than A in MEASURE by .02"'
+            raise ValueError(f"--fail-if {text!r}: {expected}, was expected")
         for name in (match["new"], match["old"]):
             if name not in names:
-                raise ValueError(
-                    f"--fail-if {text!r}: no model is called {name!r}; one of {', '.join(names)} was expected"
-                )
+                called = ", ".join(names)
+                raise ValueError(f"--fail-if {text!r}: no model is called {name!r}; one of {called} was expected")
         if match["new"] == match["old"]:
             raise ValueError(f"--fail-if {text!r}: two different models were expected")
         return cls(match["new"], match["old"], float(match["margin"] or 0), match["measure"] or "")
+
+    def check(self, where: str, what: str, is_share: Mapping[str, bool]) -> None:
+        """`is_share` says of each measure of `where` whether it is a share; messages call it `what`.
+
+        Raises: ValueError unless this gate's measure is one of them, and for a margin of 100 points or more in a share.
+        """
+        measure = self.measure or next(iter(is_share))
+        if measure not in is_share:
+            names = ", ".join(is_share)
+            raise ValueError(f"--fail-if: {where} has no {what} {measure!r}; one of {names} was expected")
+        if self.margin >= 1 and is_share[measure]:
+            raise ValueError(
+                f'--fail-if "{self.new} worse than {self.old} by {self.margin:g}": {what} {measure} of {where} is a'
+                " share, from 0 to 1; .02, which is 2 points, was expected"
+            )
 
     def of_evaluation(self, report: EvaluationReport) -> tuple[int, str]:
         """Returns the exit code, and a sentence per suite: worse in one suite is worse, else undecided in one is."""
@@ -56,10 +69,9 @@ class Gate:
     def of_comparison(self, report: Mapping[str, Any]) -> tuple[int, str]:
         """Returns the exit code, and a sentence, from report.json. The measure is a judge's win rate."""
         summary = record_of(report["summary"], Summary, "report.json: summary")
-        names = [judge.judge for judge in summary.judges]
         judge = next((one for one in summary.judges if self.measure in (one.judge, "")), None)
-        if judge is None:
-            raise ValueError(f"--fail-if: there is no judge {self.measure!r}; one of {', '.join(names)} was expected")
+        if judge is None:  # people who have not judged yet
+            return self._judged(f"judge {self.measure}", None, "", "")
         rows = [(pair.algorithm_a, pair.algorithm_b, pair.win_rate, pair.conclusion) for pair in judge.algorithms]
         rows += [
             (pair.policy_a, pair.policy_b, Interval(rate.mean, rate.low, rate.high), pair.conclusion)
@@ -73,15 +85,11 @@ class Gate:
         first, _, rate, shown = row
         shown, rate = (shown, rate) if first == self.new else (shown.turned, turned_share(rate))
         text = f"{percent(rate.mean, 1)}, {share_ends(rate.low, rate.high, 1)}"
-        return self._judged(f"judge {judge.judge}", shown, f"win rate ({text})", self._points("a win rate"))
+        return self._judged(f"judge {judge.judge}", shown, f"win rate ({text})", f"{100 * self.margin:g} points")
 
     def _of_suite(self, suite: SuiteReport) -> tuple[int, str]:
-        if self.measure and self.measure not in (names := [measure.name for measure in suite.measures]):
-            raise ValueError(
-                f"--fail-if: {suite.suite} has no measure {self.measure!r}; one of {', '.join(names)} was expected"
-            )
         every = (suite.statistics.algorithms, suite.statistics.differences)
-        rows = [row for of_kind in every for row in primary(of_kind, suite, self.measure)]
+        rows = [row for of_kind in every for row in primary(of_kind, suite, self.measure or suite.measures[0].name)]
         row = next((row for row in rows if {row.a, row.b} == {self.new, self.old}), None)
         if row is None:
             same = any({self.new, self.old} == {*pair} for pair in suite.statistics.same_answers)
@@ -90,8 +98,8 @@ class Gate:
         if row.a != self.new:
             shown, difference = shown.turned, -difference
         gain = difference_text(difference, row.measure, suite)
-        unit = self._points(f"{row.measure} of {suite.suite}") if is_share(row.measure, suite) else f"{self.margin:g}"
-        return self._judged(suite.suite, shown, f"{row.measure} ({gain})", unit)
+        margin = f"{100 * self.margin:g} points" if is_share(row.measure, suite) else f"{self.margin:g}"
+        return self._judged(suite.suite, shown, f"{row.measure} ({gain})", margin)
 
     def _judged(self, where: str, shown: Conclusion | None, what: str, margin: str) -> tuple[int, str]:
         """Returns the exit code that a conclusion on new and old gives, and the sentence; `what` has the figures."""
@@ -110,15 +118,6 @@ class Gate:
             code,
             f"{where}: {self.new} is {_SAID[code]} worse than {self.old}{by} in {what}. {caution}".rstrip(),
         )
-
-    def _points(self, share: str) -> str:
-        """Raises: ValueError for a margin of 100 points or more."""
-        if self.margin >= 1:
-            raise ValueError(
-                f'--fail-if "{self.new} worse than {self.old} by {self.margin:g}": {share} is a share, from 0 to 1;'
-                " .02, which is 2 points, was expected"
-            )
-        return f"{100 * self.margin:g} points"
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Checked against PEFT 0.21 (`peft/tuners/lora/config.py`, `check_target_module_ex
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -53,8 +54,12 @@ A, B = ".lora_A.weight", ".lora_B.weight"  # after them
 # The parameters that stack experts in transformers 5, by Heed's names. PEFT wraps the module that holds them: "up"
 # first, so the other is the outer one if both are adapted.
 STACKED = {"up": "gate_up_proj", "down": "down_proj"}
-# A layer's module of stacked experts, by the model's type, where `transformers` does not call it mlp.experts.
-OWNERS = dict.fromkeys(("granitemoe", "granitemoeshared"), "block_sparse_moe.experts")
+# What `transformers` calls a layer's module of stacked experts, by the model's type.
+OWNERS = defaultdict(
+    lambda: "mlp.experts", dict.fromkeys(("granitemoe", "granitemoeshared"), "block_sparse_moe.experts")
+)
+# PEFT takes a mixture's modules of these names for maps of experts, so a plain or shared MLP's are targets by weight.
+AS_OF_EXPERTS = (".gate_proj", ".up_proj", ".down_proj")
 
 # Fields that change nothing once an adapter is trained. PEFT has many more, which Heed does not support: they must be
 # off.
@@ -138,22 +143,26 @@ class AdapterConfig(BaseModel):
 
     def rank(self, layer: str) -> int:
         """Returns the rank of a layer's adapter."""
-        return _of_pattern(self.rank_pattern, layer, self.r)
+        return _of_pattern(self.rank_pattern, self._key(layer), self.r)
 
     def scale(self, layer: str) -> float:
         """Returns alpha / rank, or alpha / √rank in rank-stabilised LoRA (arXiv 2312.03732)."""
-        rank = self.rank(layer)
-        alpha = _of_pattern(self.alpha_pattern, layer, self.lora_alpha)
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+        divisor = math.sqrt(self.rank(layer)) if self.use_rslora else self.rank(layer)
+        return float(_of_pattern(self.alpha_pattern, self._key(layer), self.lora_alpha) / divisor)
 
     def targets(self, layer: str) -> bool:
         """Whether PEFT puts an adapter on the layer of this name; it ignores a file's tensors for other layers."""
         is_saved = any(re.match(rf"(^|.*\.){name}($|\..*)", layer) for name in self.modules_to_save or ())
-        if is_saved or _names(self.exclude_modules, layer):
-            return False
+        by_weight = self._key(layer) != layer
+        if by_weight or is_saved or _names(self.exclude_modules, layer):
+            return by_weight
         if isinstance(self.target_modules, str):
             return self.target_modules == "all-linear" or _names(self.target_modules, layer)
         return _names(self.target_modules, layer) and self._transforms(layer)
+
+    def _key(self, layer: str) -> str:
+        """Returns the name by which PEFT knows a layer: its weight's, if that is one of the target parameters."""
+        return f"{layer}.weight" if _names(self.target_parameters, f"{layer}.weight") else layer
 
     def experts(self, module: str) -> dict[str, str]:
         """Returns the adapted parameters of a module of stacked experts by Heed's names, and the layers of their A and
@@ -331,7 +340,7 @@ class StackedMaps(NamedTuple):
 
 def stacked_maps(config: AdapterConfig, model: nn.Module) -> dict[str, StackedMaps]:
     """Returns the maps of experts that a config targets, by Heed's names."""
-    found, of_layer = dict[str, StackedMaps](), _experts_of_layer(_family_of(model))
+    found, of_layer = dict[str, StackedMaps](), OWNERS[_family_of(model).model_type]
     for name, module, place in linear_maps(model) if config.target_parameters else ():
         if isinstance(module, ExpertMaps):
             _, _, number, *_, kind = name.split(".")
@@ -340,11 +349,6 @@ def stacked_maps(config: AdapterConfig, model: nn.Module) -> dict[str, StackedMa
             if kind in layers:
                 found[name] = StackedMaps(module, layers[kind], config.rank(parameter), config.scale(parameter), place)
     return found
-
-
-def _experts_of_layer(family: Family) -> str:
-    """Returns what `transformers` calls a layer's module of stacked experts."""
-    return OWNERS.get(family.model_type, "mlp.experts")
 
 
 def _family_of(model: nn.Module) -> Family:
@@ -452,8 +456,7 @@ def _base(base: Path, adapter: AdapterFolder) -> ModelSource[Model]:
             (body, "TOKEN_CLS"): lambda shape: TokenClassifier(shape, adapter.labels),
             (body, "QUESTION_ANS"): SpanPredictor,
         }
-    head = heads.get((purpose, task))
-    if head is None:
+    if (head := heads.get((purpose, task))) is None:
         raise ValueError(
             f"{adapter.folder / ADAPTER_CONFIG}: task_type is {task!r}, and {base} is a"
             f" {any_folder(base).kind.__name__}; a model for that task was expected as base"
@@ -510,8 +513,8 @@ def save_adapter(
     stored, adapted, is_transposed = dict[str, Tensor](), set[str](), False
     purpose = PURPOSES[type(plain)]
     family = family_of(plain.config, purpose)
-    of_layer = _experts_of_layer(family)
-    parameters = [f"{of_layer}.{name}" for name in STACKED.values()] if lora.targets == "experts" else None
+    owner = OWNERS[family.model_type]
+    parameters = [f"{owner}.{name}" for name in STACKED.values() if lora.targets == "experts"]
     sizes: dict[str, Any] = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha}
     stacked = stacked_maps(AdapterConfig(**sizes, target_modules=None, target_parameters=parameters), network)
     for name, experts in stacked.items():
@@ -533,12 +536,14 @@ def save_adapter(
             heads.add(theirs.rpartition(".")[0])
             stored[theirs] = tensor
     everything = {theirs.rpartition(".")[0] for name in own_names for theirs in family.stored(plain.config, name).parts}
+    by_weight = {layer for layer in adapted if plain.config.num_experts and layer.endswith(AS_OF_EXPERTS)}
+    parameters += [f"{end}.weight" for end in _endings(by_weight, everything - by_weight)]
     config: dict[str, Any] = {
         **sizes,
         "task_type": TASKS[purpose],
         "base_model_name_or_path": hub_name(base) or str(base),
-        "target_modules": _endings(adapted, everything - adapted),
-        "target_parameters": parameters,
+        "target_modules": _endings(adapted - by_weight, everything - adapted | by_weight),
+        "target_parameters": parameters or None,
         "modules_to_save": sorted(heads) or None,
         "bias": "none",
         "lora_dropout": 0.0,

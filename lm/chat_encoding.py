@@ -112,8 +112,7 @@ class Names:
     def marked(self, content: str) -> str:
         """Puts marks around special tokens' names in a message, and around edges that might become part of one."""
         spans = [match.span() for match in self._people.finditer(content)]
-        kept = content.strip()
-        if kept:
+        if kept := content.strip():
             start = content.find(kept)
             spans += [(start + first, start + last) for first, last in self._risky_edges(kept)]
             if self.is_folded and self._folds(content):
@@ -234,7 +233,7 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """Where a response begins in the text, and where the template's text around it ends."""
+    """Where a response begins in the text, and where the template's text around it ends; an empty one only cuts."""
 
     start: int
     stop: int
@@ -278,9 +277,8 @@ class Conversation:
         """Returns the tokens, and per token whether it belongs to a response, including its end token."""
         written = self._written(encoded)
         is_response = [False] * len(written.tokens)
-        for turn in self._turns:
-            first = written.begins.get(turn.start, -1)
-            first = written.before(turn.start) if first < 0 else first
+        for turn in (turn for turn in self._turns if turn.start < turn.stop):
+            first = written.begins[turn.start] if turn.start in written.begins else written.before(turn.start)
             stop = self._stop(turn, first, written)
             is_response[first:stop] = [True] * (stop - first)
         return written.tokens, is_response

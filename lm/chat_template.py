@@ -25,6 +25,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 _WORD = re.compile(r"[\w.-]+")
 _OPENED = re.compile(r"(<\w+>)(\s*)\Z")  # the end of a prompt that opens thoughts
+_EMPTY = re.compile(r"(<\|channel>thought\n<channel\|>|<\|START_THINKING\|><\|END_THINKING\|>)\Z")  # of one with none
 
 CHAT_TEMPLATES = {
     # Every turn opens with its role's token and closes with the end token. The space makes a turn's first word the same
@@ -138,8 +139,7 @@ class ChatTemplate:
         if shape in self._known_shapes:
             return
         text = self._rendered(probe, add_generation_prompt=False)
-        missing = next((place for word, place in wanted.items() if word not in text), "")
-        if missing:
+        if missing := next((place for word, place in wanted.items() if word not in text), ""):
             raise ValueError(
                 f"chat_template leaves out {missing}; a template that writes tools, their calls and results was"
                 ' expected, such as "chat" or the one that the model was published with'
@@ -166,22 +166,24 @@ class ChatTemplate:
 
         Raises: ValueError if the rendering of a response does not extend that of what comes before it.
         """
-        missing = list(self.beginnings(messages))
+        beginnings = list(self.beginnings(messages))
+        missing = set(range(len(beginnings)))
         ends_in_response = bool(messages) and messages[-1]["role"] == "assistant"
-        text = missing[-1].whole if ends_in_response else self.render(messages, add_generation_prompt=False)
+        text = beginnings[-1].whole if ends_in_response else self.render(messages, add_generation_prompt=False)
         while True:
-            turns = [beginning.turn_in(text) for beginning in missing]
-            if missing and turns[-1] is None and text == missing[-1].whole:
-                before = missing[-1].before
+            turns = {place: turn for place, one in enumerate(beginnings) if (turn := one.turn_in(text)) is not None}
+            if missing and max(missing) not in turns and text == beginnings[max(missing)].whole:
+                before = beginnings[max(missing)].before
                 raise ValueError(
                     f"chat_template: the rendering {_end(text)} does not start with {_end(before)};"
                     f" a template must only append when a message is added{self._hint(before)}"
                 )
-            yield text, [turn for turn in turns if turn is not None]
-            missing = [beginning for beginning, turn in zip(missing, turns, strict=True) if turn is None]
+            # One that had its place before has none here, but where it starts a policy's prompt ended.
+            yield text, [turn if place in missing else Turn(turn.start, turn.start) for place, turn in turns.items()]
+            missing -= turns.keys()
             if not missing:
                 return
-            text = missing[-1].whole
+            text = beginnings[max(missing)].whole
 
     def _hint(self, before: str) -> str:
         if THINKING in self.text and not self.text.startswith(NON_THINKING):
@@ -254,10 +256,12 @@ def with_thoughts(before: str, whole: str, content: str) -> str:
 
     DeepSeek-R1's prompt ends with "<think>\n", and it writes of "<think>\nHm.\n</think>\n\nYes." only "Yes." and an
     end. Whoever samples continues the prompt, so the rendering is the prompt, the content after what the prompt opens,
-    and that end.
+    and that end. Gemma 4's and Command R7B's prompts end with empty thoughts, which are not written of a response.
     """
     if whole.startswith(before):
         return whole
+    if (empty := _EMPTY.search(before)) and whole.startswith(before[: empty.start()]):
+        return before + whole[empty.start() :]
     opened = _OPENED.search(before)
     if opened is None or not whole.startswith(before[: opened.start()]):
         return whole

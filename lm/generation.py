@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lm import decoding
+from lm.attention import attention_mask
 from lm.cache import CrossAttentionCache, KVCache, PromptWriter
 from lm.decoding import StepKind, Steps, cache_for, decode, decoding_steps, prepacked
 from lm.encoder import EncoderDecoder
@@ -561,10 +562,11 @@ def _read_padded(
     places_P = torch.arange(tokens_BP.shape[1], device=tokens_BP.device)
     positions_BP = (places_P - first_real_B[:, None]).clamp(min=0)
     real_BP = places_P >= first_real_B[:, None]
-    # A padding query attends to itself: a row of the softmax must not be empty, and nothing reads its result.
-    mask_BPP = (places_P <= places_P[:, None]) & (real_BP[:, None, :] | (places_P == places_P[:, None]))
+    segments_BP = real_BP.long()
+    is_on_gpu = tokens_BP.is_cuda  # where attention takes such rows without a mask of P x P, in bf16
+    mask = model.decoder.mask_of(segments_BP.cpu(), tokens_BP.device) if is_on_gpu else attention_mask(segments_BP)
     slots_B = torch.tensor(slots, device=tokens_BP.device)
     slots_BP = slots_B[:, None].expand(tokens_BP.shape)
     writer = PromptWriter(cache, real_BP.flatten().nonzero()[:, 0], slots_BP[real_BP], positions_BP[real_BP], slots_B)
-    hidden_BPD = model.decoder(tokens_BP, positions_BP, mask_BPP, writer, cross_cache)
+    hidden_BPD = model.decoder(tokens_BP, positions_BP, mask, writer, cross_cache)
     return model.head(hidden_BPD[:, -1])

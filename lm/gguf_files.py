@@ -127,9 +127,7 @@ def _cut(tensor: Tensor, parts: Sequence[Part]) -> Iterator[Tensor]:
 def _joined(stored: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
     """Returns one of Heed's tensors, given its parts in the file."""
     tensors = [part.from_file(tensor) for part, tensor in zip(parts, stored, strict=True)]
-    if parts[0].num_blocks == 1:
-        return torch.cat(tensors)
-    return torch.cat(tensors, dim=1).flatten(0, 1)
+    return torch.cat(tensors) if parts[0].num_blocks == 1 else torch.cat(tensors, dim=1).flatten(0, 1)
 
 
 def _swapped(part: Tensor, num_heads: int, halves: tuple[int, int]) -> Tensor:
@@ -238,8 +236,7 @@ class GGUFFile:
         if stored.tensor_type in _EXACT:
             return torch.from_numpy(np.array(stored.data))
         if stored.tensor_type == gguf.GGMLQuantizationType.BF16:
-            words = np.array(stored.data).view(np.int16)
-            return torch.from_numpy(words).view(torch.bfloat16)
+            return torch.from_numpy(np.array(stored.data).view(np.int16)).view(torch.bfloat16)
         try:
             return torch.from_numpy(gguf.dequantize(stored.data, stored.tensor_type))
         except NotImplementedError:
@@ -308,8 +305,7 @@ def _shapes(folder: Path, architecture: Architecture) -> Iterator[tuple[str, tup
     for ours, parameter in on_meta(ModelFolder(folder, LanguageModel).build).named_parameters():
         for part in parts_of(architecture, family, config, ours, len(parameter)):
             yield part.name, part.shape(parameter.shape)
-    divisors = rope_divisors(config)
-    if divisors is not None:
+    if (divisors := rope_divisors(config)) is not None:
         yield ROPE_FREQUENCIES, tuple(divisors.shape)
 
 
@@ -320,8 +316,7 @@ def _tensors(folder: Path, architecture: Architecture) -> Iterator[tuple[str, Te
         note_progress()
         parts = parts_of(architecture, family, config, ours, len(tensor))
         yield from zip((part.name for part in parts), _cut(tensor, parts), strict=True)
-    divisors = rope_divisors(config)
-    if divisors is not None:
+    if (divisors := rope_divisors(config)) is not None:
         yield ROPE_FREQUENCIES, divisors
 
 

@@ -212,8 +212,7 @@ def add_adapters(model: AnyModel, config: LoRAConfig) -> AnyModel:
     Raises: ValueError if the model has none of the targets.
     """
     freeze_body(model)
-    targets = [found for found in linear_maps(model) if found[0].endswith(config.modules)]
-    if not targets:
+    if not (targets := [found for found in linear_maps(model) if found[0].endswith(config.modules)]):
         raise ValueError("lora.targets is 'mlp', but all MLPs are mixtures of experts; 'experts' was expected")
     if config.targets == "experts" and not any(isinstance(module, ExpertMaps) for _, module, _ in targets):
         raise ValueError("lora.targets is 'experts', but the model has none; 'all' was expected")

@@ -459,20 +459,21 @@ def checkpoint_activations(model: nn.Module) -> None:
         transformer.recomputes = True
 
 
-def compile_blocks(model: nn.Module) -> None:
-    """Compile the blocks with `torch.compile` at the first pass over whole rows (`lm.block`).
+def check_compiles(config: ModelConfig) -> None:
+    """Raises: ValueError for a mixture of experts, attention with sinks, or linear attention."""
+    for what, is_there in (
+        ("a mixture of experts", config.num_experts),
+        ("attention with sinks", config.attention_sinks),
+        ("linear attention", config.num_linear_layers),
+    ):
+        if is_there:
+            raise ValueError(f"engine.compile_blocks is true, but {what} cannot be compiled")
 
-    Raises: ValueError for a mixture of experts, attention with sinks, or linear attention.
-    """
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile the blocks with `torch.compile` at the first pass over whole rows (`lm.block`); see `check_compiles`."""
     for transformer in _transformers(model).values():
-        config = transformer.config
-        for what, is_there in (
-            ("a mixture of experts", config.num_experts),
-            ("attention with sinks", config.attention_sinks),
-            ("linear attention", config.num_linear_layers),
-        ):
-            if is_there:
-                raise ValueError(f"engine.compile_blocks is true, but {what} cannot be compiled")
+        check_compiles(transformer.config)
         transformer.compiles = True
 
 

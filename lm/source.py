@@ -103,8 +103,7 @@ def load(
         for name, t in source.tensors()
     }
     model.load_state_dict(held, strict=False, assign=True)
-    tie = getattr(model, "tie", None)
-    if tie is not None:
+    if (tie := getattr(model, "tie", None)) is not None:
         tie()
     missing = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     assert not missing, f"the source of a {type(model).__name__} has no {missing}"

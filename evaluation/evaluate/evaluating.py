@@ -48,6 +48,7 @@ from evaluation.evaluate.tools import (
     refuse_tools,
     refuse_unsuited,
 )
+from evaluation.fail_if import Gate
 from evaluation.judges.judge import ScoreJudge
 from evaluation.statistics.summary import Runs
 from evaluation.suites.suite import Item, Model, Scored, Suite, Tools
@@ -65,7 +66,7 @@ UNCHANGING = ("models", "suites", "seed", "precision", "max_new_tokens", "max_it
 @dataclass(frozen=True)
 class Evaluation:
     """The input of an evaluation: specs as `heed evaluate` takes them. Without suites, models are logs of other tools.
-    `max_items` 0 means all. With `every_task`, logs must have the same tasks.
+    `max_items` 0 means all. With a `gate`, logs must have the same tasks.
     """
 
     models: Sequence[str]
@@ -76,7 +77,7 @@ class Evaluation:
     training_data: Sequence[str]
     max_items: int
     how: Answering
-    every_task: bool = False
+    gate: Gate | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def evaluate(wanted: Evaluation, folder: Path) -> EvaluationReport:
 def _prepare(wanted: Evaluation) -> _Prepared:
     logs = _logs(wanted)
     opened = (
-        suites_of(logs[0], wanted.how.tell, every_task=wanted.every_task)
+        suites_of(logs[0], wanted.how.tell, every_task=wanted.gate is not None)
         if logs
         else [open_suite(name) for name in wanted.suites]
     )
@@ -131,6 +132,9 @@ def _prepare(wanted: Evaluation) -> _Prepared:
     names = [suite.name for suite in suites]
     if len(set(names)) < len(names):
         raise ValueError(f"--suite: {', '.join(names)} given; each suite once was expected")
+    if wanted.gate is not None:
+        for suite in suites:
+            wanted.gate.check(suite.name, "measure", {measure.name: measure.is_share for measure in suite.measures})
     data = {} if logs else by_suite(wanted.data, names)
     sources = {suite.name: data.get(suite.name, suite.source) for suite in suites}
     items = {suite.name: _read(suite, sources[suite.name], wanted.max_items) for suite in suites}

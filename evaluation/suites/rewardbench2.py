@@ -174,6 +174,6 @@ SUITE = Suite(
     ),
     read=read,
     score=score,
-    files="rows of https://huggingface.co/datasets/allenai/reward-bench-2 (ODC-BY, 1,865 rows)",
+    files="rows of https://huggingface.co/datasets/allenai/reward-bench-2 (ODC-BY, 7.0 MB)",
     source="allenai/reward-bench-2",
 )

@@ -42,12 +42,8 @@ Cache = Annotated[
     Path | None,
     typer.Option(help="Cache of endpoint responses (default: answers.sqlite next to the output folder)."),
 ]
-
-
 Out = Annotated[Path | None, typer.Option(help="Folder for the comparison (default: runs/compare-...).")]
 Category = Annotated[str, typer.Option(help="Field that holds the category (default: category, kind or dataset).")]
-
-
 Quality = Annotated[
     list[Path] | None,
     typer.Option(help="Folder of `heed judge-quality` of one of the judges, for the report; may repeat."),
@@ -116,8 +112,9 @@ def compare(
     """
     from evaluation.compare.comparing import Compared
     from evaluation.compare.comparing import compare as compare_policies
+    from evaluation.compare.folder import read_settings
     from evaluation.fail_if import UNDECIDED, Gate, undecided_if_it_fails
-    from evaluation.inputs import named_runs
+    from evaluation.inputs import named_runs, named_specs
     from evaluation.policies import Sampling
     from training.data import DataConfig
 
@@ -126,6 +123,9 @@ def compare(
     named, runs = named_runs(policies)
     gate = Gate.of(fail_if, [*runs, *(name for name, _ in named)]) if fail_if else None
     folder = out or folder_of("compare", (name for name, _ in named))
+    if gate is not None and judge:
+        earlier = [entry["name"] for entry in read_settings(folder)["judges"]] if folder.exists() else []
+        gate.check("this comparison", "judge", dict.fromkeys([*dict(named_specs(judge, "judge")), *earlier], True))
     asking = asking_of(folder, cache, concurrency, timeout, max_failed_share)
     judging = _judging_of(folder, asking, template, rubric, judge_tokens, labelers, seed)
     data = DataConfig(source=prompts, split=split, subset=subset, max_rows=max_prompts)

@@ -109,9 +109,7 @@ def evaluate(
     with progress_bars() as progress:
         say = partial(console.print, markup=False)
         how = Answering(asking, seed, "bf16" if bf16 else "fp32", max_new_tokens, progress, say, samples)
-        wanted = Evaluation(
-            models, suite or [], data or [], judge, baseline, training_data or [], max_items, how, gate is not None
-        )
+        wanted = Evaluation(models, suite or [], data or [], judge, baseline, training_data or [], max_items, how, gate)
         with undecided_if_it_fails(gate, "evaluation"):
             report = evaluate_models(wanted, folder)
     _print_results(report)

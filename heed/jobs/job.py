@@ -16,6 +16,7 @@ from heed.jobs.registry import BUILT_IN, WORLD, AnyStage, Registry, kind_in_word
 from heed.loop.config import LoopConfig
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from lm.config import ModelConfig
+from lm.model import check_compiles
 from lm.sequence_parallel import check_sequence_split
 from preferences.records import MAX_RESPONSES
 from preferences.task_selection import MAX_SETS
@@ -132,7 +133,7 @@ class JobConfig(Config):
         self._check_kind()
         self._check_room()
         self._check_layers()
-        self._check_sequence_split()
+        self._check_shapes()
         self._check_batches()
         self._check_optimizers()
         for stage in self.stages:
@@ -275,11 +276,9 @@ class JobConfig(Config):
             )
 
     def _check_world(self) -> None:
-        if self.world is not None:
-            return
         needing = [stage.name for stage in self.stages if WORLD in stage.sections]
         needing += [stage.name for stage in self.stages if '"world:' in self.section_of(stage).model_dump_json()]
-        if needing:
+        if needing and self.world is None:
             raise ValueError(f"world: missing; {needing[0]} needs it")
 
     def _has_own_shape(self, stage: AnyStage) -> bool:
@@ -364,8 +363,7 @@ class JobConfig(Config):
                 raise ValueError(f"{stage.name}.{error}") from None
 
     def _check_batches(self) -> None:
-        problem = self._batch_problem(self.workers)
-        if problem:
+        if problem := self._batch_problem(self.workers):
             raise ValueError(problem)
         if self.min_workers > self.workers:
             raise ValueError(f"min_workers is {self.min_workers}; at most workers = {self.workers} was expected")
@@ -392,12 +390,19 @@ class JobConfig(Config):
                     return f"{stage.name}.{field} is {size}; a divisor of workers = {num_workers} was expected"
         return ""
 
-    def _check_sequence_split(self) -> None:
-        """Check that the heads of a trained model can be split as the engine says. The engine checks other shapes."""
-        for stage in self.stages:
-            trains = any(tables_in(self.section_of(stage), OptimizerConfig))
-            if self.model is not None and trains and not self._has_own_shape(stage):
-                check_sequence_split(self.model, self.engine.sequence_parallel_size)
+    def check_shape(self, shape: ModelConfig) -> None:
+        """Check that the engine can train a model of this shape. Raises: ValueError naming its key if it cannot."""
+        check_sequence_split(shape, self.engine.sequence_parallel_size)
+        if self.engine.compile_blocks:
+            check_compiles(shape)
+        if self.engine.record_micro_batches and shape.num_experts:
+            raise ValueError("engine.record_micro_batches is true, but a mixture of experts cannot be recorded")
+
+    def _check_shapes(self) -> None:
+        """Check the policy's shape; other shapes are checked when their files are read."""
+        trained = [stage for stage in self.stages if any(tables_in(self.section_of(stage), OptimizerConfig))]
+        if self.model is not None and not all(map(self._has_own_shape, trained)):
+            self.check_shape(self.model)
 
     def _check_optimizers(self) -> None:
         self.engine.on_ranks(self.workers)  # refuses what needs another number of them
@@ -410,17 +415,13 @@ class JobConfig(Config):
                 self._check_trained_layers(f"{stage.name}.{field}", optimizer, self._trained_shape(stage))
 
     def _check_trained_layers(self, name: str, optimizer: OptimizerConfig, shape: ModelConfig | None) -> None:
-        if shape is None:  # the engine checks it
-            return
-        num_layers = shape.num_hidden_layers + shape.num_encoder_layers
+        num_layers = shape.num_hidden_layers + shape.num_encoder_layers if shape else math.inf  # the engine checks it
         if (optimizer.trained_layers or 0) > num_layers:
             raise ValueError(f"{name}.trained_layers is {optimizer.trained_layers}; the model has {num_layers}")
 
     def open_world(self) -> World | None:
         """Opens the world that the job names, if any. Raises: ValueError for files that are missing or malformed."""
-        if self.world is None:
-            return None
-        return self.world_type(self.world)
+        return None if self.world is None else self.world_type(self.world)
 
     @property
     def world_module(self) -> ModuleType | None:

@@ -110,13 +110,15 @@ def _shape_files(folder: Path) -> list[Path]:
 def hub_models(job: JobConfig) -> tuple[Path, ...]:
     """Returns the local folders of the hub models that stages name, downloaded if needed, and the GGUF files they name.
 
-    Raises: ValueError naming the field of a model that is neither a folder, nor a GGUF file, nor on the hub.
+    Raises: ValueError naming the field of a model that is not found, or that cannot be trained as [engine] says.
     """
     folders = list[Path]()
     for stage in job.stages:
         for field, name in stage.models_in(job.section_of(stage)):
             try:
                 folder = model_directory(name)
+                if field == "init_from":
+                    job.check_shape(read_config(folder, purpose_of(folder))[0])
                 folders += [folder] if hub_name(folder) else []
                 folders += [Path(name).expanduser().absolute()] if is_gguf(name) else []
             except ValueError as error:

@@ -20,7 +20,7 @@ from tests.tiers import in_ci, tried
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1_200)]
 ROOT = Path(__file__).parents[2]
 FEWEST = {
-    "tests/gpu": 44,
+    "tests/gpu": 46,
     "tests/fake_cuda/on_device.py": 19,
     "tests/fake_cuda/on_device_stages.py": 7,
     "tests/fake_cuda/on_device_memory.py": 8,

@@ -105,3 +105,23 @@ def test_memory_is_that_of_one_cache(steps: StepKind) -> None:
     generate(model, asked, seeds=range(16), **options)
     cache = cache_bytes_per_token(config) * 8 * 128
     assert cache <= torch.cuda.max_memory_allocated() - before < 1.1 * cache
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts_of_linear_layers_are_read_together_as_alone(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16 without a mask [B, P, P] in the layers with attention."""
+    linear = shape(
+        layer_types=("linear_attention", "full_attention"), linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=16, linear_value_head_dim=16, linear_conv_kernel_dim=4, attn_output_gate=True,
+    )  # fmt: skip
+    _, model = pair(linear, dtype)
+    asked = prompts(4, 30)
+    together = partial(generate, model, max_new_tokens=1, end_ids=NO_END, choice=Choice(0.0), steps="eager")
+    alone = [together([prompt], seeds=[0]).logprobs[0][0] for prompt in asked]  # one row has no padding, and no mask
+    if dtype == torch.bfloat16:
+        monkeypatch.delattr("lm.model.attention_mask")
+        monkeypatch.delattr("lm.generation.attention_mask")
+    found = [row[0] for row in together(asked, seeds=range(len(asked))).logprobs]
+    assert found == pytest.approx(alone, abs=1e-5 if dtype == torch.float32 else 0.05)

@@ -112,6 +112,13 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "layers_pattern": "layers",
     },
     "latent attention": {"r": 2, "lora_alpha": 4, "target_modules": r".*\.self_attn\.[a-z_]*proj(_with_mqa)?"},
+    "weights as parameters": {
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj"],
+        "target_parameters": ["0.mlp.up_proj.weight"],
+        "rank_pattern": {"up_proj.weight": 3},
+    },
     "eva": {"r": 2, "lora_alpha": 2, "target_modules": ["v_proj"], "init_lora_weights": "eva"},
     "mica": {"r": 2, "lora_alpha": 2, "target_modules": ["v_proj"], "init_lora_weights": "mica"},
 }
@@ -213,11 +220,9 @@ def test_zeros_after_a_lower_rank_stay_zeros_in_training(base: Callable[[str], P
 
 @pytest.mark.parametrize(
     ("family", "targets"),
-    [(base, targets) for base in BASES for targets in ("all", "attention", "mlp") if base != LATENT]
-    + [(LATENT, "attention")]
-    # PEFT takes adapters of plain and of shared MLPs in GLM-4.5 and Qwen3-Next for those of experts.
-    + [(family, "experts") for family in MIXTURES if family not in ("glm4_moe", "qwen3_next")]
-    + [("qwen3_next", "attention")],
+    [(base, targets) for base in BASES for targets in ("all", "attention", "mlp")]
+    + [(family, "experts") for family in MIXTURES]
+    + [("glm4_moe", "mlp"), ("qwen3_next", "all")],
 )
 def test_peft_loads_an_adapter_of_ours_with_the_same_logits(
     base: Callable[[str], Path], tmp_path: Path, tokenizer: Tokenizer, family: str, targets: str

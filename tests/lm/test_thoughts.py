@@ -26,6 +26,16 @@ UNWRITTEN = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1].strip() }}<|im_end|>"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
+# As Gemma 4's and Command R7B's: the prompt, which the second one writes after everything, has empty thoughts, and no
+# response has any.
+EMPTY = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<|channel>thought\n<channel|>' }}{% endif %}"
+)
+ALWAYS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role }}{% if m.role == 'assistant' %}<|START_RESPONSE|>{% endif %}"
+    "{{ m.content }}<|im_end|>{% endfor %}{{ '<|im_start|>assistant<|START_THINKING|><|END_THINKING|>' }}"
+)
 FIRST = [
     {"role": "user", "content": "The fox?"},
     {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nthe dog."},
@@ -66,6 +76,40 @@ def test_each_response_is_learned_once_after_the_prompt_that_a_policy_reads(temp
     assert last_prompt == ours.render(BOTH[:3], add_generation_prompt=True)
     assert first_prompt.endswith("<|im_start|>assistant\n<think>\n")
     assert "Hm." not in last_prompt
+
+
+def test_every_prompt_of_a_further_sequence_has_a_policys_tokens() -> None:
+    """No special token ends a prompt here, so " the" would span it and its response. Thoughts in the second response
+    put only that one into a further sequence, where the first one's prompt is cut all the same.
+    """
+    ours = tokenizer_of(
+        "{% for m in messages %}{{ m.role + ': ' + (m.content if loop.last else m.content.split('</think>')[-1]) }}\n"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    messages = [*PLAIN[:3], {"role": "assistant", "content": "Ah.</think>the bush."}, *PLAIN[:2]]
+    found = ours.encode_responses([messages])[0]
+    starts = [[place for place, mine in enumerate(marks) if mine and not marks[place - 1]] for _, marks in found]
+    assert list(map(len, starts)) == [2, 1]
+    for (tokens, _), places, asked in zip(found, starts, ((1, 5), (3,)), strict=True):
+        for place, number in zip(places, asked, strict=True):
+            assert tokens[:place] == ours.encode_prompt(messages[:number])
+    prompt = ours.encode_prompt(PLAIN[:1])
+    assert (
+        found[1][0][: len(prompt)]
+        == prompt
+        != ours.encode_rendered(ours.render(PLAIN[:2], add_generation_prompt=False))[: len(prompt)]
+    )
+
+
+@pytest.mark.parametrize(("template", "begins"), [(EMPTY, ""), (ALWAYS, "<|START_RESPONSE|>")])
+def test_a_response_follows_a_prompt_with_empty_thoughts(template: str, begins: str) -> None:
+    ours = tokenizer_of(template)
+    (last_prompt, last), (first_prompt, first) = texts(ours, PLAIN)
+    assert (first, last) == (f"{begins}the dog.<|im_end|>", f"{begins}the bush.<|im_end|>")
+    assert first_prompt == ours.render(PLAIN[:1], add_generation_prompt=True)
+    assert last_prompt == ours.render(PLAIN[:3], add_generation_prompt=True)
+    with pytest.raises(ValueError, match="a template must only append"):  # as if the question were not in it
+        tokenizer_of(template.replace("m.content", "m.content[::loop.length]")).encode_conversation(PLAIN[:2])
 
 
 def test_a_prompt_that_opens_thoughts_wants_them() -> None:

@@ -188,8 +188,8 @@ def test_failed_verdicts_that_could_turn_a_difference_show_none() -> None:
         ("near worse than long by .3", 0, "near is shown not to be worse than long by more than 30 points in win rate"),
         ("long worse than near in same by .2", 0, "judge same: long is shown not to be worse than near by more than"),
         ("long worse than again", 0, "long is not worse than again: they gave the same responses, so they are one"),
-        ("long worse than near in nobody", 2, "there is no judge 'nobody'; one of length, same was expected"),
-        ("long worse than near by 2", 2, "a win rate is a share, from 0 to 1; .02, which is 2 points, was expected"),
+        ("long worse than near in nobody", 2, "no judge 'nobody'; one of length, same was expected"),
+        ("long worse than near by 2", 2, "judge length of this comparison is a share, from 0 to 1; .02, which is 2"),
         ("long worse than other", 2, "no model is called 'other'; one of long, short, near, again was expected"),
     ],
 )
@@ -210,6 +210,7 @@ def test_the_exit_code_says_whether_a_policy_got_worse(
         "--out", str(place / "out"), "--fail-if", gate,
     )  # fmt: skip
     assert (found, said in " ".join(printed.split())) == (code, True), printed
+    assert (place / "out").exists() == ("was expected" not in printed)  # refused before anything was judged
 
 
 def test_no_verdict_is_undecided_in_ci(heed_main: Call, place: Path) -> None:

@@ -382,11 +382,13 @@ def test_an_evaluation_that_fails_decides_nothing(
     assert (code, f"undecided, since the evaluation failed: {error}" in said.replace("\n", " ")) == (2, True), said
 
 
-def test_a_gate_that_names_no_model_is_refused_before_anything_is_read(heed_main: Call) -> None:
+def test_a_gate_that_names_nothing_is_refused_before_anything_is_read(heed_main: Call) -> None:
     for gate, expected in (
         ("c worse than a", "no model is called 'c'"),
         ("b better than a", "was expected"),
         ("a worse than a", "two different models were expected"),
+        ("b worse than a in bleu", "gsm8k has no measure 'bleu'; one of "),
+        ("b worse than a by 2", "of gsm8k is a share, from 0 to 1; .02, which is 2 points, was expected"),
     ):
         code, said = heed_main("evaluate", "a=x", "b=y", "--suite", "gsm8k", "--fail-if", gate)
         assert (code, expected in said.replace("\n", " ")) == (2, True), said

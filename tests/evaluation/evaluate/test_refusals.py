@@ -33,10 +33,11 @@ def test_items_that_the_hub_does_not_give_may_be_in_a_file(heed_main: Call, plac
 
 
 @pytest.mark.parametrize("suite", suite_names())
-def test_missing_items_are_named_by_address_and_licence(heed_main: Call, place: Path, suite: str) -> None:
+def test_missing_items_are_named_by_address_licence_and_size(heed_main: Call, place: Path, suite: str) -> None:
     assert re.search(
         r" of https://\S+ \((Apache 2.0|MIT|CC BY|ODC-BY)|/arena-hard-auto \(Apache", open_suite(suite).files
     )
+    assert re.search(r"\d (kB|MB)\)", open_suite(suite).files)
     if not open_suite(suite).source:
         code, said = heed_main("evaluate", str(place / "models/one/model"), "--suite", suite)
         assert (code, open_suite(suite).files in " ".join(said.split())) == (2, True), said

@@ -17,6 +17,7 @@ from heed.jobs.run import Run
 from lm.config import ModelConfig
 from lm.model import LanguageModel, count_parameters
 from lm.tokenizer import Tokenizer
+from lm.weights import save_model
 from ppo.rank import InitialModels, ScoreScale
 from tests.hub_server import NAME, Hub, serve
 from tests.models import load_language_model
@@ -137,6 +138,23 @@ def test_key_value_heads_and_head_dim_follow_from_the_heads() -> None:
     assert (model.num_key_value_heads, model.head_dim) == (4, 8)
     one = ModelConfig.model_validate({**model.model_dump(), "sliding_window": 8})
     assert one.sliding_window == (8,)
+
+
+@pytest.mark.parametrize("key", ["record_micro_batches", "compile_blocks"])
+def test_a_mixture_that_the_engine_cannot_train_is_refused_before_any_worker_starts(
+    tiny_config: ModelConfig, tokenizer: Tokenizer, tmp_path: Path, key: str
+) -> None:
+    """As the policy's shape when the job is loaded; as a reward model's own when its files are read."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    model = LanguageModel(tiny_config.model_copy(update={**experts, "max_position_embeddings": 160}))
+    save_model(tmp_path / "mixture", model, model.state_dict(), tokenizer)
+    given, policy = [f"engine.{key}=true", "workers=1"], ["pretrain=none", "ppo.ptx=none", "model=none"]
+    mixture, expected = f"init_from={tmp_path / 'mixture'}", f"engine.{key} is true, but a mixture of experts cannot be"
+    with pytest.raises(ValueError, match=rf"debug.toml: {expected}"):
+        load_job(DEBUG, [*given, *policy, f"sft.{mixture}"])
+    job = load_job(DEBUG, [*given, f"reward.{mixture}"])
+    with pytest.raises(ValueError, match=rf"^reward.init_from: {expected}"):
+        hub_models(job)
 
 
 @pytest.fixture
