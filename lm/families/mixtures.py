@@ -267,7 +267,7 @@ _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head
 
 
 class DeepseekV3Family(SharedMixtureFamily):
-    """Latent attention (`lm.latent`) and a mixture with a bias per expert."""
+    """Latent attention (`lm.attention.LatentHeads`) and a mixture with a bias per expert."""
 
     ROUTING: ClassVar[Fields] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # fields of DeepSeek's own code
 
