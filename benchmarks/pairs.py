@@ -27,7 +27,7 @@ from torch import Tensor
 
 from files.hashes import derive_seed
 from heed.jobs.job_file import load_job
-from lm.layers import sequence_keys
+from lm.dropout import sequence_keys
 from lm.source import on_meta
 from lm.tokenizer import Tokenizer
 from preferences.rankings import split_rankings

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from classify.config import Task
 from classify.examples import BEGINS, ENDS, Examples, PackedExamples
+from lm.dropout import sequence_keys
 from lm.encoder import SequenceClassifier, SpanPredictor, TokenClassifier
-from lm.layers import sequence_keys
 from lm.progress import note_progress
 from lm.transfer import MAX_TOKENS, first_tokens, upload
 from training.config import BatchConfig

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from files.atomic import atomic_file
-from lm.layers import sequence_keys
+from lm.dropout import sequence_keys
 from lm.model import LanguageModel
 from lm.progress import note_progress
 from lm.source import ModelSource

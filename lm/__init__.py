@@ -2,8 +2,8 @@
 
 The modules, in the order in which to read them:
 
-    the transformer       config, layers, positions, attention, cache, block, model, encoder
-    parts of some models  latent, delta (linear layers), sinks, experts, lora
+    the transformer       config, layers, dropout, positions, attention, cache, block, model, encoder
+    parts of some models  delta (linear layers), sinks, experts, lora
     text and tokens       tokenizer, chat_template, chat_encoding, tool_calls
     log-probs and draws   sampling, sequence_logprobs, transfer (batches on a device)
     generation            generation, decoding (its steps), search

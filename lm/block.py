@@ -14,8 +14,9 @@ from lm.attention import Attention, CrossAttention, Mask, times
 from lm.cache import CrossAttentionCache, PassCache
 from lm.config import ModelConfig
 from lm.delta import GatedDeltaNet
+from lm.dropout import Dropout, site_offset
 from lm.experts import Mixture, PassRoutes, Seen
-from lm.layers import MLP, Dropout, Replaceable, make_norm, recomputed, site_offset
+from lm.layers import MLP, Replaceable, make_norm, recomputed
 from lm.native.operators import prepare_for_compile
 from lm.positions import Rotary
 from lm.sequence_parallel import SplitRows
@@ -29,7 +30,7 @@ class BlockInputs:
     """Inputs that the blocks of one pass share; `masks` and `rotary` have an entry per layer. Linear layers read
     `positions_BT`.
 
-    `dropout_keys_BT` are the tokens' keys (`lm.layers.Dropout`).
+    `dropout_keys_BT` are the tokens' keys (`lm.dropout.Dropout`).
     """
 
     masks: Sequence[Mask]

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lm.cache import CrossAttentionCache
 from lm.config import ModelConfig
-from lm.layers import ACTIVATIONS, Dropout, Fp32Linear, Head, Linear, make_norm, token_keys
+from lm.dropout import Dropout, token_keys
+from lm.layers import ACTIVATIONS, Fp32Linear, Head, Linear, make_norm
 from lm.model import HEAD, Transformer
 from lm.sampling import token_logprobs
 from lm.transfer import at_positions, first_tokens
@@ -231,7 +232,7 @@ class EncoderDecoder(nn.Module):
         """Teacher forcing: logits [B, T, V] of the token after each target token, or [C, V] of the selected ones.
 
         Targets begin with a start token and are padded on the right. Each pair has one key for dropout
-        (`lm.layers.Dropout`).
+        (`lm.dropout.Dropout`).
         """
         cross_cache = self.read(sources_BS, source_segments_BS, sequence_keys_B1)
         hidden_BTD = self.decoder.hidden(targets_BT, None, cross_cache, sequence_keys_BT=sequence_keys_B1)

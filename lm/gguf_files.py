@@ -10,7 +10,6 @@ neighbouring dimensions, whereas published checkpoints pair each dimension of th
 
 import fcntl
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from lm.families.family import Fields
 from lm.gguf_vocabulary import tokenizer_files, vocabulary_metadata
 from lm.hub import gguf_cache
 from lm.model import LanguageModel
-from lm.positions import rotary_frequencies
+from lm.positions import llama3_scaling, rope_divisors
 from lm.progress import note_progress
 from lm.source import on_meta
 from lm.tensor_files import write_tensors
@@ -305,8 +304,8 @@ def _shapes(folder: Path, architecture: Architecture) -> Iterator[tuple[str, tup
     for ours, parameter in on_meta(ModelFolder(folder, LanguageModel).build).named_parameters():
         for part in parts_of(architecture, family, config, ours, len(parameter)):
             yield part.name, part.shape(parameter.shape)
-    if (divisors := rope_divisors(config)) is not None:
-        yield ROPE_FREQUENCIES, tuple(divisors.shape)
+    if _has_divisors(config):
+        yield ROPE_FREQUENCIES, (config.head_dim // 2,)
 
 
 def _tensors(folder: Path, architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
@@ -316,8 +315,13 @@ def _tensors(folder: Path, architecture: Architecture) -> Iterator[tuple[str, Te
         note_progress()
         parts = parts_of(architecture, family, config, ours, len(tensor))
         yield from zip((part.name for part in parts), _cut(tensor, parts), strict=True)
-    if (divisors := rope_divisors(config)) is not None:
-        yield ROPE_FREQUENCIES, divisors
+    if config.rope_scaling is not None and _has_divisors(config):
+        yield ROPE_FREQUENCIES, rope_divisors(config.head_dim, config.rope_theta, config.rope_scaling)
+
+
+def _has_divisors(config: ModelConfig) -> bool:
+    """Whether the file has the tensor ROPE_FREQUENCIES: for Llama 3's scaling."""
+    return config.rope_scaling is not None and config.rope_scaling.rope_type == "llama3"
 
 
 def _kind_of(name: str, shape: tuple[int, ...], kind: GGUFType) -> gguf.GGMLQuantizationType:
@@ -449,7 +453,7 @@ def _rope_fields(keys: "_Keys", divisors: Tensor | None) -> Fields:
     """Returns `rope_parameters` of config.json."""
     theta = keys.real("rope.freq_base", 10_000.0)
     if divisors is not None and not torch.all(divisors == 1):
-        return {"rope_type": "llama3", "rope_theta": theta, **_llama3_fields(theta, divisors)}
+        return {"rope_type": "llama3", "rope_theta": theta, **llama3_scaling(theta, divisors, ROPE_FREQUENCIES)}
     kind, factor = keys.get("rope.scaling.type", "none"), keys.real("rope.scaling.factor", 0.0)
     expect({keys.full("rope.scaling.type"): kind}, keys.full("rope.scaling.type"), "none", "linear", "yarn")
     if kind == "none" or factor in (0.0, 1.0):
@@ -460,38 +464,6 @@ def _rope_fields(keys: "_Keys", divisors: Tensor | None) -> Fields:
         for name in ("beta_fast", "beta_slow"):
             value = keys.get(f"rope.scaling.yarn_{name}")
             fields |= {} if value is None else {name: _short(value)}
-    return fields
-
-
-def _llama3_fields(theta: float, divisors: Tensor) -> Fields:
-    """Recovers Llama 3's scaling from the numbers that divide the frequencies (`lm.attention` has the formula).
-
-    Between the two bounds, 1 / divisor is linear in the frequency, and this line gives the bounds. The third number,
-    the original context, can be chosen freely, since only its ratios to the bounds count; published models have a low
-    bound of 1.
-    Raises: ValueError for divisors that follow another formula.
-    """
-    unlike = f"{ROPE_FREQUENCIES} scales the rotary frequencies by an unknown formula; Llama 3's was expected"
-    factor = _short(float(divisors.max()))
-    between = (divisors > 1 + 1e-4) & (divisors < factor * (1 - 1e-4))
-    if int(between.sum()) < 2:
-        raise ValueError(unlike)
-    frequencies = rotary_frequencies(2 * len(divisors), theta, None, divisors.device)
-    turns = frequencies[between] / (2 * math.pi)
-    kept = (1 / divisors[between] - 1 / factor) / (1 - 1 / factor)
-    slope = float((kept[0] - kept[-1]) / (turns[0] - turns[-1]))
-    low_over_span = float(turns[0]) * slope - float(kept[0])  # low / (high - low)
-    if low_over_span <= 0 or slope <= 0:
-        raise ValueError(unlike)
-    fields = {
-        "factor": factor,
-        "original_max_position_embeddings": round(slope / low_over_span),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": round(1 + 1 / low_over_span, 4),
-    }
-    again = _divisors(2 * len(divisors), theta, RopeScaling.model_validate({"rope_type": "llama3", **fields}))
-    if not torch.allclose(again, divisors, rtol=1e-3):
-        raise ValueError(unlike)
     return fields
 
 
@@ -606,17 +578,3 @@ def _scaling_metadata(scaling: RopeScaling | None) -> dict[str, Any]:
             "rope.scaling.yarn_beta_slow": scaling.beta_slow,
         }
     return fields
-
-
-def rope_divisors(config: ModelConfig) -> Tensor | None:
-    """Returns the tensor ROPE_FREQUENCIES of a shape with Llama 3's scaling; None for any other shape."""
-    scaling = config.rope_scaling
-    if scaling is None or scaling.rope_type != "llama3":
-        return None
-    return _divisors(config.head_dim, config.rope_theta, scaling)
-
-
-def _divisors(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """Returns the numbers by which a scaling divides the rotary frequencies."""
-    device = torch.device("cpu")
-    return rotary_frequencies(head_dim, theta, None, device) / rotary_frequencies(head_dim, theta, scaling, device)

@@ -28,8 +28,9 @@ from lm.attention import (
 from lm.block import Block, BlockInputs, PostNormBlock, run_blocks, run_compiled_blocks
 from lm.cache import CrossAttentionCache, PassCache
 from lm.config import ModelConfig
+from lm.dropout import Dropout, token_keys
 from lm.experts import PassRoutes, Routers, Seen
-from lm.layers import Dropout, Fp32Linear, Head, compute_dtype, make_norm, token_keys
+from lm.layers import Fp32Linear, Head, compute_dtype, make_norm
 from lm.positions import RelativeBias, Rotary, query_scale, rotary_tables, sinusoids
 from lm.sampling import token_logprobs
 from lm.sequence_parallel import SequenceGroup, SplitRows, check_sequence_split
@@ -100,7 +101,7 @@ class Transformer(nn.Module):
         `mask` [B, T, T]: True = may attend; None = causal, or everything for an encoder. `routes` are a mixture's:
         of tokens that this rank computes; a cache records them if there are none.
 
-        Training with dropout needs `sequence_keys_BT` (or [B, 1]); see `lm.layers.Dropout`. Routers learn nothing from
+        Training with dropout needs `sequence_keys_BT` (or [B, 1]); see `lm.dropout.Dropout`. Routers learn nothing from
         padding, where `real_BT` is False.
         """
         seen = self._seen(positions_BT, real_BT)

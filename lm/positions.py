@@ -5,7 +5,9 @@ h = H/2 frequencies, E = (N + 2G) H.
 """
 
 import math
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -49,6 +51,44 @@ def _yarn_ramp(head_dim: int, theta: float, scaling: RopeScaling, device: torch.
     first, last = max(first, 0), min(last, head_dim - 1)
     index_h = torch.arange(head_dim // 2, device=device, dtype=torch.float32)
     return ((index_h - first) / max(last - first, 0.001)).clamp(0, 1)
+
+
+def rope_divisors(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
+    """Returns the numbers by which a scaling divides the rotary frequencies, [h]."""
+    device = torch.device("cpu")
+    return rotary_frequencies(head_dim, theta, None, device) / rotary_frequencies(head_dim, theta, scaling, device)
+
+
+def llama3_scaling(theta: float, divisors_h: Tensor, name: str) -> dict[str, Any]:
+    """Recovers the fields of Llama 3's scaling from the numbers that divide the frequencies.
+
+    Between the two bounds, 1 / divisor is linear in the frequency, and this line gives the bounds. The third number,
+    the original context, can be chosen freely, since only its ratios to the bounds count; published models have a low
+    bound of 1.
+    Raises: ValueError, naming the tensor, for divisors that follow another formula.
+    """
+    unlike = f"{name} scales the rotary frequencies by an unknown formula; Llama 3's was expected"
+    factor = float(str(np.float32(divisors_h.max())))  # the shortest decimal
+    between = (divisors_h > 1 + 1e-4) & (divisors_h < factor * (1 - 1e-4))
+    if int(between.sum()) < 2:
+        raise ValueError(unlike)
+    frequencies_h = rotary_frequencies(2 * len(divisors_h), theta, None, divisors_h.device)
+    turns = frequencies_h[between] / (2 * math.pi)
+    kept = (1 / divisors_h[between] - 1 / factor) / (1 - 1 / factor)
+    slope = float((kept[0] - kept[-1]) / (turns[0] - turns[-1]))
+    low_over_span = float(turns[0]) * slope - float(kept[0])  # low / (high - low)
+    if low_over_span <= 0 or slope <= 0:
+        raise ValueError(unlike)
+    fields = {
+        "factor": factor,
+        "original_max_position_embeddings": round(slope / low_over_span),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": round(1 + 1 / low_over_span, 4),
+    }
+    scaling = RopeScaling.model_validate({"rope_type": "llama3", **fields})
+    if not torch.allclose(rope_divisors(2 * len(divisors_h), theta, scaling), divisors_h, rtol=1e-3):
+        raise ValueError(unlike)
+    return fields
 
 
 def attention_sharpening(scaling: RopeScaling | None) -> float:

@@ -2,7 +2,7 @@
 
 `task_summaries` stores this agreement, so that leads can list and search tasks by it. `disagreement` is the mean over
 pairs of labelers and pairs of responses of 1 for opposite orders, ¼ for a tie against a preference, else 0; for a
-single response, that of its ratings and marks (`preferences.disagreement`). `num_agreeing` counts the labelers who gave
+single response, that of its ratings and marks (`preferences.rankings`). `num_agreeing` counts the labelers who gave
 the most frequent ranking, or said the same about a single response. Both describe current answers only.
 
 The queue has fully answered tasks, most disagreement first. Gold tasks, hidden repeats, archived and adjudicated tasks
@@ -18,7 +18,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Select, String, and_, cast, delete, exists, func, insert, or_, select
 
 from preferences.annotations import Annotations
-from preferences.disagreement import Said, disagreement, disagreement_alone, said_alone
+from preferences.rankings import Said, disagreement, disagreement_alone, said_alone
 from preferences.rows import parts
 from preferences.schema import assignments, judgments, task_summaries, tasks
 

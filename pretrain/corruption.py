@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lm.dropout import sequence_keys
 from lm.encoder import EncoderDecoder, MaskedLanguageModel, NextSentenceModel, masked_tokens_loss
-from lm.layers import sequence_keys
 from lm.tokenizer import Tokenizer
 from training.objectives import teacher_forcing_loss
 from training.packing import IntArray

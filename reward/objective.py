@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm.layers import sequence_keys
+from lm.dropout import sequence_keys
 from lm.source import ModelSource
 from lm.transfer import spread, upload
 from reward.comparisons import Comparison, Verdict

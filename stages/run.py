@@ -22,48 +22,11 @@ from training.notices import say
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from stages.contract import Stage
+
 AnyConfig = TypeVar("AnyConfig", bound=Config)
-AnyConfig_co = TypeVar("AnyConfig_co", bound=Config, covariant=True)
 Args = TypeVarTuple("Args")
 Result = TypeVar("Result")
-
-
-class SourceFile(Protocol):
-    """A file of a stage that later stages may read."""
-
-    @property
-    def file(self) -> str: ...
-
-
-class StageView(Protocol[AnyConfig_co]):
-    """What a run needs to know of a stage; `stages.contract.Stage` has it all."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def config(self) -> type[AnyConfig_co]: ...
-
-    @property
-    def policy_from(self) -> str:
-        """The parent that its policy starts from; "" if it leaves no policy."""
-
-    @property
-    def chooses(self) -> bool:
-        """Whether it collects samples that a rule has chosen, which are not typical of their policy."""
-
-    @property
-    def sources(self) -> Mapping[str, SourceFile]: ...
-
-    @property
-    def tokenizer(self) -> Callable[["StageRun", Any], Tokenizer] | None: ...
-
-    @property
-    def round(self) -> int: ...
-
-    @property
-    def reads(self) -> Mapping[str, str]:
-        """By stage that the first round reads, the stage that this round reads instead."""
 
 
 class JobView(Protocol):
@@ -87,10 +50,10 @@ class JobView(Protocol):
     def stage_names(self) -> tuple[str, ...]:
         """The stages of the job, in order."""
 
-    def stage(self, name: str) -> StageView[Any]:
+    def stage(self, name: str) -> "Stage[Any]":
         """A known stage by its name."""
 
-    def section(self, stage: StageView[AnyConfig]) -> AnyConfig | None:
+    def section(self, stage: "Stage[AnyConfig]") -> AnyConfig | None:
         """A stage's section; None if the job does not have that stage."""
 
     def parents(self, name: str) -> tuple[str, ...]:

@@ -124,28 +124,31 @@ class Engine(Generic[AnyModule]):
         align_heads(model, self.device)
         self._source, self.module = source, model
         step_without_dynamo(config.zero_stage)
-        optimizers = make_optimizers(model, optimizer, self.device)
-        buffers = [buffer.clone() for buffer in model.buffers()]
-        self.model: Any
-        with without_dynamo():
-            if config.zero_stage == 0:
-                self.model = self._replicated(model)
-                self._optimizers = [self._accelerator.prepare_optimizer(held) for held in optimizers]
-            else:
-                self.model, *self._optimizers = self._accelerator.prepare(model, *optimizers)
-        is_deepspeed = is_deepspeed_engine(self.model)
-        assert is_deepspeed == (config.zero_stage > 0), f"ZeRO {config.zero_stage} gave a {type(self.model).__name__}"
-        if is_deepspeed:  # it creates a process group of its own, with PyTorch's default time limit
-            set_collective_timeout(self.model, timedelta(seconds=config.collective_timeout_seconds))
-        if config.zero_stage in (1, 2):
-            find_overflow_in_norm(self.model.optimizer)
-        for buffer, exact in zip(model.buffers(), buffers, strict=True):  # DeepSpeed rounds them too
-            buffer.data = exact
+        self.model, self._optimizers = self._prepared(model, make_optimizers(model, optimizer, self.device))
         self._gatherer: Gatherer | None = None
         self._loss_sum = torch.zeros((), device=self.device)
         self._skipped_in_row = 0
         self.offload = Offload(self.device)
         self._recorded: RecordedMicroBatches | None = None  # set by `accumulate_recorded`
+
+    def _prepared(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Any, list[Any]]:
+        """Prepare the model and its optimizers for all ranks, by DeepSpeed if ZeRO shards them."""
+        stage, buffers = self.config.zero_stage, [buffer.clone() for buffer in model.buffers()]
+        with without_dynamo():
+            if stage == 0:
+                prepared = self._replicated(model), *map(self._accelerator.prepare_optimizer, optimizers)
+            else:
+                prepared = self._accelerator.prepare(model, *optimizers)
+        whole, *of_optimizers = prepared
+        is_deepspeed = is_deepspeed_engine(whole)
+        assert is_deepspeed == (stage > 0), f"ZeRO {stage} gave a {type(whole).__name__}"
+        if is_deepspeed:  # it creates a process group of its own, with PyTorch's default time limit
+            set_collective_timeout(whole, timedelta(seconds=self.config.collective_timeout_seconds))
+        if stage in (1, 2):
+            find_overflow_in_norm(whole.optimizer)
+        for buffer, exact in zip(model.buffers(), buffers, strict=True):  # DeepSpeed rounds them too
+            buffer.data = exact
+        return whole, of_optimizers
 
     def _replicated(self, model: nn.Module) -> Any:
         """Prepare the whole model on every rank: under autocast in bf16, and in DDP if there are several ranks.

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lm.dropout import keys_on_device, sequence_keys
 from lm.encoder import EncoderDecoder
-from lm.layers import keys_on_device, sequence_keys
 from lm.model import LanguageModel
 from lm.sampling import token_logprobs
 from lm.transfer import pad_right, upload, uploaded
@@ -133,7 +133,7 @@ def teacher_forcing_loss(
     """-Σ log p(token | tokens before it, its source), in nats, over all targets.
 
     The decoder starts from `start_id`, which is the end token of BART and the padding token of T5. `sequence_keys_B1`
-    are the pairs' keys for dropout (`lm.layers`).
+    are the pairs' keys for dropout (`lm.dropout`).
     """
     sources_BS, source_segments_BS = pad_right(sources, device)
     given_BT, segments_BT = pad_right([[start_id, *target[:-1]] for target in targets], device)

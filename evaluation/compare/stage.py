@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from evaluation.compare.folder import CompareConfig
 from evaluation.compare.judges import (
@@ -147,15 +146,9 @@ def run_compare(run: StageRun, config: CompareConfig) -> None:
     )
 
 
-def _contract(job: JobView, name: str) -> Stage[Any]:
-    stage = job.stage(name)
-    assert isinstance(stage, Stage), f"stage {name} is a {type(stage).__name__}, not a Stage"
-    return stage
-
-
 def _title(job: JobView, name: str) -> str:
     """Returns what reports call the model of a stage, with its round if there are several; "" if its name is enough."""
-    stage = _contract(job, name)
+    stage = job.stage(name)
     section = job.section(stage)
     title = stage.title(section) if stage.title and section is not None else ""
     rounds = [other for other in job.stage_names if _first_round(job, other) == _first_round(job, name)]
@@ -202,7 +195,7 @@ def _trainers(job: JobView, name: str) -> list[str]:
 
 
 def _first_round(job: JobView, name: str) -> str:
-    return _contract(job, name).repeats or name
+    return job.stage(name).repeats or name
 
 
 def seen_by_stage(run: StageRun, prompts: Sequence[Prompt]) -> dict[str, list[str]]:
@@ -229,7 +222,7 @@ def seen_by_stage(run: StageRun, prompts: Sequence[Prompt]) -> dict[str, list[st
 
 def _trained_on(job: JobView, name: str) -> tuple[DataConfig, ...] | None:
     """Returns the sources of the prompts that a stage trains its policy on; None if it does not say."""
-    stage = _contract(job, name)
+    stage = job.stage(name)
     section = job.section(stage)
     return None if stage.trained_prompts is None or section is None else stage.trained_prompts(section)
 
@@ -237,7 +230,7 @@ def _trained_on(job: JobView, name: str) -> tuple[DataConfig, ...] | None:
 def scorer_in(job: JobView) -> tuple[str, StageScore] | None:
     """Returns the last stage that learns a score, or trains its policy to raise one, and the score."""
     for name in reversed(job.stage_names):
-        stage = _contract(job, name)
+        stage = job.stage(name)
         section = job.section(stage)
         if stage.round == 1 and stage.score is not None and section is not None:
             score = stage.score(section)

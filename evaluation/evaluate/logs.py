@@ -16,9 +16,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from evaluation.evaluate.repeats import averaged, with_pass_at
 from evaluation.inputs import named_runs
-from evaluation.suites.suite import Asks, Item, Measure, Model, Scored, Suite, Tools, Unable, id_field
+from evaluation.suites.suite import (
+    Asks,
+    Item,
+    Measure,
+    Model,
+    Scored,
+    Suite,
+    Tools,
+    Unable,
+    averaged,
+    id_field,
+    with_pass_at,
+)
 from files.fields import object_field, objects_field, present, shown, text_field
 from files.hashes import json_hash
 from files.rows import read_source

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.markup import escape
@@ -133,16 +133,14 @@ def compare(
     compared = Compared(
         policies, data, category, cluster_by, judge or [], sampling, judging, allow_empty, training_data or []
     )
-    with progress_bars() as progress, undecided_if_it_fails(gate, "comparison"):
-        outcome = compare_policies(compared, folder, progress, partial(console.print, markup=False))
-    _print_policies(outcome.settings)
-    _print_people(outcome, judge or [])
     with undecided_if_it_fails(gate, "comparison"):
+        with progress_bars() as progress:
+            outcome = compare_policies(compared, folder, progress, partial(console.print, markup=False))
+        _print_policies(outcome.settings)
+        _print_people(outcome, judge or [])
         report = _print_results(outcome, folder, judge_quality or [])
     if gate is not None:
-        code, sentence = gate.of_comparison(report) if report else (UNDECIDED, "undecided: there are no verdicts yet")
-        results_console().print(sentence, markup=False)
-        raise typer.Exit(code)
+        end_with(*(gate.of_comparison(report) if report else (UNDECIDED, "undecided: there are no verdicts yet")))
 
 
 def verdicts(
@@ -227,6 +225,12 @@ def judge_quality(
     for sentence in findings(quality):
         results_console().print(sentence, markup=False)
     console.print(str(folder / "report.html"), markup=False)
+
+
+def end_with(code: int, sentence: str) -> NoReturn:
+    """Prints what `--fail-if` has found, and ends the command with its exit code."""
+    results_console().print(sentence, markup=False)
+    raise typer.Exit(code)
 
 
 def asking_of(

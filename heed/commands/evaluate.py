@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heed.commands.compare import Concurrency, FailIf, Timeout, TrainingData, asking_of, folder_of, progress_bars
+from heed.commands.compare import (
+    Concurrency,
+    FailIf,
+    Timeout,
+    TrainingData,
+    asking_of,
+    end_with,
+    folder_of,
+    progress_bars,
+)
 from heed.commands.options import refuse_run_folder
 from stages.progress import console, results_console
 
@@ -115,9 +124,7 @@ def evaluate(
     _print_results(report)
     console.print(str(folder / "report.html"), markup=False)
     if gate is not None:
-        code, sentence = gate.of_evaluation(report)
-        results_console().print(sentence, markup=False)
-        raise typer.Exit(code)
+        end_with(*gate.of_evaluation(report))
 
 
 def _print_results(report: "EvaluationReport") -> None:

@@ -21,7 +21,7 @@ from lm.sequence_parallel import check_sequence_split
 from preferences.records import MAX_RESPONSES
 from preferences.task_selection import MAX_SETS
 from stages.contract import POLICIES, Parent, Stage
-from stages.run import StageView, sources_in
+from stages.run import sources_in
 from stages.world import World
 from training.config import BatchConfig, Config, EngineConfig, LayersConfig, OptimizerConfig, tables_in, value_at
 
@@ -174,7 +174,7 @@ class JobConfig(Config):
         """A stage by its name."""
         return self.registry[name]
 
-    def section(self, stage: StageView[AnyConfig]) -> AnyConfig | None:
+    def section(self, stage: Stage[AnyConfig]) -> AnyConfig | None:
         """Returns the section of a stage; None if the job does not have that stage."""
         section = self.part(stage.name)
         assert section is None or isinstance(section, stage.config), f"[{stage.name}] is {type(section)}"

@@ -10,23 +10,32 @@ holds, such as GPT-3's banded layers, is written in Heed's own fields, which onl
 from pydantic import ValidationError
 
 from lm.config import ModelConfig
-from lm.families.bart import BartFamily
-from lm.families.bert import BertFamily
-from lm.families.deepseek import DeepseekV2Family, DeepseekV3Family
-from lm.families.exaone4 import Exaone4Family
+from lm.families.classic import BartFamily, BertFamily, GPT2Family, T5Family
 from lm.families.family import Family, Stored, expect
-from lm.families.gemma2 import Gemma2Family
-from lm.families.glm4 import Glm4Family
-from lm.families.gpt2 import GPT2Family
-from lm.families.gpt_oss import GptOssFamily
-from lm.families.granite import GraniteFamily, GraniteMoeFamily
 from lm.families.heed import HeedFamily
-from lm.families.ministral3 import Ministral3Family
-from lm.families.mixtures import Glm4MoeFamily, MixtralFamily, OlmoeFamily, Qwen2MoeFamily, Qwen3MoeFamily
+from lm.families.mixtures import (
+    DeepseekV2Family,
+    DeepseekV3Family,
+    Glm4MoeFamily,
+    GptOssFamily,
+    GraniteMoeFamily,
+    MixtralFamily,
+    OlmoeFamily,
+    Qwen2MoeFamily,
+    Qwen3MoeFamily,
+)
 from lm.families.qwen3_next import Qwen3NextFamily, Qwen35Family, Qwen35MoeFamily, WithTower
-from lm.families.rotary import Olmo2Family, Phi3Family, RotaryFamily
-from lm.families.smollm3 import SmolLM3Family
-from lm.families.t5 import T5Family
+from lm.families.rotary import (
+    Exaone4Family,
+    Gemma2Family,
+    Glm4Family,
+    GraniteFamily,
+    Ministral3Family,
+    Olmo2Family,
+    Phi3Family,
+    RotaryFamily,
+    SmolLM3Family,
+)
 
 __all__ = ["FAMILIES", "NOT_COVERED", "Family", "Stored", "expect", "family_of"]
 

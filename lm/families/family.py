@@ -91,12 +91,30 @@ class Family(Protocol):
         """Returns where the checkpoint stores a tensor. Raises: KeyError for a name that the family lacks."""
 
 
+def written(config: ModelConfig, names: Mapping[str, str]) -> Fields:
+    """Returns fields of `config.json`, given Heed's name of each."""
+    return {theirs: getattr(config, ours) for theirs, ours in names.items()}
+
+
+def read(raw: Mapping[str, Any], names: Mapping[str, str]) -> Fields:
+    """Undoes `written`. Raises: KeyError for a missing field."""
+    return {ours: raw[theirs] for theirs, ours in names.items()}
+
+
 def expect(raw: Mapping[str, Any], field: str, *values: Any) -> None:
     """Check a field. Raises: ValueError if it is present with none of these values."""
     if field in raw and raw[field] not in values:
         raise ValueError(f"{field} is {raw[field]!r}; {' or '.join(map(repr, values))} was expected")
 
 
+# The sizes of most shapes, which most families call as Heed does.
+SIZES = {
+    name: name
+    for name in (
+        "vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "intermediate_size",
+    )
+}  # fmt: skip
 # What GPT-2, BERT and BART share.
 CLASSIC: Fields = {"mlp_bias": True, "attention_bias": "all", "positions": "learned", "norm": "layer"}
 # Their names for activations, and Heed's.

@@ -1,11 +1,17 @@
-"""Llama's descendants with mixtures of experts: Qwen2-MoE, Qwen3-MoE, OLMoE, Mixtral, GLM-4.5; DeepSeek's mixture."""
+"""Llama's descendants with mixtures of experts: Qwen2-MoE, Qwen3-MoE, OLMoE, Mixtral, gpt-oss, Granite-MoE, GLM-4.5,
+DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437), and Moonlight, which is written as V3 (arXiv 2502.16982).
+"""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
-from lm.config import ModelConfig
-from lm.families.family import Fields, Stored, expect
-from lm.families.rotary import RotaryFamily
+from lm.config import ModelConfig, yarn_factor
+from lm.families.family import Fields, Stored, expect, read, written
+from lm.families.rotary import GraniteFamily, RotaryFamily
+
+_EXPERTS = {name: name for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")}
+_QWEN3_MOE = {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False}  # if missing
 
 
 class MixtureFamily(RotaryFamily):
@@ -39,10 +45,7 @@ class Qwen3MoeFamily(MixtureFamily):
     def to_hf(self, config: ModelConfig) -> Fields:
         return {
             **super().to_hf(config),
-            "num_experts": config.num_experts,
-            "num_experts_per_tok": config.num_experts_per_tok,
-            "moe_intermediate_size": config.moe_intermediate_size,
-            "norm_topk_prob": config.norm_topk_prob,
+            **written(config, _EXPERTS),
             "decoder_sparse_step": 1,
             "mlp_only_layers": list(config.mlp_only_layers),
         }
@@ -54,10 +57,7 @@ class Qwen3MoeFamily(MixtureFamily):
         plain = {*(raw.get("mlp_only_layers") or ())} | {layer for layer in layers if (layer + 1) % step}
         return {
             **fields,
-            "num_experts": raw.get("num_experts", raw.get("num_local_experts", 128)),  # transformers 5 writes the other
-            "num_experts_per_tok": raw.get("num_experts_per_tok", 8),
-            "moe_intermediate_size": raw.get("moe_intermediate_size", 768),
-            "norm_topk_prob": raw.get("norm_topk_prob", False),
+            **read({**_QWEN3_MOE, "num_experts": raw.get("num_local_experts", 128), **raw}, _EXPERTS),
             "mlp_only_layers": sorted(plain),
         }
 
@@ -93,6 +93,11 @@ class SharedMixtureFamily(MixtureFamily):
     predict more than the next token are not read.
     """
 
+    NAMES: ClassVar = {
+        "n_routed_experts": "num_experts", "num_experts_per_tok": "num_experts_per_tok", "n_group": "n_group",
+        "topk_group": "topk_group", "moe_intermediate_size": "moe_intermediate_size",
+        "norm_topk_prob": "norm_topk_prob", "routed_scaling_factor": "routed_scaling_factor",
+    }  # fmt: skip
     OTHERS: ClassVar = {
         "mlp.choice_bias": "mlp.gate.e_score_correction_bias",
         "mlp.shared": "mlp.shared_experts",
@@ -105,13 +110,7 @@ class SharedMixtureFamily(MixtureFamily):
             raise ValueError("a shape without experts, or without one that every token uses")
         return {
             **super().to_hf(config),
-            "n_routed_experts": config.num_experts,
-            "num_experts_per_tok": config.num_experts_per_tok,
-            "n_group": config.n_group,
-            "topk_group": config.topk_group,
-            "moe_intermediate_size": width,
-            "norm_topk_prob": config.norm_topk_prob,
-            "routed_scaling_factor": config.routed_scaling_factor,
+            **written(config, self.NAMES),
             "n_shared_experts": config.shared_expert_intermediate_size // width,
             "first_k_dense_replace": len(config.mlp_only_layers),
             "num_nextn_predict_layers": 0,
@@ -121,15 +120,9 @@ class SharedMixtureFamily(MixtureFamily):
         raw = {**self.defaults, **raw}
         return {
             **super().from_hf(raw),
-            "num_experts": raw["n_routed_experts"],
-            "num_experts_per_tok": raw["num_experts_per_tok"],
-            "n_group": raw.get("n_group") or 1,
-            "topk_group": raw.get("topk_group") or 1,
-            "moe_intermediate_size": raw["moe_intermediate_size"],
-            "norm_topk_prob": raw["norm_topk_prob"],
+            **read({**raw, **{name: raw.get(name) or 1 for name in ("n_group", "topk_group")}}, self.NAMES),
             "scoring_func": "sigmoid",
             "router_bias": True,
-            "routed_scaling_factor": raw["routed_scaling_factor"],
             "shared_expert_intermediate_size": (raw["n_shared_experts"] or 0) * raw["moe_intermediate_size"],
             "mlp_only_layers": list(range(raw["first_k_dense_replace"])),
         }
@@ -148,15 +141,17 @@ class Glm4MoeFamily(SharedMixtureFamily):
 class OlmoeFamily(MixtureFamily):
     """OLMoE (arXiv 2409.02060): RMSNorm of all heads' queries or keys together, experts in every layer."""
 
+    NAMES: ClassVar = {
+        "intermediate_size": "moe_intermediate_size", "num_experts": "num_experts",
+        "num_experts_per_tok": "num_experts_per_tok", "norm_topk_prob": "norm_topk_prob",
+    }  # fmt: skip
+
     def to_hf(self, config: ModelConfig) -> Fields:
         fields = super().to_hf(config)
         del fields["head_dim"]  # hidden_size / num_attention_heads
         return {
             **fields,
-            "intermediate_size": config.moe_intermediate_size,
-            "num_experts": config.num_experts,
-            "num_experts_per_tok": config.num_experts_per_tok,
-            "norm_topk_prob": config.norm_topk_prob,
+            **written(config, self.NAMES),
             "clip_qkv": None,
         }
 
@@ -166,10 +161,7 @@ class OlmoeFamily(MixtureFamily):
             **super().from_hf(raw),
             "qk_norm": True,
             "qk_norm_over": "projection",
-            "num_experts": raw.get("num_experts", 64),
-            "num_experts_per_tok": raw.get("num_experts_per_tok", 8),
-            "moe_intermediate_size": raw["intermediate_size"],
-            "norm_topk_prob": raw.get("norm_topk_prob", False),
+            **read({"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, **raw}, self.NAMES),
         }
 
 
@@ -179,20 +171,175 @@ class MixtralFamily(MixtureFamily):
     ROUTER: ClassVar = "block_sparse_moe.gate"
     EXPERT: ClassVar = "block_sparse_moe.experts.{}"
     MAPS: ClassVar = {"up": ("w1", "w3"), "down": ("w2",)}
+    NAMES: ClassVar = {
+        "intermediate_size": "moe_intermediate_size", "num_local_experts": "num_experts",
+        "num_experts_per_tok": "num_experts_per_tok",
+    }  # fmt: skip
 
     def to_hf(self, config: ModelConfig) -> Fields:
         return {
             **super().to_hf(config),
-            "intermediate_size": config.moe_intermediate_size,
-            "num_local_experts": config.num_experts,
-            "num_experts_per_tok": config.num_experts_per_tok,
+            **written(config, self.NAMES),
         }
 
     def from_hf(self, raw: Mapping[str, Any]) -> Fields:
         return {
             **super().from_hf(raw),
-            "num_experts": raw.get("num_local_experts", 8),
-            "num_experts_per_tok": raw.get("num_experts_per_tok", 2),
-            "moe_intermediate_size": raw["intermediate_size"],
+            **read({"num_local_experts": 8, "num_experts_per_tok": 2, **raw}, self.NAMES),
             "norm_topk_prob": True,
         }
+
+
+# `rope_parameters` of a config without them.
+_GPT_OSS_ROPE = {"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "original_max_position_embeddings": 4096}
+
+
+class GptOssFamily(MixtralFamily):
+    """gpt-oss (arXiv 2508.10925): attention with sinks, windows in every second layer, and experts with biases and a
+    clamped SwiGLU. The fields are Mixtral's.
+
+    Published checkpoints have their experts in MXFP4; Heed reads them, and writes plain numbers.
+    """
+
+    def from_hf(self, raw: Mapping[str, Any]) -> Fields:
+        expect(raw, "swiglu_alpha", 1.702)
+        expect(raw, "swiglu_limit", 7.0)
+        rope = {} if raw.get("rope_parameters") or raw.get("rope_scaling") else {"rope_parameters": _GPT_OSS_ROPE}
+        raw = {"num_local_experts": 128, "num_experts_per_tok": 4, **raw, **rope}
+        return {**super().from_hf(raw), "mlp_bias": True, "attention_sinks": True}
+
+    def stored(self, config: ModelConfig, ours: str) -> Stored:
+        _, _, layer, inner = (ours.split(".", 3) + [""] * 4)[:4]
+        module = f"model.layers.{layer}"
+        if inner == "attention.sinks":
+            return Stored({f"{module}.self_attn.sinks": None})
+        if inner.startswith("mlp.router."):
+            return Stored({f"{module}.{inner}": None})
+        if not inner.startswith("mlp.experts."):
+            return super().stored(config, ours)
+        _, _, kind, what = inner.split(".")
+        name = {"up": "gate_up_proj", "down": "down_proj"}[kind] + ("_bias" if what == "bias" else "")
+        return Stored(
+            {f"{module}.mlp.experts.{name}": None},
+            transposed=what == "weight",
+            experts=config.num_experts,
+            interleaved=kind == "up",
+        )
+
+
+class GraniteMoeFamily(GraniteFamily, MixtralFamily):
+    """Granite with Mixtral's experts, stored whole; in Granite-MoE-Shared, each token also uses an MLP of
+    `shared_intermediate_size`.
+    """
+
+    def to_hf(self, config: ModelConfig) -> Fields:
+        shared = config.shared_expert_intermediate_size
+        return {
+            **super().to_hf(config),
+            **({"shared_intermediate_size": shared} if self.model_type == "granitemoeshared" else {}),
+        }
+
+    def from_hf(self, raw: Mapping[str, Any]) -> Fields:
+        return {
+            **super().from_hf(raw),
+            "shared_expert_intermediate_size": raw.get("shared_intermediate_size", 0),
+        }
+
+    def stored(self, config: ModelConfig, ours: str) -> Stored:
+        before, _, inner = ours.partition(".mlp.")
+        module, _, kind = inner.rpartition(".")
+        if not module:
+            return super().stored(config, ours)
+        layer, experts = before.rpartition(".")[2], config.num_experts if module.startswith("experts.") else 0
+        return Stored({f"model.layers.{layer}.{_OF_MIXTURE[module]}.{kind}": None}, experts=experts)
+
+
+_OF_MIXTURE = {
+    "router": "block_sparse_moe.router.layer",
+    "experts.up": "block_sparse_moe.input_linear",
+    "experts.down": "block_sparse_moe.output_linear",
+    "shared.up": "shared_mlp.input_linear",
+    "shared.down": "shared_mlp.output_linear",
+}
+
+
+_LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+class DeepseekV3Family(SharedMixtureFamily):
+    """Latent attention (`lm.attention.LatentHeads`) and a mixture with a bias per expert."""
+
+    ROUTING: ClassVar[Fields] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # fields of DeepSeek's own code
+
+    def to_hf(self, config: ModelConfig) -> Fields:
+        if not config.kv_lora_rank:
+            raise ValueError("a shape without latent attention")
+        fields = super().to_hf(config)
+        del fields["head_dim"]  # in transformers that of the positions
+        return {
+            **fields,
+            **{name: getattr(config, name) for name in _LATENT_SIZES},
+            "q_lora_rank": config.q_lora_rank or None,
+            "rope_interleave": config.rope_interleave,
+        }
+
+    def from_hf(self, raw: Mapping[str, Any]) -> Fields:
+        raw = {**self.defaults, **raw}
+        raw["head_dim"] = raw["qk_nope_head_dim"] + raw["qk_rope_head_dim"]
+        for name, value in self.ROUTING.items():
+            expect(raw, name, value)
+        expect(raw, "moe_layer_freq", 1)
+        return {
+            **super().from_hf(raw),
+            **{name: raw[name] for name in _LATENT_SIZES},
+            "q_lora_rank": raw["q_lora_rank"] or 0,
+            "rope_interleave": raw.get("rope_interleave", True),
+        }
+
+    def _rope_to(self, config: ModelConfig) -> Fields:
+        rope, divisor = super()._rope_to(config), config.query_pre_attn_scalar
+        if not divisor:
+            return rope
+        if rope["rope_type"] != "yarn" or rope["factor"] == 1:
+            raise ValueError("transformers expects YaRN where scores have a scale of their own")
+        scale = ((config.head_dim / divisor) ** 0.25 - 1) / (yarn_factor(rope["factor"]) - 1)
+        return {**rope, "mscale_all_dim": round(scale, 12)}
+
+    def _rope_from(self, raw: Mapping[str, Any]) -> Fields:
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        scale = rope.get("mscale_all_dim") or 0.0
+        sharpening = yarn_factor(rope["factor"], scale) if scale else 1.0  # of scores: its square
+        # Rounded, so that a number that is written and read again is the same.
+        return {**super()._rope_from(raw), "query_pre_attn_scalar": float(f"{raw['head_dim'] / sharpening**4:.10g}")}
+
+    def stored(self, config: ModelConfig, ours: str) -> Stored:
+        if config.q_lora_rank and ours.endswith(".qkv.query.weight"):
+            place = super().stored(config, ours)
+            return replace(place, parts={name.replace("q_proj", "q_b_proj"): None for name in place.parts})
+        return super().stored(config, ours)
+
+    _INNER: ClassVar = {
+        **RotaryFamily._INNER,
+        "attention.qkv.query_latent": "self_attn.q_a_proj",
+        "attention.qkv.query_norm": "self_attn.q_a_layernorm",
+        "attention.qkv.query": "self_attn.q_proj",
+        "attention.qkv.latent": "self_attn.kv_a_proj_with_mqa",
+        "attention.qkv.latent_norm": "self_attn.kv_a_layernorm",
+        "attention.qkv.key_value": "self_attn.kv_b_proj",
+    }
+
+
+class DeepseekV2Family(DeepseekV3Family):
+    """Latent attention and a mixture with a softmax, whose weights are not divided by their sum."""
+
+    ROUTING: ClassVar[Fields] = {"scoring_func": "softmax", "norm_topk_prob": False}
+
+    def to_hf(self, config: ModelConfig) -> Fields:
+        method = "group_limited_greedy" if config.n_group > 1 else "greedy"
+        return {**super().to_hf(config), "topk_method": method}
+
+    def from_hf(self, raw: Mapping[str, Any]) -> Fields:
+        expect(raw, "topk_method", "greedy", "group_limited_greedy")
+        expect(raw, "rope_interleave", True)
+        groups = {} if raw.get("topk_method") == "group_limited_greedy" else {"n_group": 1, "topk_group": 1}
+        return {**super().from_hf({**raw, **groups}), "scoring_func": "softmax", "router_bias": False}

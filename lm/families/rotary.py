@@ -1,11 +1,11 @@
-"""Llama and its descendants: Arcee, Mistral, Qwen2, Qwen3, OLMo 2, Phi-3; the base of families in other files."""
+"""Llama and its descendants without experts, each with options or a class; the base of families in other files."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from lm.config import ModelConfig, yarn_factor
-from lm.families.family import Fields, Stored, expect
+from lm.families.family import SIZES, Fields, Stored, expect, read, written
 
 _ROPE_FIELDS_OF = {
     "linear": ("factor",),
@@ -142,14 +142,7 @@ class RotaryFamily:
         if self.even_heads and config.hidden_size % config.num_attention_heads:
             raise ValueError(f"a width of {config.hidden_size} is not a multiple of {config.num_attention_heads} heads")
         fields = {
-            "vocab_size": config.vocab_size,
-            "max_position_embeddings": config.max_position_embeddings,
-            "hidden_size": config.hidden_size,
-            "num_hidden_layers": config.num_hidden_layers,
-            "num_attention_heads": config.num_attention_heads,
-            "num_key_value_heads": config.num_key_value_heads,
-            "head_dim": config.head_dim,
-            "intermediate_size": config.intermediate_size,
+            **written(config, SIZES),
             "hidden_act": self.hidden_act,
             "rms_norm_eps": config.norm_eps,
             "rope_parameters": self._rope_to(config),
@@ -188,14 +181,7 @@ class RotaryFamily:
         if self.local_rope and not any(windows):
             rope["rope_local_base_freq"] = 0.0
         return {
-            "vocab_size": raw["vocab_size"],
-            "max_position_embeddings": raw["max_position_embeddings"],
-            "hidden_size": raw["hidden_size"],
-            "num_hidden_layers": raw["num_hidden_layers"],
-            "num_attention_heads": heads,
-            "num_key_value_heads": raw.get("num_key_value_heads") or heads,
-            "head_dim": raw.get("head_dim"),
-            "intermediate_size": raw["intermediate_size"],
+            **read({"head_dim": None, **raw, "num_key_value_heads": raw.get("num_key_value_heads") or heads}, SIZES),
             "mlp": self.mlp,
             "mlp_bias": bool(raw.get("mlp_bias")),
             "attention_bias": bias,
@@ -299,3 +285,148 @@ class Phi3Family(RotaryFamily):
     _INNER: ClassVar = {
         **RotaryFamily._INNER, "attention.qkv": "self_attn.qkv_proj", "mlp.up": "mlp.gate_up_proj",
     }  # fmt: skip
+
+
+_SMOLLM3 = {"num_key_value_heads": 4, "no_rope_layer_interval": 4, "tie_word_embeddings": True, "rope_theta": 2e6}
+
+
+class SmolLM3Family(RotaryFamily):
+    """SmolLM3 (Hugging Face, 2025): Llama without positions in every fourth layer (arXiv 2501.18795)."""
+
+    def to_hf(self, config: ModelConfig) -> Fields:
+        fields, bare = super().to_hf(config), config.layers_without_positions
+        del fields["max_window_layers"]
+        return {**fields, "no_rope_layers": [int(n not in bare) for n in range(config.num_hidden_layers)]}
+
+    def from_hf(self, raw: Mapping[str, Any]) -> Fields:
+        raw = {**_SMOLLM3, **raw}
+        every, layers = raw["no_rope_layer_interval"], range(raw["num_hidden_layers"])
+        turned = raw.get("no_rope_layers") or [(layer + 1) % every for layer in layers]
+        bare = [layer for layer in layers if not turned[layer]]
+        kinds = raw.get("layer_types") or ["sliding_attention" if n in bare else "full_attention" for n in layers]
+        return {**super().from_hf({**raw, "layer_types": kinds}), "layers_without_positions": bare}
+
+
+class Exaone4Family(RotaryFamily):
+    """EXAONE 4 (arXiv 2507.11407): RMSNorm of each branch's output, and of queries and keys. In its hybrid form, three
+    of four layers have a sliding window, and the others no positions.
+    """
+
+    def to_hf(self, config: ModelConfig) -> Fields:
+        is_hybrid = any(config.sliding_window) or config.layers_without_positions
+        return {**super().to_hf(config), **({} if is_hybrid else {"sliding_window": None})}
+
+    def from_hf(self, raw: Mapping[str, Any]) -> Fields:
+        fields = {**super().from_hf(raw), "norm_place": "output"}
+        if {**self.defaults, **raw}["sliding_window"] is None:
+            return fields
+        bare = [layer for layer, window in enumerate(fields["sliding_window"]) if not window]
+        return {**fields, "layers_without_positions": bare}
+
+    _INNER: ClassVar = {**RotaryFamily._INNER, **OUTPUT_NORMS}
+
+
+_GLM4 = {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5}
+
+
+class Glm4Family(RotaryFamily):
+    """GLM-4 of 2025, such as GLM-4-9B-0414 (arXiv 2406.12793 and its model card): RMSNorm before and after each branch;
+    rotary positions turn neighbouring dimensions of half of each head.
+    """
+
+    def from_hf(self, raw: Mapping[str, Any]) -> Fields:
+        return {**super().from_hf({**_GLM4, **raw}), "norm_place": "sandwich", "rope_interleave": True}
+
+    _WHOLE: ClassVar = ("mlp.up",)
+    _INNER: ClassVar = {
+        **RotaryFamily._INNER,
+        "attention_output_norm": "post_self_attn_layernorm",
+        "mlp.up": "mlp.gate_up_proj",
+        "mlp_output_norm": "post_mlp_layernorm",
+    }
+
+
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+
+
+class Gemma2Family(RotaryFamily):
+    """Gemma 2 (arXiv 2408.00118): RMSNorm before and after each branch, a sliding window in every second layer, and
+    caps of scores and logits. Gemma 3 without its vision tower (arXiv 2503.19786) has RMSNorm of queries and keys
+    instead of caps, and windows in five of six layers, with a rotary base of their own.
+
+    Norms multiply by 1 + weight. Heed's weights are those sums, so that norms are the same in all families.
+    """
+
+    def to_hf(self, config: ModelConfig) -> Fields:
+        fields, divisor = super().to_hf(config), config.query_pre_attn_scalar or config.head_dim
+        fields["hidden_activation"] = fields.pop("hidden_act")
+        if divisor % 1:
+            raise ValueError(f"query_pre_attn_scalar is {divisor}; transformers expects a whole number")
+        return {
+            **fields,
+            "query_pre_attn_scalar": int(divisor),
+            **{name: getattr(config, name) or None for name in _CAPS},
+        }
+
+    def from_hf(self, raw: Mapping[str, Any]) -> Fields:
+        raw = {**self.defaults, **raw}
+        expect(raw, "use_bidirectional_attention", False, None)
+        expect(raw, "hidden_activation", self.hidden_act)
+        return {
+            **super().from_hf(raw),
+            "norm_place": "sandwich",
+            "scale_embedding": True,
+            "query_pre_attn_scalar": raw["query_pre_attn_scalar"],
+            **{name: raw[name] or 0.0 for name in _CAPS},
+        }
+
+    def stored(self, config: ModelConfig, ours: str) -> Stored:
+        place = super().stored(config, ours)
+        return replace(place, added=1.0) if ours.endswith("norm.weight") else place
+
+    _INNER: ClassVar = {**RotaryFamily._INNER, **OUTPUT_NORMS, "mlp_norm": "pre_feedforward_layernorm"}
+
+
+_BETA = "llama_4_scaling_beta"
+
+
+class Ministral3Family(RotaryFamily):
+    """Ministral 3 without its vision tower (Mistral AI, 2025): Mistral with YaRN, whose queries grow with each length
+    of the original context.
+    """
+
+    def _rope_to(self, config: ModelConfig) -> Fields:
+        rope, scaling = super()._rope_to(config), config.rope_scaling
+        if scaling is None:
+            raise ValueError("transformers expects YaRN in this family")
+        if rope.get("attention_factor") == 1:  # as it is published
+            del rope["attention_factor"]
+            rope |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+        return {**rope, _BETA: scaling.llama_4_scaling_beta}
+
+    def _rope_from(self, raw: Mapping[str, Any]) -> Fields:
+        fields, rope = super()._rope_from(raw), raw["rope_parameters"]
+        expect({"rope_type": rope.get("rope_type", rope.get("type"))}, "rope_type", *self._SCALINGS)
+        return {**fields, "rope_scaling": {**fields["rope_scaling"], _BETA: rope[_BETA]}}
+
+    _SCALINGS: ClassVar = ("yarn",)
+
+
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+
+
+class GraniteFamily(RotaryFamily):
+    """Granite 3 (IBM, 2024): Llama with factors on embeddings, scores, branches and logits (µP, arXiv 2203.03466)."""
+
+    def to_hf(self, config: ModelConfig) -> Fields:
+        return {
+            **super().to_hf(config),
+            "attention_multiplier": (config.query_pre_attn_scalar or config.head_dim) ** -0.5,
+            **{name: getattr(config, name) for name in _MULTIPLIERS},
+        }
+
+    def from_hf(self, raw: Mapping[str, Any]) -> Fields:
+        # Rounded, so that a number that is written and read again is the same.
+        divisor = float(f"{raw.get('attention_multiplier', 1.0) ** -2:.12g}")
+        factors = {name: raw.get(name, 1.0) for name in _MULTIPLIERS}
+        return {**super().from_hf(raw), "query_pre_attn_scalar": divisor, **factors}

@@ -303,6 +303,18 @@ def _normed(lower, upper, weight, columns, inside, head_dim, eps, dtype: tl.cons
 
 
 @triton.jit
+def _turned(lower, upper, cos, sin, angle, half, inside, TRANSPOSES: tl.constexpr):
+    """Returns x · cos + roll(x) · sin, half by half; its transpose rolls the sines with x."""
+    first_cos = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
+    second_cos = tl.load(cos + angle + half, mask=inside, other=0.0).to(tl.float32)[None, :]
+    first_sin = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
+    second_sin = tl.load(sin + angle + half, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if TRANSPOSES:
+        first_sin, second_sin = second_sin, first_sin
+    return lower * first_cos + upper * first_sin, upper * second_cos + lower * second_sin
+
+
+@triton.jit
 def _heads_kernel(
     qkv, q, k, v, cos, sin, query_weight, key_weight, columns, num_tokens, num_heads, num_kv_heads, head_dim, eps,
     q_batch, q_token, q_head, kv_batch, kv_token, kv_head,
@@ -346,18 +358,7 @@ def _heads_kernel(
         lower = tl.where(is_q, q_lower, tl.where(is_k, k_lower, lower))
         upper = tl.where(is_q, q_upper, tl.where(is_k, k_upper, upper))
     if ROTATES:
-        angle = token * head_dim + numbers
-        first_cos = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
-        second_cos = tl.load(cos + angle + half, mask=inside, other=0.0).to(tl.float32)[None, :]
-        first_sin = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
-        second_sin = tl.load(sin + angle + half, mask=inside, other=0.0).to(tl.float32)[None, :]
-        # x' = x · cos + roll(x) · sin; its transpose rolls the sines with x.
-        if JOINS:
-            turned_lower = lower * first_cos + upper * second_sin
-            turned_upper = upper * second_cos + lower * first_sin
-        else:
-            turned_lower = lower * first_cos + upper * first_sin
-            turned_upper = upper * second_cos + lower * second_sin
+        turned_lower, turned_upper = _turned(lower, upper, cos, sin, token * head_dim + numbers, half, inside, JOINS)
         lower, upper = tl.where(is_v, lower, turned_lower), tl.where(is_v, upper, turned_upper)
     if JOINS:
         tl.store(whole, lower.to(qkv.dtype.element_ty), mask=in_q | in_k | in_v)

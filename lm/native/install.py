@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from lm import attention, layers, sampling, sinks
+from lm import attention, dropout, layers, sampling, sinks
 from lm.block import Block, BlockInputs, run_blocks
 from lm.layers import RMSNorm, cast_weight, compute_dtype, recomputed
 from lm.native import operators
@@ -55,7 +55,7 @@ def _takes_dropout(x: Tensor, keys: Tensor, threshold: int) -> bool:
 
 
 def _dropout(x: Tensor, keys: Tensor, threshold: int) -> Tensor:
-    return operators.dropout(x.contiguous(), keys, threshold, layers.dropout_scale(threshold))
+    return operators.dropout(x.contiguous(), keys, threshold, dropout.dropout_scale(threshold))
 
 
 def _takes_heads(qkv_BTE: Tensor, rotary: Rotary | None, num_heads: int, num_kv_heads: int) -> bool:
@@ -279,7 +279,7 @@ def _add_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Tenso
 layers.rms_norm.replace_where(_takes_rms_norm, _rms_norm)
 layers.add_norm.replace_where(_takes_add_norm, _add_norm)
 layers.swiglu.replace_where(_takes_swiglu, _swiglu)
-layers.drop.replace_where(_takes_dropout, _dropout)
+dropout.drop.replace_where(_takes_dropout, _dropout)
 attention.split_heads.replace_where(_takes_heads, _split_heads)
 attention.attend_written_out.replace_where(takes_attention, _attend)
 sampling.logprobs_of_rows.replace_where(_takes_logprobs, _logprobs)

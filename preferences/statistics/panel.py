@@ -11,7 +11,7 @@ from itertools import chain, combinations
 import numpy as np
 import numpy.typing as npt
 
-from preferences.disagreement import Said, said_alone
+from preferences.rankings import Said, said_alone
 from preferences.records import MIN_RESPONSES, Judgment, Task
 from preferences.statistics.estimates import Floats, Ints
 from preferences.statistics.intervals import prompt_numbers

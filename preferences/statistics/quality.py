@@ -20,8 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from preferences.disagreement import compare_alone
-from preferences.rankings import CurrentJudgments
+from preferences.rankings import CurrentJudgments, compare_alone
 from preferences.records import MIN_RESPONSES, GoldAnswer, Judgment, Task
 from preferences.statistics.estimates import Floats, Interval, Ints, Share
 from preferences.statistics.intervals import Tally, clustered_mean, clustered_shares
@@ -45,7 +44,7 @@ def agreement_with_others(panel: Panel) -> list[Share]:
     """Returns, for each labeler, the share of comparisons with other labelers of the same task that agree.
 
     A pair counts once for each other labeler, unless one of the two ties it. About a single response, labelers are
-    compared by question (`preferences.disagreement.compare_alone`).
+    compared by question (`preferences.rankings.compare_alone`).
     """
     signs_JP = pair_signs(panel.ranks_JK)
     counts = count_pairs(panel, signs_JP)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lm.layers import Dropout, sequence_keys
+from lm.dropout import Dropout, sequence_keys
 from lm.model import ScalarModel
 from lm.sampling import Choice, draw_uniforms, token_logprobs
 from lm.source import RandomInit, load

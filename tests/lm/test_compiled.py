@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lm import block as compiled
-from lm import layers
+from lm import dropout, layers
 from lm.config import ModelConfig
-from lm.layers import Replaceable, sequence_keys
+from lm.dropout import sequence_keys
+from lm.layers import Replaceable
 from lm.lora import LoRAConfig, add_adapters
 from lm.model import LanguageModel, checkpoint_activations, compile_blocks, freeze_all_but_last
 from lm.source import RandomInit, load
@@ -165,7 +166,7 @@ def test_no_function_of_a_block_loses_its_gradient(changes: dict[str, Any], monk
 
     torch 2.11 gives such a Function a gradient of 0, so there the first half fails too.
     """
-    for replaceable in (layers.rms_norm, layers.swiglu, layers.drop):
+    for replaceable in (layers.rms_norm, layers.swiglu, dropout.drop):
         assert isinstance(replaceable, Replaceable)
         monkeypatch.setattr(replaceable, "_replacements", [])
     functions: list[torch.fx.GraphModule] = []

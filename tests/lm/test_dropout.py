@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lm.config import ModelConfig
+from lm.dropout import LEVELS, Dropout, kept_columns, mix, sequence_keys, token_keys
 from lm.encoder import MaskedLanguageModel, SequenceClassifier
-from lm.layers import LEVELS, Dropout, kept_columns, mix, sequence_keys, token_keys
 from lm.model import LanguageModel, checkpoint_activations, init_weights
 from lm.native import operators
 

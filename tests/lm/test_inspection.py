@@ -16,6 +16,7 @@ from lm import attention
 from lm.cache import KVCache, state_bytes
 from lm.config import ModelConfig
 from lm.delta import chunk_bytes
+from lm.dropout import sequence_keys
 from lm.encoder import EncoderDecoder, MaskedLanguageModel
 from lm.inspection import (
     Pass,
@@ -26,7 +27,7 @@ from lm.inspection import (
     flops_per_token,
     parameter_table,
 )
-from lm.layers import ExpertMaps, Fp32Linear, sequence_keys
+from lm.layers import ExpertMaps, Fp32Linear
 from lm.model import LanguageModel, count_parameters, init_weights
 from lm.native import operators
 from lm.native.kernels import library

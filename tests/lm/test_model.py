@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from lm.block import BlockInputs
 from lm.config import ModelConfig, exact_div
+from lm.dropout import sequence_keys
 from lm.encoder import EncoderDecoder, SequenceClassifier
 from lm.families import family_of
-from lm.layers import RMSNorm, _SquaredReLU, sequence_keys
+from lm.layers import RMSNorm, _SquaredReLU
 from lm.model import (
     LanguageModel,
     ScalarModel,

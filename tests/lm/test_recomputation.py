@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lm.config import ModelConfig
+from lm.dropout import sequence_keys
 from lm.encoder import EncoderDecoder, MaskedLanguageModel
-from lm.layers import sequence_keys
 from lm.model import LanguageModel, checkpoint_activations, freeze_all_but_last, init_weights
 
 SHAPE = {

@@ -8,12 +8,12 @@ from files.rows import read_source
 from preferences import adjudication, assignment, organizing, search
 from preferences.accounts import Accounts
 from preferences.adjudication import Threshold
-from preferences.disagreement import disagreement
 from preferences.formats.exchange import export, store_found
 from preferences.formats.merging import collect_all
 from preferences.formats.registry import format_to_read, format_to_write
 from preferences.leases import LeaseLostError
 from preferences.names import known_pseudonym
+from preferences.rankings import disagreement
 from preferences.records import Answer, Message, Task
 from preferences.search import Search
 from preferences.store import LabelStore

@@ -12,7 +12,6 @@ from files.rows import read_source
 from preferences import adjudication, recording
 from preferences.adjudication import Threshold
 from preferences.annotations import Annotations, CriterionRatings, TurnRating
-from preferences.disagreement import disagreement_alone, said_alone
 from preferences.formats.annotated import by_criterion
 from preferences.formats.exchange import export, store_found
 from preferences.formats.merging import collect_all
@@ -20,6 +19,7 @@ from preferences.formats.parts import Report
 from preferences.formats.registry import format_to_read, format_to_write, sniff
 from preferences.page.config import Screening
 from preferences.page.service import screened
+from preferences.rankings import disagreement_alone, said_alone
 from preferences.records import Answer, Message, Task
 from preferences.rows import task_row
 from preferences.statistics.summary import summary

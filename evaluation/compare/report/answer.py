@@ -201,12 +201,10 @@ def is_taken_back(pair: PairSummary | AlgorithmPair) -> bool:
 def _of_two(pair: PairSummary, judge: str, styles: Styles, prompts: str = "") -> tuple[Tone, str]:
     """Says which of two policies is preferred, or why that is open. The one that is ahead must come first."""
     ahead, behind, mean = styles[pair.policy_a].title, styles[pair.policy_b].title, percent(pair.win_rate.mean)
-    brackets = evidence(pair, prompts)
+    brackets, why = evidence(pair, prompts), _by_name(pair.conclusion.reason, judge)
     if pair.conclusion.kind == "none":
-        why = _by_name(pair.conclusion.reason, judge)
         return "unclear", f"Cannot tell which of {ahead} and {behind} is better: {why}."
     if pair.conclusion.kind == "bound":
-        why = _by_name(pair.conclusion.reason, judge)
         brackets += f"; {why}, and the interval holds whatever they would have been"
     if pair.different:
         return "better", f"{ahead} is preferred to {behind} {mean} of the time by the judge {judge} ({brackets})."
@@ -329,10 +327,8 @@ def _of_many(judge: JudgeSummary, num_policies: int, styles: Styles) -> tuple[To
     rest = [f"{styles[r.policy].title} ({rank_range(r)})" for r in ordered if r.best_rank > 1]
     if len(leaders) == 1:
         best = styles[ordered[0].policy].title
-        return (
-            "better",
-            f"{best} is the best of {num_policies} policies by the judge {judge.judge}, ahead of {listed(rest)}.",
-        )
+        text = f"{best} is the best of {num_policies} policies by the judge {judge.judge}, ahead of {listed(rest)}."
+        return "better", text
     not_best = f", {listed(rest)} {'is' if len(rest) == 1 else 'are'} not" if rest else ""
     return "unclear", (
         f"Which of {num_policies} policies is the best is not settled by the judge {judge.judge}:"
@@ -560,12 +556,10 @@ def _length_effects(judge: JudgeSummary, styles: Styles) -> list[str]:
     """Warns of pairs whose difference is explained by length, or may be, because one side is nearly always longer."""
     warnings = []
     for pair in judge.pairs:
-        fitted = pair.length_controlled
+        fitted, a, b = pair.length_controlled, styles[pair.policy_a].title, styles[pair.policy_b].title
         if fitted.reason.endswith(TOO_FEW):
-            a, b = styles[pair.policy_a].title, styles[pair.policy_b].title
             warnings.append(f"No win rate of {a} over {b} at equal length by the judge {judge.judge}: {fitted.reason}.")
         if pair.different and not math.isnan(fitted.mean) and fitted.low <= 0.5:
-            a, b = styles[pair.policy_a].title, styles[pair.policy_b].title
             warnings.append(
                 f"At equal length the judge {judge.judge} shows no preference for {a} over {b}: {percent(fitted.mean)}"
                 f" ({share_ends(fitted.low, fitted.high)}), not {percent(pair.win_rate.mean)}."

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from evaluation.evaluate import models as evaluated_models
-from evaluation.evaluate.tools import open_suite, suite_names
+from evaluation.evaluate.evaluating import open_suite, suite_names
 from files.parquet import read_parquet
 from lm.config import ModelConfig
 from lm.model import LanguageModel, init_weights

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from evaluation.evaluate.logs import _events, _inspect_sample
-from evaluation.evaluate.repeats import pass_at
+from evaluation.suites.suite import pass_at
 
 Call = Callable[..., tuple[int, str]]
 LOGS = Path(__file__).parent / "logs"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from evaluation.evaluate.tools import open_suite, suite_names
+from evaluation.evaluate.evaluating import open_suite, suite_names
 
 Call = Callable[..., tuple[int, str]]
 Arguments = Callable[..., list[str]]
