@@ -112,7 +112,8 @@ class PPOController:
         self.sources, self.scored_by = sources, scored_by
         self.prompt_order = prompt_order(config, sources.sizes if sources else (len(prompts),), seed)
         if config.placement.samples_rounds:
-            roles.generators.open_rounds(Supply(config, prompts, self.prompt_order), seed)
+            supply = Supply(config, prompts, self.prompt_order, roles.generators.asked)
+            roles.generators.open_rounds(supply, seed)
         self.ptx_order = Sampler(max(1, num_pretraining_rows), config.ptx_rows, derive_seed(seed, "ppo", "ptx"))
 
     def step(self, iteration: int) -> dict[str, float]:
@@ -425,7 +426,7 @@ class PPOController:
         version_of = {digest: version for version, digest in self.started_with.items()}
         digests, places_C = rollout.sampled_by_BR[rollout.written_BR].unique(return_inverse=True)
         age_C = iteration - torch.tensor([version_of[digest] for digest in digests.tolist()])[places_C]
-        last_B = rollout.sampled_by_BR.gather(1, rollout.num_written_B[:, None] - 1)[:, 0]
+        last_B = rollout.sampled_by_BR.gather(1, rollout.response_tokens_B[:, None] - 1)[:, 0]
         return {
             "token_age": float(age_C.float().mean()),
             "token_age_max": float(age_C.max()),

@@ -13,7 +13,7 @@ import asyncio
 import math
 import resource
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +34,7 @@ from ppo.environments.environment import DeadlineError, Environment, Episode, Re
 from ppo.rollout import Dialogue
 from training.notices import waits_for
 
-Answer = TypeVar("Answer")
+Found = TypeVar("Found")
 
 GRACE_SECONDS = 1.0  # after a deadline, until a call that does not end at it is given up
 AFTER_OUTAGE_SECONDS = 61.0  # the longest pause of a request that is repeated, and as much as above
@@ -70,8 +70,8 @@ class EpisodeThread:
         # A daemon: a thread that hangs must not keep the process alive.
         Thread(target=self._work, name="episode", daemon=True).start()
 
-    def start(self, call: Callable[[], Coroutine[Any, Any, Answer]]) -> Future[Answer]:
-        self._last = future = Future[Answer]()
+    def start(self, call: Callable[[], Coroutine[Any, Any, Found]]) -> Future[Found]:
+        self._last = future = Future[Found]()
         self._calls.put((call, future))
         return future
 
@@ -93,6 +93,94 @@ class EpisodeThread:
                 except BaseException as error:  # SystemExit too: an episode may call sys.exit
                     named = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
                     future.set_exception(named.with_traceback(error.__traceback__))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an environment makes of a turn: the tokens of its reply, or none if the conversation is over."""
+
+    tokens: Sequence[int] = ()
+    reward: float = 0.0  # of the turn, and of the conversation if it is over
+    is_over: bool = False
+    is_finished: bool = False  # over with a closed turn, before room ran out
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What conversations with an environment are made of, however they are sampled."""
+
+    environment: Environment
+    tokenizer: Tokenizer
+    max_new_tokens: int
+    max_prompt_tokens: int
+
+    @property
+    def call_seconds(self) -> float | None:
+        """Limit of a call; None = its episode limits it."""
+        return None if isinstance(self.environment, ServedEnvironment) else self.environment.deadline_seconds
+
+    @property
+    def most_characters(self) -> int:
+        return CHARACTERS_PER_TOKEN * self.max_new_tokens
+
+    def open(self, messages: Messages, row: Row, seed: int) -> Episode:
+        return self.environment.open(messages, row, derive_seed(seed, "environment"))
+
+    def prompt(self, messages: Messages, prompt: Sequence[int], opening: Any) -> list[int]:
+        """Returns the prompt with the messages that an episode begins with, encoded again if there are any.
+
+        Raises: InvalidReplyError or TooLongError if they cannot be read.
+        """
+        if not _checked_messages(opening, self.most_characters):
+            return list(prompt)
+        found = self.tokenizer.encode_prompt([*messages, *opening])
+        if len(found) > self.max_prompt_tokens:
+            raise TooLongError(
+                f"the prompt and the environment's first messages have {len(found)} tokens;"
+                f" at most {self.max_prompt_tokens} were expected"
+            )
+        return found
+
+    def answer(self, replied: Any, num_turns: int, num_tokens: int) -> Answer:
+        """Returns what a reply makes of a conversation of so many turns and tokens after the prompt.
+
+        Raises: InvalidReplyError, or TooLongError for one too long for any response.
+        """
+        reply = _checked_reply(replied, self.most_characters)
+        if reply.is_over or num_turns == self.environment.max_turns:
+            return Answer(reward=reply.reward, is_over=True, is_finished=True)
+        try:
+            tokens = self.tokenizer.encode_reply(reply.messages)
+        except ValueError as error:
+            raise InvalidReplyError(str(error)) from None
+        if len(tokens) >= self.max_new_tokens:
+            raise TooLongError(
+                f"a reply has {len(tokens)} tokens; fewer than max_new_tokens, {self.max_new_tokens}, were expected"
+            )
+        if num_tokens + len(tokens) >= self.max_new_tokens:
+            return Answer(reward=reply.reward, is_over=True)  # unfinished: there is no room for another turn
+        return Answer(tokens, reply.reward)
+
+    def wait(self, pending: Collection[Future[Any]], num_calls: int = 1) -> float:
+        """Wait until all are done, or the deadline of so many calls has passed. Returns the seconds.
+
+        While a server's outage is waited for (`training.notices`), and until requests are repeated after it, it does
+        not pass. An episode that waits has time to find out that its server is away, by up to three calls.
+        """
+        started, limit = time.monotonic(), num_calls * self.environment.deadline_seconds
+        served = 3 * limit + AFTER_OUTAGE_SECONDS
+        end = started + (limit + GRACE_SECONDS if self.call_seconds is not None else served)
+        while pending and (left := end - time.monotonic()) > 0:
+            _, pending = wait(pending, min(1.0, left))
+            note_progress()
+            if waits_for():
+                end = time.monotonic() + served
+        return time.monotonic() - started
+
+
+def reason_of(failure: Exception) -> str:
+    """Returns the entry of `ppo.rollout.FAILURES`."""
+    return next((reason for kind, reason in REASONS.items() if isinstance(failure, kind)), "error")
 
 
 @dataclass
@@ -137,9 +225,7 @@ class Conversation:
 
     @property
     def dialogue(self) -> Dialogue:
-        named = (reason for kind, reason in REASONS.items() if isinstance(self.failure, kind))
-        reason = "" if self.failure is None else next(named, "error")
-        return Dialogue(self.written, self.rewards, reason)
+        return Dialogue(self.written, self.rewards, "" if self.failure is None else reason_of(self.failure))
 
 
 @dataclass(frozen=True)
@@ -166,9 +252,8 @@ class Conversations:
         max_prompt_tokens: int,
         temperature: float,
     ) -> None:
-        self.environment, self.tokenizer, self.sampler = environment, tokenizer, sampler
-        self.max_new_tokens, self.max_prompt_tokens, self.temperature = max_new_tokens, max_prompt_tokens, temperature
-        self._most_characters, self._seconds = CHARACTERS_PER_TOKEN * max_new_tokens, 0.0
+        self.rules = Rules(environment, tokenizer, max_new_tokens, max_prompt_tokens)
+        self.sampler, self.temperature, self._seconds = sampler, temperature, 0.0
 
     def sample(
         self,
@@ -182,10 +267,9 @@ class Conversations:
         the turn's number.
         """
         self._seconds = 0.0
-        _allow_files(FILES_PER_EPISODE * len(prompts))
-        limit = None if isinstance(self.environment, ServedEnvironment) else self.environment.deadline_seconds
+        allow_episodes(len(prompts))
         conversations = [
-            Conversation(own, row, list(prompt), seed, EpisodeThread(limit))
+            Conversation(own, row, list(prompt), seed, EpisodeThread(self.rules.call_seconds))
             for prompt, own, row, seed in zip(prompts, messages, rows or [{}] * len(prompts), seeds, strict=True)
         ]
         self._begin(conversations)
@@ -199,22 +283,14 @@ class Conversations:
         """Open all episodes. Messages that an episode begins with become part of the prompt, which is encoded again."""
 
         async def begin(conversation: Conversation) -> Messages:
-            episode = self.environment.open(
-                conversation.messages, conversation.row, derive_seed(conversation.seed, "environment")
-            )
+            episode = self.rules.open(conversation.messages, conversation.row, conversation.seed)
             conversation.episode = episode
             return await episode.begin()
 
         for conversation, opening in self._answers(conversations, begin):
             try:
-                if _checked_messages(opening.result(), self._most_characters):
-                    prompt = self.tokenizer.encode_prompt([*conversation.messages, *opening.result()])
-                    if len(prompt) > self.max_prompt_tokens:
-                        raise TooLongError(
-                            f"the prompt and the environment's first messages have {len(prompt)} tokens;"
-                            f" at most {self.max_prompt_tokens} were expected"
-                        )
-                    conversation.prompt = prompt
+                found = self.rules.prompt(conversation.messages, conversation.prompt, opening.result())
+                conversation.prompt = found
             except Exception as error:
                 conversation.failure = error  # one turn is sampled nevertheless: a response has at least one token
 
@@ -223,7 +299,7 @@ class Conversations:
         sampled = self.sampler.sample(
             [conversation.prompt + conversation.tokens for conversation in running],
             [derive_seed(conversation.seed, "turn", conversation.num_turns) for conversation in running],
-            max_new_tokens=[self.max_new_tokens - len(conversation.tokens) for conversation in running],
+            max_new_tokens=[self.rules.max_new_tokens - len(conversation.tokens) for conversation in running],
             temperature=self.temperature,
         )
         of_turns = sampled.routes or [conversation.routes for conversation in running]
@@ -236,38 +312,26 @@ class Conversations:
             conversation.is_over = not is_closed or conversation.failure is not None
         for conversation, reply in self._answers([talk for talk in running if not talk.is_over], self._reply):
             try:
-                self._take(conversation, _checked_reply(reply.result(), self._most_characters))
+                self._take(conversation, reply.result())
             except Exception as error:
                 conversation.fail(error)
         ended = [conversation for conversation in running if conversation.is_over and conversation.failure is None]
         for conversation, score in self._answers(ended, _score):
             try:
-                conversation.add_reward(_checked_score(score.result()))
+                conversation.add_reward(checked_score(score.result()))
             except Exception as error:
                 conversation.fail(error)
 
     async def _reply(self, conversation: Conversation) -> Reply:
         assert conversation.episode is not None, "only conversations whose episode was opened go on"
-        return await conversation.episode.reply(self.tokenizer.assistant_message(conversation.last_turn()))
+        return await conversation.episode.reply(self.rules.tokenizer.assistant_message(conversation.last_turn()))
 
-    def _take(self, conversation: Conversation, reply: Reply) -> None:
-        """Take an episode's reply to the policy's last turn. Raises: TooLongError for one too long for any response."""
-        conversation.add_reward(reply.reward)
-        if reply.is_over or conversation.num_turns == self.environment.max_turns:
-            conversation.is_over = conversation.is_finished = True
-            return
-        try:
-            tokens = self.tokenizer.encode_reply(reply.messages)
-        except ValueError as error:
-            raise InvalidReplyError(str(error)) from None
-        if len(tokens) >= self.max_new_tokens:
-            raise TooLongError(
-                f"a reply has {len(tokens)} tokens; fewer than max_new_tokens, {self.max_new_tokens}, were expected"
-            )
-        if len(conversation.tokens) + len(tokens) >= self.max_new_tokens:
-            conversation.is_over = True  # unfinished: there is no room for another turn
-        else:
-            conversation.append(tokens)
+    def _take(self, conversation: Conversation, reply: Any) -> None:
+        """Take an episode's reply to the policy's last turn."""
+        answer = self.rules.answer(reply, conversation.num_turns, len(conversation.tokens))
+        conversation.add_reward(answer.reward)
+        conversation.is_over, conversation.is_finished = answer.is_over, answer.is_finished
+        conversation.append(answer.tokens)
 
     def _close(self, conversations: Sequence[Conversation]) -> None:
         """Close episodes. An error here no longer affects a response."""
@@ -283,25 +347,14 @@ class Conversations:
     def _answers(
         self,
         conversations: Sequence[Conversation],
-        ask: Callable[[Conversation], Coroutine[Any, Any, Answer]],
-    ) -> list[tuple[Conversation, Future[Answer]]]:
-        """Make a call to each episode, all at once, and wait until each has returned or its deadline has passed. While
-        a server's outage is waited for (`training.notices`), and until requests are repeated after it, none passes.
-        An episode that waits has time to find out that its server is away, by up to three calls.
-        """
-        started, seconds = time.monotonic(), self.environment.deadline_seconds
-        is_served = isinstance(self.environment, ServedEnvironment)
-        end = started + (3 * seconds + AFTER_OUTAGE_SECONDS if is_served else seconds + GRACE_SECONDS)
+        ask: Callable[[Conversation], Coroutine[Any, Any, Found]],
+    ) -> list[tuple[Conversation, Future[Found]]]:
+        """Make a call to each episode, all at once, and wait until each has returned or its deadline has passed."""
+        seconds = self.rules.environment.deadline_seconds
         stuck = [conversation.thread.is_stuck for conversation in conversations]
         futures = [conversation.thread.start(partial(ask, conversation)) for conversation in conversations]
-        pending = {future for future, is_stuck in zip(futures, stuck, strict=True) if not is_stuck}
-        while pending and (left := end - time.monotonic()) > 0:
-            _, pending = wait(pending, min(1.0, left))
-            note_progress()
-            if waits_for():
-                end = time.monotonic() + 3 * seconds + AFTER_OUTAGE_SECONDS
-        self._seconds += time.monotonic() - started
-        late = Future[Answer]()
+        self._seconds += self.rules.wait({done for done, is_stuck in zip(futures, stuck, strict=True) if not is_stuck})
+        late = Future[Found]()
         late.set_exception(DeadlineError(f"no answer within {seconds:g} seconds"))
         return [(own, done if done.done() else late) for own, done in zip(conversations, futures, strict=True)]
 
@@ -341,7 +394,7 @@ def _checked_messages(messages: Any, most_characters: int) -> Messages:
     return messages
 
 
-def _checked_score(score: Any) -> float:
+def checked_score(score: Any) -> float:
     """Returns the score. Raises: InvalidReplyError unless it is a number; NoScoreError if it is NaN."""
     if not isinstance(score, int | float) or math.isinf(score):
         raise InvalidReplyError(f"score() returned {score!r:.200}; a finite number was expected")
@@ -350,8 +403,9 @@ def _checked_score(score: Any) -> float:
     return float(score)
 
 
-def _allow_files(number: int) -> None:
-    """Raise this process's limit of open files by what the episodes may need, as far as the machine allows."""
+def allow_episodes(number: int) -> None:
+    """Raise this process's limit of open files by what so many episodes may need, as far as the machine allows."""
+    number *= FILES_PER_EPISODE
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(limit + number, most) if most != resource.RLIM_INFINITY else limit + number
     if limit != resource.RLIM_INFINITY and number > limit // 2 and wanted > limit:

@@ -22,7 +22,7 @@ from ppo.controller import PPOController
 from ppo.rank import InitialModels
 from ppo.roles import Roles
 from ppo.rollout import Rollout
-from ppo.rounds import EndedRows, Unfinished
+from ppo.rounds import Exchange, Unfinished
 from tests.rays import start_ray
 from training.config import EngineConfig
 
@@ -44,16 +44,16 @@ def new_group() -> Iterator[Callable[[int], WorkerGroup]]:
 
 def die_in_round(batch: int, has_written: bool) -> None:
     """Lets this process kill itself when it has drawn the tokens of a round."""
-    union = EndedRows.union
+    union = Exchange.union
 
-    def dying(self: EndedRows, current: int, number: int, rows: Sequence[int]) -> list[int]:
+    def dying(self: Exchange, current: int, number: int, rows: Sequence[int]) -> list[int]:
         if (current, number) == (batch, 1):
             if has_written:
-                self._store.compare_set(f"{self._opening} {batch} {number} {self._generator}", "", str([*rows]))
+                self._store.compare_set(f"{self._opening} {batch} {number} {self.generator}", "", str([*rows]))
             os.kill(os.getpid(), signal.SIGKILL)
         return union(self, current, number, rows)
 
-    EndedRows.union = dying  # type: ignore[method-assign]
+    Exchange.union = dying  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
