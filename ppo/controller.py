@@ -109,11 +109,11 @@ class PPOController:
         self.started_with: dict[int, int] = {}  # digest of the weights that an iteration started with
         self.evidence = NO_EVIDENCE  # that sampled tokens are not draws from the policy
         self.in_flight: dict[int, Pending[Rollout]] = {}  # by the iteration that will learn from it
+        self.started_at: dict[int, int] = {}  # by the same, the iteration that started sampling it in this process
         self.sources, self.scored_by = sources, scored_by
         self.prompt_order = prompt_order(config, sources.sizes if sources else (len(prompts),), seed)
         if config.placement.samples_rounds:
-            supply = Supply(config, prompts, self.prompt_order, roles.generators.asked)
-            roles.generators.open_rounds(supply, seed)
+            roles.generators.open_rounds(Supply(config, prompts, self.prompt_order, roles.generators.asked), seed)
         self.ptx_order = Sampler(max(1, num_pretraining_rows), config.ptx_rows, derive_seed(seed, "ppo", "ptx"))
 
     def step(self, iteration: int) -> dict[str, float]:
@@ -161,7 +161,7 @@ class PPOController:
         if self.sent_digests:  # empty before weights are first sent: both sides still hold the model that they loaded
             self.started_with[iteration] = whole_digest(self.sent_digests)
         sampled_by = rollout.sampled_by_BR[rollout.written_BR]
-        newest = iteration - self._staleness(iteration)
+        newest = self.started_at.get(iteration, iteration - self._staleness(iteration))
         if self.config.placement.samples_rounds:
             self.started_with.setdefault(0, int(sampled_by[0]))  # the model as loaded, whose digest nobody has sent
             expected = [digest for version, digest in self.started_with.items() if version <= newest]
@@ -186,6 +186,7 @@ class PPOController:
         for ahead in self._window(iteration, self.config.placement.max_staleness + 1):
             if ahead in self.in_flight:
                 continue
+            self.started_at[ahead] = iteration  # later than by schedule if a checkpoint lacks it
             if self.config.placement.samples_rounds:
                 self.in_flight[ahead] = self.roles.generators.start_batch(iteration)
                 continue
