@@ -494,6 +494,11 @@ class PPOConfig(Config):
         return rounds if self.environment is not None else 0
 
     @property
+    def lengthens_prompts(self) -> bool:
+        """Whether episodes may make prompts longer while others are sampled, so that each has room for the longest."""
+        return self.environment is not None and self.environment.begins and self.answer_rounds > 0
+
+    @property
     def corrects_samples(self) -> bool:
         """Whether importance weights correct samples: they come from an older policy or from another engine."""
         return bool(self.placement.max_staleness) or self.sampler.has_own_process

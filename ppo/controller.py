@@ -420,7 +420,7 @@ class PPOController:
 
     def _age_metrics(self, iteration: int, rollout: Rollout) -> dict[str, float]:
         """Returns, with placement `continuous`, by how many iterations the weights of tokens are older than those that
-        learn from them, the share of responses with tokens of several weights, and the responses dropped so far.
+        learn from them, the share of responses with tokens of several weights, and `Generators.round_metrics`.
         """
         if not self.config.placement.samples_rounds:
             return {}
@@ -432,7 +432,7 @@ class PPOController:
             "token_age": float(age_C.float().mean()),
             "token_age_max": float(age_C.max()),
             "continued_share": float((rollout.sampled_by_BR[:, 0] != last_B).float().mean()),
-            "dropped_responses": float(self.roles.generators.num_dropped),
+            **self.roles.generators.round_metrics,
         }
 
     # Learn.

@@ -97,6 +97,16 @@ class Generators:
         """How many responses have been dropped."""
         return self._left[0].schedule.num_dropped
 
+    @property
+    def round_metrics(self) -> dict[str, float]:
+        """The responses dropped so far, and the conversations that wait for an answer or a row, after the last batch
+        that was collected.
+        """
+        found = {"dropped_responses": float(self.num_dropped)}
+        if self._supply.config.environment is not None:
+            found["waiting_conversations"] = float(self._left[0].schedule.num_waiting)
+        return found
+
     def start_batch(self, version: int) -> Pending[Rollout]:
         """Start sampling with the last weights sent until a further batch has ended, and no more. `version` is the
         iteration that started with these weights. See `start_sampling`.
@@ -129,8 +139,9 @@ class Generators:
         return Unfinished(self._left[0].schedule, responses).as_bytes(self._supply.config.max_new_tokens)
 
     def restore(self, data: bytes) -> None:
-        """Continue with the responses of a checkpoint."""
-        found = Unfinished.from_bytes(data)
+        """Continue with the responses of a checkpoint, without those that failed if they are too many."""
+        config = self._supply.config
+        found = Unfinished.from_bytes(data).without_failures(config.max_failed_share * config.sampled_batch_size)
         self._supply.num_passed, self._supply.num_batches = found.schedule.next_group, found.schedule.num_batches
         self._open(found)
 
@@ -252,13 +263,11 @@ class Generator(Rank):
             generator, num_generators = int(os.environ["RANK"]) // team_size, placement.num_generators // team_size
             self._exchange = Exchange(opening, generator, num_generators, self.everyone)
         assert isinstance(placement, Continuous), f"placement {placement.kind!r}; continuous was expected"
-        begins, environment = False, config.environment
         if self._sessions is not None:
             self._sessions.close()
-        if environment is not None:
-            rules = Rules(environment, self.tokenizer, limit, self._context_tokens - limit)
+        if config.environment is not None:
+            rules = Rules(config.environment, self.tokenizer, limit, self._context_tokens - limit)
             self._sessions = Sessions(rules, (1 + config.answer_rounds) * config.rows_in_progress)
-            begins = environment.begins
         self._rounds = Rounds(
             begun,
             prompts,
@@ -267,7 +276,7 @@ class Generator(Rank):
             self._sessions,
             round_tokens=placement.round_tokens,
             max_new_tokens=limit,
-            max_prompt_tokens=self._context_tokens - limit if begins else 0,
+            max_prompt_tokens=self._context_tokens - limit if config.lengthens_prompts else 0,
             temperature=config.temperature,
             pad_id=self.tokenizer.pad_id,
             records_routes=config.router_replay is not False,

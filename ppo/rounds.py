@@ -117,6 +117,18 @@ class Unfinished:
         ]
         return type(self)(deepcopy(self.schedule), copied)
 
+    def without_failures(self, most: float) -> Self:
+        """Returns all if at most so many responses have failed; otherwise without their groups, of which a resumed run
+        could not learn.
+        """
+        failed = [one.number // self.schedule.group_size for one in self.responses if one.failure]
+        if len(failed) <= most:
+            return self
+        found = self.copy()
+        found.schedule.leave_out(set(failed))
+        left = [one for one in found.responses if one.number // found.schedule.group_size not in failed]
+        return type(self)(found.schedule, left)
+
     def shares(self, num_generators: int) -> list[Self]:
         """Split the responses among generators: those in progress by their rows, and those that have ended evenly."""
         row_of = {number: row for row, number in enumerate(self.schedule.rows)}

@@ -15,7 +15,7 @@ row, before all responses that have not begun.
 
 import json
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Self
 
@@ -98,6 +98,21 @@ class Schedule:
                 self.queue.append(group)
         self.num_dropped += len(dropped)
         return dropped
+
+    def leave_out(self, groups: Collection[int]) -> None:
+        """Drop groups, wherever their responses are."""
+
+        def is_left(response: int) -> bool:
+            return response // self.group_size not in groups
+
+        self.rows = [response if is_left(response) else FREE for response in self.rows]
+        self.answered = deque([*filter(is_left, waiting)] for waiting in self.answered)
+        self.returning = deque(filter(is_left, self.returning))
+        self.queue = deque(group for group in self.queue if group not in groups)
+        for group in groups:
+            self.running.pop(group, None)
+            self.begun_by.pop(group, None)
+        self.num_dropped += self.group_size * len(groups)
 
     @property
     def num_waiting(self) -> int:

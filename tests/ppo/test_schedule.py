@@ -1,6 +1,7 @@
 """Placement `continuous` in logical time: speeds, pauses and losses never change which weights draw which token."""
 
 from dataclasses import dataclass, field
+from itertools import chain
 from random import Random
 
 from hypothesis import given
@@ -225,6 +226,22 @@ def test_old_groups_are_dropped_whole() -> None:
     assert again.end([0, 1]) == [0, 1]
     assert again.num_dropped == 2
     assert not again.queue
+
+
+def test_groups_are_left_out_wherever_they_are() -> None:
+    schedule = Schedule(num_rows=4, group_size=2, groups_per_batch=2, answer_rounds=1)
+    for happened in ([0, 1], [0, 1, 2, 4], [4, 3], [6]):  # group 0 is over; 2 returns; 3 waits; 5, 6 and 7 go on
+        schedule.begin(0)
+        schedule.end(happened)
+    before = Schedule.from_json(schedule.as_json())
+    assert (list(before.queue), before.next) == ([0], 8)
+    schedule.leave_out({0, 1})
+    assert schedule.num_dropped == 4
+    assert not schedule.queue
+    assert schedule.members([2, 3]) == [4, 5, 6, 7]
+    in_progress = {*schedule.rows, *schedule.returning, *chain(*schedule.answered)} - {FREE}
+    assert in_progress == {*before.rows, *before.returning, *chain(*before.answered)} - {FREE, 0, 1, 2, 3}
+    assert schedule.running.keys() == schedule.begun_by.keys() == before.running.keys() - {0, 1}
 
 
 def test_a_schedule_is_saved_whole() -> None:
