@@ -17,9 +17,9 @@ from lm.source import on_meta
 from lm.tensor_parallel import Rendezvous, Team
 from lm.weights import ModelFolder, read_config
 from ppo.config import PPOConfig
-from ppo.environments.conversations import Conversations, Rules
+from ppo.environments.conversations import Conversations
 from ppo.environments.environment import Environment
-from ppo.environments.sessions import Sessions
+from ppo.environments.sessions import Rules, Sessions
 from ppo.placement import Continuous
 from ppo.rank import InitialModels, Rank
 from ppo.rollout import Asked, Rollout, equal_slices, sample_seed

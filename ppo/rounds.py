@@ -27,11 +27,10 @@ from lm.samplers.heed_engine import HeedSampler
 from lm.tensor_parallel import Rendezvous
 from lm.tokenizer import Messages
 from ppo.config import PPOConfig
-from ppo.environments.conversations import Answer
-from ppo.environments.sessions import Sessions, Topic, Turns
+from ppo.environments.sessions import Sessions, Talk, Topic
 from ppo.placement import Continuous
 from ppo.prompts import Mixture
-from ppo.rollout import FAILURES, Asked, Dialogue, Rollout
+from ppo.rollout import FAILURES, Asked, Rollout
 from ppo.schedule import FREE, Schedule
 from training.notices import UnrepeatableError
 from training.packing import Sampler
@@ -50,16 +49,13 @@ class GroupPrompt(NamedTuple):
 
 
 @dataclass
-class Begun(Partial):
+class Begun(Talk):
     """A response in parts, with the digest of the weights that drew its tokens, each from its first token on; 0 = an
-    environment wrote them. In a conversation, `is_finished` says before its end whether its last turn is closed.
+    environment wrote them.
     """
 
     prompt_row: int = 0
     drawn_by: dict[int, int] = field(default_factory=dict)
-    written: list[bool] = field(default_factory=list)  # of all turns that have ended; True = by the policy
-    rewards: list[float] = field(default_factory=list)  # likewise, from the environment
-    failure: str = ""  # an entry of `ppo.rollout.FAILURES`
 
     @property
     def digests(self) -> list[int]:
@@ -69,30 +65,10 @@ class Begun(Partial):
         return [digest for (first, digest), end in spans for _ in range(end - first)]
 
     @property
-    def dialogue(self) -> Dialogue:
-        num_new = len(self.tokens) - len(self.written)
-        return Dialogue([*self.written, *[True] * num_new], [*self.rewards, *[0.0] * num_new], self.failure)
-
-    @property
     def num_routed(self) -> int:
         """Number of tokens that had been read, prompt included, when the policy's last one was drawn."""
         written = self.dialogue.written
         return len(self.prompt) - 1 + len(written) - (written[::-1].index(True) if any(written) else len(written))
-
-    def end_turn(self) -> Turns:
-        """Returns the conversation up to a turn that has ended, for its environment."""
-        self.written, self.rewards = [*self.dialogue.written], [*self.dialogue.rewards]
-        return Turns(self.prompt, [*self.tokens], self.written, self.rewards, self.is_finished)
-
-    def take(self, answer: Answer, failure: str) -> None:
-        """Take what the environment makes of the last turn."""
-        self.failure, self.is_finished = self.failure or failure, answer.is_finished
-        self.rewards[-1] += answer.reward
-        if answer.tokens:
-            self.drawn_by[len(self.tokens)] = 0
-        self.tokens += answer.tokens
-        for of_token, value in ((self.logprobs, 0.0), (self.written, False), (self.rewards, 0.0)):
-            of_token += [value] * len(answer.tokens)
 
 
 @dataclass(frozen=True)
@@ -343,7 +319,8 @@ class Rounds:
         over = list[int]()
         for number in due:
             response = self._responses[number]
-            answer, failure = (Answer(is_over=True), "") if response.failure else sessions.answer(number)
+            answer, failure = sessions.answer(number)
+            response.drawn_by |= {len(response.tokens): 0} if answer.tokens else {}
             response.take(answer, failure)
             if answer.is_over:
                 sessions.forget(number)
@@ -381,10 +358,8 @@ class Rounds:
 
     def _ask(self, number: int) -> None:
         """Let the environment answer a conversation's last turn, if it has not been asked for that."""
-        response = self._responses[number]
-        turns = response.end_turn()
-        if self.sessions is not None and not response.failure:
-            self.sessions.ask(number, self._topic(number), turns)
+        if self.sessions is not None:
+            self.sessions.ask(number, self._topic(number), self._responses[number].end_turn())
 
     def _give(self, number: int) -> None:
         data = Unfinished(NO_ROWS, [self._responses.pop(number)]).as_bytes(self.max_new_tokens)

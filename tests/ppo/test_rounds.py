@@ -15,8 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lm.generation import NextRound, Partial
 from lm.tensor_parallel import Rendezvous
-from ppo.environments.conversations import Answer
-from ppo.environments.sessions import Topic, Turns
+from ppo.environments.sessions import Answer, Topic, Turns
 from ppo.rollout import Rollout
 from ppo.rounds import Exchange, GroupPrompt, Part, Rounds, Unfinished, joined
 from ppo.schedule import Schedule
@@ -65,7 +64,7 @@ class Environment:
 
     def ask(self, number: int, _topic: Topic, turns: Turns) -> None:
         if number not in self.asked:
-            delay, places = self.speeds.choice([0.0, 0.0, 0.0, 0.001]), self.job.turns_of(number)
+            delay, places = self.speeds.choice([0.0, 0.0, 0.0, 0.0005]), self.job.turns_of(number)
             assert list(turns.prompt) == [9, number]
             assert [range(own.start, own.stop) for own in turns.parts()[::2]] == places[: (len(turns.parts()) + 1) // 2]
             self.asked[number] = POOL.submit(self._answer, number, len(turns.tokens), delay)

@@ -103,7 +103,7 @@ def trained(
 def test_slow_tools_change_no_bit(
     setup: Callable[..., tuple[PPOConfig, InitialModels]], prompts: list[list[int]]
 ) -> None:
-    (config, models), (slow, _) = setup(), setup(seconds=0.02)
+    (config, models), (slow, _) = setup(num_iterations=3), setup(seconds=0.02, num_iterations=3)
     fast = trained(config, models, prompts)
     for (rollout, metrics), (other, other_metrics) in zip(fast, trained(slow, models, prompts), strict=True):
         for name, tensor in rollout.tensors().items():
@@ -120,7 +120,7 @@ def test_only_tokens_of_the_policy_are_learned_from_and_each_is_its_weights(
     setup: Callable[..., tuple[PPOConfig, InitialModels]], prompts: list[list[int]]
 ) -> None:
     """The first batch is all of the initial weights: each token against a plain pass over its conversation."""
-    config, models = setup()
+    config, models = setup(num_iterations=1)
     rollout, _ = trained(config, models, prompts)[0]
     model = load(ModelFolder(models.sft, LanguageModel))
     between_BR = ~rollout.written_BR & (torch.arange(30) < rollout.response_tokens_B[:, None])
@@ -137,6 +137,7 @@ def test_only_tokens_of_the_policy_are_learned_from_and_each_is_its_weights(
         torch.testing.assert_close(found[own], expected[own], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 def test_a_killed_run_ends_like_an_uninterrupted_run(
     setup: Callable[..., tuple[PPOConfig, InitialModels]], prompts: list[list[int]], tmp_path: Path
 ) -> None:
