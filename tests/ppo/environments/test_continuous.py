@@ -100,6 +100,7 @@ def trained(
     return found
 
 
+@pytest.mark.long
 def test_slow_tools_change_no_bit(
     setup: Callable[..., tuple[PPOConfig, InitialModels]], prompts: list[list[int]]
 ) -> None:
@@ -120,7 +121,7 @@ def test_only_tokens_of_the_policy_are_learned_from_and_each_is_its_weights(
     setup: Callable[..., tuple[PPOConfig, InitialModels]], prompts: list[list[int]]
 ) -> None:
     """The first batch is all of the initial weights: each token against a plain pass over its conversation."""
-    config, models = setup(num_iterations=1)
+    config, models = setup(num_iterations=2)
     rollout, _ = trained(config, models, prompts)[0]
     model = load(ModelFolder(models.sft, LanguageModel))
     between_BR = ~rollout.written_BR & (torch.arange(30) < rollout.response_tokens_B[:, None])
