@@ -350,11 +350,6 @@ class PPOConfig(Config):
                 f"placement.kind {self.placement.kind!r} continues responses with new weights, which sampler.kind"
                 f' {self.sampler.kind!r} cannot; "heed" was expected'
             )
-        if self.placement.samples_rounds and self.environment is not None:
-            yield (
-                f"placement.kind {self.placement.kind!r} samples responses of one turn, but environment.kind"
-                f' {self.environment.kind!r} has more; "asynchronous" was expected'
-            )
         if self.local_judges and self.memory != "fast":
             yield (
                 f"memory {self.memory!r} moves frozen models away from the device, but the judge"
@@ -491,6 +486,17 @@ class PPOConfig(Config):
         """Responses that placement `continuous` has in progress at once."""
         num_rows = self.placement.num_rows if isinstance(self.placement, Continuous) else 0
         return num_rows or self.sampled_batch_size
+
+    @property
+    def answer_rounds(self) -> int:
+        """Rounds after which placement `continuous` takes an environment's answer; 0 = there is none."""
+        rounds = self.placement.answer_rounds if isinstance(self.placement, Continuous) else 0
+        return rounds if self.environment is not None else 0
+
+    @property
+    def lengthens_prompts(self) -> bool:
+        """Whether episodes may make prompts longer while others are sampled, so that each has room for the longest."""
+        return self.environment is not None and self.environment.begins and self.answer_rounds > 0
 
     @property
     def corrects_samples(self) -> bool:

@@ -109,10 +109,11 @@ class PPOController:
         self.started_with: dict[int, int] = {}  # digest of the weights that an iteration started with
         self.evidence = NO_EVIDENCE  # that sampled tokens are not draws from the policy
         self.in_flight: dict[int, Pending[Rollout]] = {}  # by the iteration that will learn from it
+        self.started_at: dict[int, int] = {}  # by the same, the iteration that started sampling it in this process
         self.sources, self.scored_by = sources, scored_by
         self.prompt_order = prompt_order(config, sources.sizes if sources else (len(prompts),), seed)
         if config.placement.samples_rounds:
-            roles.generators.open_rounds(Supply(config, prompts, self.prompt_order), seed)
+            roles.generators.open_rounds(Supply(config, prompts, self.prompt_order, roles.generators.asked), seed)
         self.ptx_order = Sampler(max(1, num_pretraining_rows), config.ptx_rows, derive_seed(seed, "ppo", "ptx"))
 
     def step(self, iteration: int) -> dict[str, float]:
@@ -160,7 +161,7 @@ class PPOController:
         if self.sent_digests:  # empty before weights are first sent: both sides still hold the model that they loaded
             self.started_with[iteration] = whole_digest(self.sent_digests)
         sampled_by = rollout.sampled_by_BR[rollout.written_BR]
-        newest = iteration - self._staleness(iteration)
+        newest = self.started_at.get(iteration, iteration - self._staleness(iteration))
         if self.config.placement.samples_rounds:
             self.started_with.setdefault(0, int(sampled_by[0]))  # the model as loaded, whose digest nobody has sent
             expected = [digest for version, digest in self.started_with.items() if version <= newest]
@@ -185,6 +186,7 @@ class PPOController:
         for ahead in self._window(iteration, self.config.placement.max_staleness + 1):
             if ahead in self.in_flight:
                 continue
+            self.started_at[ahead] = iteration  # later than by schedule if a checkpoint lacks it
             if self.config.placement.samples_rounds:
                 self.in_flight[ahead] = self.roles.generators.start_batch(iteration)
                 continue
@@ -418,19 +420,19 @@ class PPOController:
 
     def _age_metrics(self, iteration: int, rollout: Rollout) -> dict[str, float]:
         """Returns, with placement `continuous`, by how many iterations the weights of tokens are older than those that
-        learn from them, the share of responses with tokens of several weights, and the responses dropped so far.
+        learn from them, the share of responses with tokens of several weights, and `Generators.round_metrics`.
         """
         if not self.config.placement.samples_rounds:
             return {}
         version_of = {digest: version for version, digest in self.started_with.items()}
         digests, places_C = rollout.sampled_by_BR[rollout.written_BR].unique(return_inverse=True)
         age_C = iteration - torch.tensor([version_of[digest] for digest in digests.tolist()])[places_C]
-        last_B = rollout.sampled_by_BR.gather(1, rollout.num_written_B[:, None] - 1)[:, 0]
+        last_B = rollout.sampled_by_BR.gather(1, rollout.response_tokens_B[:, None] - 1)[:, 0]
         return {
             "token_age": float(age_C.float().mean()),
             "token_age_max": float(age_C.max()),
             "continued_share": float((rollout.sampled_by_BR[:, 0] != last_B).float().mean()),
-            "dropped_responses": float(self.roles.generators.num_dropped),
+            **self.roles.generators.round_metrics,
         }
 
     # Learn.

@@ -19,10 +19,11 @@ from lm.weights import ModelFolder, read_config
 from ppo.config import PPOConfig
 from ppo.environments.conversations import Conversations
 from ppo.environments.environment import Environment
+from ppo.environments.sessions import Rules, Sessions
 from ppo.placement import Continuous
 from ppo.rank import InitialModels, Rank
 from ppo.rollout import Asked, Rollout, equal_slices, sample_seed
-from ppo.rounds import EndedRows, GroupPrompt, Part, Rounds, Supply, Unfinished, joined, not_begun
+from ppo.rounds import Exchange, GroupPrompt, Part, Rounds, Supply, Unfinished, joined, still_needed
 from training.config import EngineConfig
 from training.notices import RunError, say
 
@@ -79,7 +80,9 @@ class Generators:
 
     def _open(self, begun: Unfinished) -> None:
         """Begin with these responses. What each generator has after the last batch that was collected is kept."""
-        self._left, self._prompts = begun.shares(self.ranks.num_ranks // self.team_size), dict[int, GroupPrompt]()
+        self._left = begun.shares(self.ranks.num_ranks // self.team_size)
+        rows = {one.number // begun.schedule.group_size: one.prompt_row for one in begun.responses}
+        self._prompts = still_needed({group: self._supply.prompt(row) for group, row in rows.items()}, begun.schedule)
         self._num_openings += 1
         self.ranks.call_split(Generator.open_rounds, self._openings())
 
@@ -93,6 +96,16 @@ class Generators:
     def num_dropped(self) -> int:
         """How many responses have been dropped."""
         return self._left[0].schedule.num_dropped
+
+    @property
+    def round_metrics(self) -> dict[str, float]:
+        """The responses dropped so far, and the conversations that wait for an answer or a row, after the last batch
+        that was collected.
+        """
+        found = {"dropped_responses": float(self.num_dropped)}
+        if self._supply.config.environment is not None:
+            found["waiting_conversations"] = float(self._left[0].schedule.num_waiting)
+        return found
 
     def start_batch(self, version: int) -> Pending[Rollout]:
         """Start sampling with the last weights sent until a further batch has ended, and no more. `version` is the
@@ -111,7 +124,7 @@ class Generators:
                 f"batch {schedule.num_batches} is collected after {num_before}"
             )
             self._left = [part.left for part in found]
-            self._prompts = not_begun(self._prompts | prompts, schedule)
+            self._prompts = still_needed(self._prompts | prompts, schedule)
             self.ranks.settle(parts)
             self.ranks.start_from(Generator.open_rounds, self._openings())
             return joined(found)
@@ -126,8 +139,9 @@ class Generators:
         return Unfinished(self._left[0].schedule, responses).as_bytes(self._supply.config.max_new_tokens)
 
     def restore(self, data: bytes) -> None:
-        """Continue with the responses of a checkpoint."""
-        found = Unfinished.from_bytes(data)
+        """Continue with the responses of a checkpoint, without those that failed if they are too many."""
+        config = self._supply.config
+        found = Unfinished.from_bytes(data).without_failures(config.max_failed_share * config.sampled_batch_size)
         self._supply.num_passed, self._supply.num_batches = found.schedule.next_group, found.schedule.num_batches
         self._open(found)
 
@@ -211,7 +225,8 @@ class Generator(Rank):
         self._sleeps = config.memory != "fast" and config.placement.roles_share_ranks
         self._failure = ""
         self._rounds: Rounds
-        self._ended_rows: EndedRows | None = None  # None = there is no other generator
+        self._sessions: Sessions | None = None  # of conversations that are sampled in rounds
+        self._exchange = Exchange()
         if config.environment is not None:
             config.environment.load()
 
@@ -243,21 +258,25 @@ class Generator(Rank):
         run's, and `opening` the number of such calls.
         """
         config, team_size = self.config, self.config.sampler.tensor_parallel_size
-        placement, batch = config.placement, config.sampled_batch_size
-        generator, num_generators = 0, placement.num_generators // team_size
+        placement, batch, limit = config.placement, config.sampled_batch_size, config.max_new_tokens
         if self.everyone is not None:
-            generator = int(os.environ["RANK"]) // team_size
-            self._ended_rows = EndedRows(self.everyone, opening, generator, num_generators)
+            generator, num_generators = int(os.environ["RANK"]) // team_size, placement.num_generators // team_size
+            self._exchange = Exchange(opening, generator, num_generators, self.everyone)
         assert isinstance(placement, Continuous), f"placement {placement.kind!r}; continuous was expected"
+        if self._sessions is not None:
+            self._sessions.close()
+        if config.environment is not None:
+            rules = Rules(config.environment, self.tokenizer, limit, self._context_tokens - limit)
+            self._sessions = Sessions(rules, (1 + config.answer_rounds) * config.rows_in_progress)
         self._rounds = Rounds(
             begun,
             prompts,
             lambda number: sample_seed(seed, *divmod(number, batch)),
-            generator,
-            num_generators,
-            (lambda _batch, _number, rows: rows) if self._ended_rows is None else self._ended_rows.union,
+            self._exchange,
+            self._sessions,
             round_tokens=placement.round_tokens,
-            max_new_tokens=config.max_new_tokens,
+            max_new_tokens=limit,
+            max_prompt_tokens=self._context_tokens - limit if config.lengthens_prompts else 0,
             temperature=config.temperature,
             pad_id=self.tokenizer.pad_id,
             records_routes=config.router_replay is not False,
@@ -266,8 +285,7 @@ class Generator(Rank):
     def sample_batch(self, version: int, prompts: Mapping[int, GroupPrompt], num_collected: int) -> Part:
         """Sample until the next batch is there (`Rounds.sample`). Results of the first batches have been collected."""
         assert isinstance(self.sampler, HeedSampler), "vLLM samples whole responses"
-        if self._ended_rows is not None:
-            self._ended_rows.forget(num_collected)
+        self._exchange.forget(num_collected)
         return self._rounds.sample(self.sampler, version, self._digest(), prompts)
 
     # Placements whose rollouts are sampled whole.
@@ -327,7 +345,7 @@ class Generator(Rank):
         return read_config(self.models.sft, "language")[0].max_position_embeddings
 
     def first_failure(self) -> str:
-        return self._failure
+        return self._failure if self._sessions is None else self._sessions.failure
 
     def host(self) -> str:
         return socket.gethostname()
@@ -343,6 +361,8 @@ class Generator(Rank):
         self.receive(map(self.broadcast.receive, (self.merging or self.sampler).slots()))
 
     def close(self) -> None:
+        if self._sessions is not None:
+            self._sessions.close()
         self.sampler.close()
 
 

@@ -139,6 +139,12 @@ class Continuous(SeparateRanks):
         description="Responses whose first token is by more than so many iterations older than the weights that learn"
         " from it are dropped, with their group, and counted; 0 = none.",
     )
+    answer_rounds: int = Field(
+        default=2,
+        ge=1,
+        description="Rounds after the end of a conversation's turn after which its environment's answer is taken;"
+        " other responses use the row meanwhile. More suit slower environments, and make conversations older.",
+    )
 
 
 Sampler = Annotated[Annotated[HeedSampler, Tag("heed")] | Annotated[VLLM, Tag("vllm")], by_kind("heed", "vllm")]

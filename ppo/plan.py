@@ -61,7 +61,7 @@ def plan(planner: Planner, config: PPOConfig) -> PPOIteration:
             f" {config.max_new_tokens}; at most that was expected"
         )
     if config.environment is not None:
-        planner.sizes.assume("counts an environment's tokens as the policy's, and not the time that it takes")
+        planner.sizes.assume("counts a conversation as one turn of the policy, without its environment's time")
     work = PPOIteration(
         config,
         replace(lengths, mean=lengths.mean - config.max_new_tokens + responses.mean),

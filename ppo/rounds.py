@@ -3,6 +3,9 @@
 Whatever a generator has left after a batch is known to the driver, so another process can continue from there, with the
 same weights and the same rounds.
 
+The session of conversation n is with generator n modulo their number, whoever has its row. Between two rounds, its
+tokens go from one to the other, so every generator has as many rows as any other.
+
 Shape letters: B responses, R response tokens.
 """
 
@@ -11,30 +14,45 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from itertools import count
+from itertools import chain, count
 from typing import NamedTuple, Self
 
 import torch
 from safetensors.torch import load, save
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from files.rows import Row
 from lm.generation import Partial
 from lm.samplers.heed_engine import HeedSampler
 from lm.tensor_parallel import Rendezvous
+from lm.tokenizer import Messages
 from ppo.config import PPOConfig
+from ppo.environments.sessions import Sessions, Talk, Topic
 from ppo.placement import Continuous
 from ppo.prompts import Mixture
-from ppo.rollout import Rollout
+from ppo.rollout import FAILURES, Asked, Rollout
 from ppo.schedule import FREE, Schedule
 from training.notices import UnrepeatableError
 from training.packing import Sampler
 
-GroupPrompt = tuple[int, Sequence[int]]  # row of the prompt in the job's prompts, and its tokens
+NO_ROWS = Schedule(num_rows=0, group_size=1, groups_per_batch=1)
+AHEAD = 4  # every so many rows, the session of one more conversation is opened before it begins
+
+
+class GroupPrompt(NamedTuple):
+    """A prompt: its row in the job's prompts, its tokens, and what an environment reads of it."""
+
+    row: int
+    tokens: Sequence[int]
+    messages: Messages
+    fields: Row
 
 
 @dataclass
-class Begun(Partial):
-    """A response in parts, with the digest of the weights that drew its tokens, each from its first token on."""
+class Begun(Talk):
+    """A response in parts, with the digest of the weights that drew its tokens, each from its first token on; 0 = an
+    environment wrote them.
+    """
 
     prompt_row: int = 0
     drawn_by: dict[int, int] = field(default_factory=dict)
@@ -43,8 +61,14 @@ class Begun(Partial):
     def digests(self) -> list[int]:
         """Returns the digest of the weights that drew each token."""
         ends = [*list(self.drawn_by)[1:], len(self.tokens)]
-        spans = zip(self.drawn_by.items(), ends, strict=True)
+        spans = zip(self.drawn_by.items(), ends, strict=False)  # none before the first token
         return [digest for (first, digest), end in spans for _ in range(end - first)]
+
+    @property
+    def num_routed(self) -> int:
+        """Number of tokens that had been read, prompt included, when the policy's last one was drawn."""
+        written = self.dialogue.written
+        return len(self.prompt) - 1 + len(written) - (written[::-1].index(True) if any(written) else len(written))
 
 
 @dataclass(frozen=True)
@@ -57,10 +81,29 @@ class Unfinished:
     def copy(self) -> Self:
         """Returns a copy that further sampling does not change."""
         copied = [
-            replace(one, tokens=[*one.tokens], logprobs=[*one.logprobs], drawn_by={**one.drawn_by})
+            replace(
+                one,
+                tokens=[*one.tokens],
+                logprobs=[*one.logprobs],
+                drawn_by={**one.drawn_by},
+                written=[*one.written],
+                rewards=[*one.rewards],
+            )
             for one in self.responses
         ]
         return type(self)(deepcopy(self.schedule), copied)
+
+    def without_failures(self, most: float) -> Self:
+        """Returns all if at most so many responses have failed; otherwise without their groups, of which a resumed run
+        could not learn.
+        """
+        failed = [one.number // self.schedule.group_size for one in self.responses if one.failure]
+        if len(failed) <= most:
+            return self
+        found = self.copy()
+        found.schedule.leave_out(set(failed))
+        left = [one for one in found.responses if one.number // found.schedule.group_size not in failed]
+        return type(self)(found.schedule, left)
 
     def shares(self, num_generators: int) -> list[Self]:
         """Split the responses among generators: those in progress by their rows, and those that have ended evenly."""
@@ -100,8 +143,11 @@ class Unfinished:
             row, is_finished = int(rollout.prompt_rows_B[place]), bool(rollout.finished_B[place])
             response = Begun(numbers[place], prompt, seeds[place], tokens, logprobs, is_finished)
             response.prompt_row, response.drawn_by = row, drawn_by
+            response.written = rollout.written_BR[place, : len(tokens)].tolist()
+            response.rewards = rollout.turn_rewards_BR[place, : len(tokens)].tolist()
+            response.failure = FAILURES[int(rollout.failure_B[place])]
             if rollout.routes_BTLK.numel():
-                response.routes = rollout.routes_BTLK[place, : len(prompt) + len(tokens) - 1].clone()
+                response.routes = rollout.routes_BTLK[place, : response.num_routed].clone()
             responses.append(response)
         return cls(schedule, responses)
 
@@ -114,34 +160,65 @@ class Part(NamedTuple):
     left: Unfinished
 
 
-class EndedRows:
-    """The rows whose responses ended, by round: each generator writes its own and reads those of all.
+class Exchange:
+    """What happened in rounds: each generator writes what happened to its responses and reads what did to all, and
+    conversations go from one to another.
 
-    They are in a store outside of generators. So if one is lost, the others wait for the round that it has not written,
+    This is in a store outside of generators. So if one is lost, the others wait for the round that it has not written,
     and the process that takes its place reads again what they wrote.
     """
 
-    def __init__(self, meeting: Rendezvous, opening: int, generator: int, num_generators: int) -> None:
-        """`opening` tells the schedules apart that use the same store one after the other."""
-        timeout = timedelta(seconds=meeting.timeout_seconds)
-        self._store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
-        self._opening, self._generator, self._num_generators = opening, generator, num_generators
+    def __init__(
+        self, opening: int = 0, generator: int = 0, num_generators: int = 1, meeting: Rendezvous | None = None
+    ) -> None:
+        """`opening` tells the schedules apart that use the same store one after the other. A lone generator needs no
+        `meeting`.
+        """
+        self.generator, self.num_generators, self._opening = generator, num_generators, opening
+        if meeting is not None:
+            timeout = timedelta(seconds=meeting.timeout_seconds)
+            self._store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
         self._written: dict[int, list[str]] = {}  # keys, by batch
 
-    def union(self, batch: int, number: int, rows: Sequence[int]) -> list[int]:
-        """Returns the rows that any generator writes in this round of a batch, lowest first. Waits for all of them.
+    def union(self, batch: int, number: int, responses: Sequence[int]) -> list[int]:
+        """Returns the responses that any generator writes in this round of a batch, lowest first. Waits for all.
 
-        Raises: UnrepeatableError if the process that this one replaces wrote other rows.
+        Raises: UnrepeatableError if the process that this one replaces wrote other responses.
         """
-        keys = [f"{self._opening} {batch} {number} {one}" for one in range(self._num_generators)]
-        own, found = json.dumps(rows), self._store.compare_set(keys[self._generator], "", json.dumps(rows)).decode()
+        if self.num_generators == 1:
+            return sorted(responses)
+        keys = [f"{self._opening} {batch} {number} {one}" for one in range(self.num_generators)]
+        own = json.dumps(responses)
+        found = self._store.compare_set(keys[self.generator], "", own).decode()
         if found != own:
             raise UnrepeatableError(
-                f"round {number} of batch {batch}: generator {self._generator} was replaced and drew other tokens:"
-                f" responses end in rows {own} instead of {found}"
+                f"round {number} of batch {batch}: generator {self.generator} was replaced and drew other tokens:"
+                f" responses {own} end instead of {found}"
             )
-        self._written.setdefault(batch, []).append(keys[self._generator])
-        return sorted(row for text in self._store.multi_get(keys) for row in json.loads(text))
+        self._written.setdefault(batch, []).append(keys[self.generator])
+        return sorted(response for text in self._store.multi_get(keys) for response in json.loads(text))
+
+    def give(self, batch: int, number: int, conversation: int, data: bytes) -> None:
+        """Write a conversation for the generator that has its session, or its row, after this round.
+
+        Raises: UnrepeatableError if the process that this one replaces wrote another.
+        """
+        key = self._key(batch, number, conversation)
+        if self._store.check([key]) and self._store.get(key) != data:
+            raise UnrepeatableError(
+                f"round {number} of batch {batch}: generator {self.generator} was replaced, and conversation"
+                f" {conversation} has other tokens: its environment does not repeat its replies"
+            )
+        self._store.set(key, data)  # type: ignore[arg-type]  # it takes bytes too
+        self._written.setdefault(batch, []).append(key)
+
+    def take(self, batch: int, number: int, conversation: int) -> bytes:
+        """Wait for a conversation, and return it."""
+        found: bytes = self._store.get(self._key(batch, number, conversation))
+        return found
+
+    def _key(self, batch: int, number: int, conversation: int) -> str:
+        return f"{self._opening} {batch} {number} conversation {conversation}"
 
     def forget(self, num_batches: int) -> None:
         """Remove what this generator wrote in the first batches, which nobody repeats."""
@@ -161,28 +238,29 @@ class Rounds:
         begun: Unfinished,
         prompts: Mapping[int, GroupPrompt],
         seed_of: Callable[[int], int],
-        generator: int,
-        num_generators: int,
-        union: Callable[[int, int, list[int]], Sequence[int]],
+        exchange: Exchange,
+        sessions: Sessions | None = None,
         *,
         round_tokens: int,
         max_new_tokens: int,
+        max_prompt_tokens: int,
         temperature: float,
         pad_id: int,
         records_routes: bool,
     ) -> None:
-        """Continue with this generator's responses in `begun`; `prompts` are those of groups that have not begun.
+        """Continue with this generator's responses in `begun`; `prompts` are those of groups in progress, and of those
+        that have not begun.
 
-        `seed_of` returns the seed of a response by its number. `union` returns the rows that any generator passes in a
-        round of a batch.
+        `seed_of` returns the seed of a response by its number. `max_prompt_tokens` bounds prompts that `sessions`, of
+        conversations, begin with messages of their own; 0 = they do not.
         """
         begun = begun.copy()
-        self.schedule, self._seed_of, self._union = begun.schedule, seed_of, union
-        self.round_tokens, self.max_new_tokens = round_tokens, max_new_tokens
+        self.schedule, self.sessions, self._seed_of, self._exchange = begun.schedule, sessions, seed_of, exchange
+        self.round_tokens, self.max_new_tokens, self.max_prompt_tokens = round_tokens, max_new_tokens, max_prompt_tokens
         self.temperature, self.pad_id, self.records_routes = temperature, pad_id, records_routes
-        self._generator, self._num_generators = generator, num_generators
         self._prompts = dict(prompts)  # by group
         self._responses = {one.number: one for one in begun.responses}  # of this generator, until they are handed over
+        self._round = (0, 0)  # batch, and number of the round in it
 
     def sample(self, sampler: HeedSampler, version: int, digest: int, prompts: Mapping[int, GroupPrompt]) -> Part:
         """Sample with the present weights until the queue has a batch, and take it.
@@ -191,60 +269,134 @@ class Rounds:
         further groups, enough of them for all that may begin.
         """
         self._prompts |= prompts
-        schedule, batch, numbers = self.schedule, self.schedule.num_batches, count()
+        schedule, numbers = self.schedule, count()
         again = [self._responses[number] for row, number in enumerate(schedule.rows) if self._is_own(row, number)]
-        for response in again:
-            response.drawn_by[len(response.tokens)] = digest
+        for waiting in filter(self._is_home, chain(*schedule.answered)):
+            self._ask(waiting)  # unless this process has
 
         def next_round(ended: Sequence[Partial]) -> Sequence[Partial] | None:
-            number = next(numbers)
+            self._round = schedule.num_batches, (number := next(numbers))
             if number:
-                rows = [schedule.rows.index(response.number) for response in ended]
-                for dropped in schedule.end(self._union(batch, number, rows)):
-                    self._responses.pop(dropped, None)
+                self._end_round([response.number for response in ended])
             if schedule.has_batch:
                 return None
-            entering = [self._begun(number, digest) for row, number in schedule.begin(version) if self._is_own(row)]
-            self._responses |= {response.number: response for response in entering}
-            return entering if number else [*again, *entering]
+            entering = [*([] if number else again), *self._enter(version)]
+            for response in entering:
+                response.drawn_by[len(response.tokens)] = digest
+            return entering
 
         if not schedule.has_batch:
-            held = [*(prompt for _, prompt in self._prompts.values()), *(response.prompt for response in again)]
+            longest = max(len(prompt.tokens) for prompt in self._prompts.values())
             sampler.sample_in_rounds(
                 next_round,
                 num_steps=self.round_tokens,
                 num_rows=sum(map(self._is_own, range(schedule.num_rows))),
-                num_columns=max(map(len, held)) + self.max_new_tokens,
+                num_columns=max(longest, self.max_prompt_tokens) + self.max_new_tokens,
                 max_new_tokens=self.max_new_tokens,
                 temperature=self.temperature,
                 records_routes=self.records_routes,
             )
-        self._prompts = not_begun(self._prompts, schedule)
+        self._prompts = still_needed(self._prompts, schedule)
         return self._take()
 
-    def _begun(self, number: int, digest: int) -> Begun:
-        row, prompt = self._prompts[number // self.schedule.group_size]
-        return Begun(number, prompt, self._seed_of(number), prompt_row=row, drawn_by={0: digest})
+    def _end_round(self, ended: Sequence[int]) -> None:
+        """Take what happened in a round to responses of all generators; `ended` are those in own rows."""
+        schedule, happened = self.schedule, [*ended]
+        if self.sessions is not None:
+            for number in ended:
+                (self._ask if self._is_home(number) else self._give)(number)
+            happened += self._over([number for number in schedule.due if self._is_home(number)], self.sessions)
+        happened = self._exchange.union(*self._round, happened)
+        if self.sessions is not None:
+            for number in filter(self._is_home, set(schedule.rows).intersection(happened) - set(ended)):
+                self._receive(number)
+                self._ask(number)
+        for dropped in schedule.end(happened):
+            self._responses.pop(dropped, None)
+
+    def _over(self, due: Sequence[int], sessions: Sessions) -> list[int]:
+        """Wait for the answers that are due. Returns the conversations that are over."""
+        over = list[int]()
+        for number in due:
+            response = self._responses[number]
+            answer, failure = sessions.answer(number)
+            response.drawn_by |= {len(response.tokens): 0} if answer.tokens else {}
+            response.take(answer, failure)
+            if answer.is_over:
+                sessions.forget(number)
+                over.append(number)
+        return over
+
+    def _enter(self, version: int) -> list[Begun]:
+        """Let responses enter all rows. Returns those in own rows."""
+        schedule = self.schedule
+        entered = schedule.begin(version)
+        own = [number for row, number in entered if self._is_own(row)]
+        if self.sessions is None:
+            self._responses |= {number: self._begun(number) for number in own}
+        else:
+            new = [number for _, number in entered if self._is_home(number) and number not in self._responses]
+            ahead = range(schedule.next, schedule.next + schedule.num_rows // AHEAD)
+            for number in [*new, *filter(self._is_home, ahead)]:
+                if number // schedule.group_size in self._prompts:
+                    self.sessions.open(number, self._topic(number))
+            for number in new:
+                self._responses[number] = self._begun(number, *self.sessions.prompt(number))
+            for number in (number for row, number in entered if self._is_home(number) and not self._is_own(row)):
+                self._give(number)
+            for number in own:
+                self._receive(number)
+        return [self._responses[number] for number in own]
+
+    def _begun(self, number: int, prompt: Sequence[int] = (), failure: str = "") -> Begun:
+        of_group = self._prompts[number // self.schedule.group_size]
+        return Begun(number, prompt or of_group.tokens, self._seed_of(number), prompt_row=of_group.row, failure=failure)
+
+    def _topic(self, number: int) -> Topic:
+        prompt = self._prompts[number // self.schedule.group_size]
+        return Topic(prompt.messages, prompt.fields, prompt.tokens, self._seed_of(number))
+
+    def _ask(self, number: int) -> None:
+        """Let the environment answer a conversation's last turn, if it has not been asked for that."""
+        if self.sessions is not None:
+            self.sessions.ask(number, self._topic(number), self._responses[number].end_turn())
+
+    def _give(self, number: int) -> None:
+        data = Unfinished(NO_ROWS, [self._responses.pop(number)]).as_bytes(self.max_new_tokens)
+        self._exchange.give(*self._round, number, data)
+
+    def _receive(self, number: int) -> None:
+        """Take a conversation from the generator that has it, if that is another."""
+        if number not in self._responses:
+            (found,) = Unfinished.from_bytes(self._exchange.take(*self._round, number)).responses
+            self._responses[number] = found
 
     def _take(self) -> Part:
         numbers = self.schedule.take()
         places = [place for place, number in enumerate(numbers) if number in self._responses]
         responses = [self._responses.pop(numbers[place]) for place in places]
-        rollout = rollout_of(responses, self.max_new_tokens, self.pad_id) if responses else None
+        seconds = 0.0 if self.sessions is None else self.sessions.take_seconds()
+        rollout = rollout_of(responses, self.max_new_tokens, self.pad_id, seconds) if responses else None
         return Part(places, rollout, Unfinished(self.schedule, [*self._responses.values()]).copy())
 
     def _is_own(self, row: int, number: int = 0) -> bool:
         """Whether this generator has the row, and a response of this number is in it."""
-        return number != FREE and row % self._num_generators == self._generator
+        return number != FREE and row % self._exchange.num_generators == self._exchange.generator
+
+    def _is_home(self, number: int) -> bool:
+        """Whether this generator has the session of a conversation."""
+        return self._is_own(number)
 
 
-def not_begun(prompts: Mapping[int, GroupPrompt], schedule: Schedule) -> dict[int, GroupPrompt]:
-    """Returns the prompts of groups of which no response has begun, or not all."""
-    return {group: prompt for group, prompt in prompts.items() if group >= schedule.next_group}
+def still_needed(prompts: Mapping[int, GroupPrompt], schedule: Schedule) -> dict[int, GroupPrompt]:
+    """Returns the prompts of groups in progress, and of those of which no response has begun, or not all."""
+    return {
+        group: prompt for group, prompt in prompts.items() if group >= schedule.next_group or group in schedule.running
+    }
 
 
-def rollout_of(responses: Sequence[Begun], max_new_tokens: int, pad_id: int) -> Rollout:
-    """Returns the responses as a rollout, in order."""
+def rollout_of(responses: Sequence[Begun], max_new_tokens: int, pad_id: int, seconds: float = 0.0) -> Rollout:
+    """Returns the responses as a rollout, in order. `seconds` were spent waiting for environments."""
     return Rollout.of(
         [response.prompt_row for response in responses],
         [response.prompt for response in responses],
@@ -254,6 +406,8 @@ def rollout_of(responses: Sequence[Begun], max_new_tokens: int, pad_id: int) -> 
         max_new_tokens=max_new_tokens,
         pad_id=pad_id,
         sampled_by=[response.digests for response in responses],
+        dialogues=[response.dialogue for response in responses],
+        environment_seconds=seconds,
         routes=[response.routes for response in responses] if len(responses[0].routes) else (),
     )
 
@@ -268,28 +422,37 @@ def joined(parts: Iterable[Part]) -> Rollout:
 class Supply:
     """Passes prompts to the generators before they need them."""
 
-    def __init__(self, config: PPOConfig, prompts: Sequence[Sequence[int]], order: Sampler | Mixture) -> None:
-        self.config, self.prompts, self.order = config, prompts, order
+    def __init__(
+        self, config: PPOConfig, prompts: Sequence[Sequence[int]], order: Sampler | Mixture, asked: Asked
+    ) -> None:
+        self.config, self.prompts, self.order, self.asked = config, prompts, order, asked
         self.num_passed = self.num_batches = 0  # groups and batches
 
     def schedule(self) -> Schedule:
         """Returns the schedule before anything has begun."""
-        config, samples, placement = self.config, self.config.advantage.samples_per_prompt, self.config.placement
+        config, samples = self.config, self.config.advantage.samples_per_prompt
+        per_batch, placement = config.sampled_batch_size // samples, config.placement
         assert isinstance(placement, Continuous), f"placement {placement.kind!r}; continuous was expected"
-        return Schedule(config.rows_in_progress, samples, config.sampled_batch_size // samples, placement.max_age)
+        return Schedule(config.rows_in_progress, samples, per_batch, placement.max_age, config.answer_rounds)
+
+    def prompt(self, row: int) -> GroupPrompt:
+        asked = self.asked.of([row])
+        messages, fields = asked.conversations[0] if asked.conversations else (), asked.rows[0] if asked.rows else {}
+        return GroupPrompt(row, self.prompts[row], messages, fields)
 
     def of_next_batch(self, num_dropped: int) -> dict[int, GroupPrompt]:
         """Returns the prompts of all groups that may begin before one more batch has ended, without those passed.
 
-        No more groups are in progress than there are rows, and one that has not all begun. While a batch is sampled,
-        these may be dropped, and as many in its last round. `num_dropped` counts responses in batches that have ended.
+        No more groups are in progress than there are rows, with those whose conversations wait for answers, and one
+        that has not all begun. While a batch is sampled, these may be dropped, and as many in its last round.
+        `num_dropped` counts responses in batches that have ended.
         """
         config, self.num_batches = self.config, self.num_batches + 1
-        samples, at_once = config.advantage.samples_per_prompt, config.rows_in_progress + 1
+        samples, at_once = config.advantage.samples_per_prompt, config.rows_in_progress * (1 + config.answer_rounds) + 1
         in_flight = 2 * (config.placement.max_staleness + 1)
         per_batch = config.sampled_batch_size // samples
         end = self.num_batches * per_batch + num_dropped // samples + (in_flight + 1) * at_once
         groups, self.num_passed = range(self.num_passed, end), max(end, self.num_passed)
         rows = {number: self.order.batch(number).tolist() for number in {group // per_batch for group in groups}}
         of_groups = [rows[group // per_batch][group % per_batch] for group in groups]
-        return {group: (row, self.prompts[row]) for group, row in zip(groups, of_groups, strict=True)}
+        return {group: self.prompt(row) for group, row in zip(groups, of_groups, strict=True)}

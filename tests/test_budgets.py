@@ -43,7 +43,7 @@ BUDGETS = {
     "classify": Budget(1_550, 8, 30),
     "sft": Budget(845, 4, 36),
     "dpo": Budget(1_470, 7, 25),
-    "ppo": Budget(9_485, 35, 164),
+    "ppo": Budget(9_885, 36, 165),
     "reward": Budget(6_130, 24, 71),
     "pretrain": Budget(580, 3, 12),
     "stages": Budget(3_370, 17, 0),
@@ -60,7 +60,7 @@ MAX_WORDS = 75_000  # of README, CONTRIBUTING, CHANGELOG, benchmarks/README.md, 
 MAX_WORDS_PER_PAGE = 2_500
 # Files whose functions a new reader enters (`python -m benchmarks.files_entered --list`).
 MAX_FILES_ENTERED = {"one PPO iteration": 42, "a forward pass of two layers": 9, "rankings to a reward model": 57}
-MAX_CLOSURE_OF_PPO = 43_790  # lines that `ppo/stage.py` imports, itself included
+MAX_CLOSURE_OF_PPO = 44_185  # lines that `ppo/stage.py` imports, itself included
 
 
 def source_files(package: str) -> list[Path]:

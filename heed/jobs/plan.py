@@ -217,7 +217,7 @@ def _ppo_work(work: PPOIteration, times: Times) -> PPOWork:
         forward_pass(layout, scored_rows, scored_width, is_trained=True),
         (max(rows, responses) * config.max_new_tokens + ptx * work.ptx_tokens) * work.policy.vocab_size,
         math.ceil(config.rows_in_progress / (config.placement.num_generators or layout.ranks)),
-        seq_len - config.max_new_tokens,
+        (work.policy.max_position_embeddings if config.lengthens_prompts else seq_len) - config.max_new_tokens,
         config.max_new_tokens,
         micro_batches,
         config.memory,

@@ -142,9 +142,9 @@ def _sample_rounds(
                 left[number] = lengths[number] = draw()
             sampling += speeds.read(len(entered) * speeds.prompt_tokens / speeds.num_teams)
             sampling += _round_seconds(schedule, speeds, placement.round_tokens, left)
-            ended = [row for row, number in enumerate(schedule.rows) if left.get(number) == 0]
-            for row in ended:
-                del left[schedule.rows[row]]
+            ended = [number for number in schedule.rows if left.get(number) == 0]
+            for number in ended:
+                del left[number]
             for number in schedule.end(ended):
                 del lengths[number]
         course.add(now + sampling, sampling, speeds.learn(sum(lengths.pop(number) for number in schedule.take())))

@@ -73,6 +73,7 @@ class Environment(Config, ABC):
     """The settings that all kinds of environments share."""
 
     scores: ClassVar[bool] = True  # whether its episodes give rewards or scores, or only converse
+    begins: ClassVar[bool] = True  # whether its episodes may begin with messages of their own
 
     max_turns: int = Field(default=8, ge=1, description="Turns of the policy after which a conversation ends.")
     deadline_seconds: float = Field(

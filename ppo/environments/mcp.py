@@ -27,6 +27,7 @@ class MCPTools(ServedEnvironment):
 
     model_config = ConfigDict(title="Environment mcp")
     scores: ClassVar[bool] = False
+    begins: ClassVar[bool] = False
 
     kind: Literal["mcp"] = Field(default="mcp", description="The kind of this table.")
     command: tuple[str, ...] = Field(

@@ -37,6 +37,7 @@ class ToolEnvironment(Environment):
     """The base of environments that only run tools."""
 
     scores: ClassVar[bool] = False
+    begins: ClassVar[bool] = False
 
     @abstractmethod
     def run(self, call: ToolCall) -> str:

@@ -29,6 +29,7 @@ class SimulatedUser(ServedEnvironment):
 
     model_config = ConfigDict(title="Environment user")
     scores: ClassVar[bool] = False
+    begins: ClassVar[bool] = False
 
     kind: Literal["user"] = Field(default="user", description="The kind of this table.")
     url: str = Field(

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,11 +20,15 @@ from cluster.group import WorkerGroup
 from cluster.hosts import this_host
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.rank import InitialModels
+from ppo.rank import InitialModels, ScoreScale
 from ppo.roles import Roles
 from ppo.rollout import Rollout
-from ppo.rounds import EndedRows, Unfinished
+from ppo.rounds import Exchange, Unfinished
+from reward.external import NoReward
+from tests.ppo.environments.test_continuous import CLASS
+from tests.ppo.environments.test_runs import ASKED
 from tests.rays import start_ray
+from tests.tiers import in_ci
 from training.config import EngineConfig
 
 pytestmark = pytest.mark.long
@@ -44,16 +49,16 @@ def new_group() -> Iterator[Callable[[int], WorkerGroup]]:
 
 def die_in_round(batch: int, has_written: bool) -> None:
     """Lets this process kill itself when it has drawn the tokens of a round."""
-    union = EndedRows.union
+    union = Exchange.union
 
-    def dying(self: EndedRows, current: int, number: int, rows: Sequence[int]) -> list[int]:
+    def dying(self: Exchange, current: int, number: int, rows: Sequence[int]) -> list[int]:
         if (current, number) == (batch, 1):
             if has_written:
-                self._store.compare_set(f"{self._opening} {batch} {number} {self._generator}", "", str([*rows]))
+                self._store.compare_set(f"{self._opening} {batch} {number} {self.generator}", "", str([*rows]))
             os.kill(os.getpid(), signal.SIGKILL)
         return union(self, current, number, rows)
 
-    EndedRows.union = dying  # type: ignore[method-assign]
+    Exchange.union = dying  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -63,20 +68,28 @@ def train(
     models: InitialModels,
     prompts: list[list[int]],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[WorkerGroup, Sequence[Fault]], Trained]:
-    """Trains with two generators, each of which has a fault; returns what was learned from, and the policy."""
+) -> Callable[..., Trained]:
+    """Trains with two generators, each of which has a fault, on single responses or, with the class of an environment,
+    on conversations; returns what was learned from, and the policy.
+    """
     placement = {"kind": "continuous", "num_generators": 2, "num_rows": 10, "round_tokens": 2}
-    config = ppo_config(micro=2, num_iterations=NUM_ITERATIONS, num_epochs=1, ptx=None, placement=placement)
+    values = {"num_iterations": NUM_ITERATIONS, "num_epochs": 1, "ptx": None, "placement": placement}
 
-    def run(learners: WorkerGroup, faults: Sequence[Fault]) -> Trained:
+    def run(learners: WorkerGroup, faults: Sequence[Fault], environment: str = "", seconds: float = 0.0) -> Trained:
+        config, own = ppo_config(micro=2, **values), models
+        if environment:
+            table = {"kind": "class", "class_name": environment, "max_turns": 3, "settings": {"seconds": seconds}}
+            changes = {"environment": table, "reward": {"kind": "none"}, "max_new_tokens": 30, "max_failed_share": 0.9}
+            config = ppo_config(micro=2, **values, **changes)
+            own = replace(models, reward=NoReward(), scale=ScoreScale(0.0, 1.0, config.score_coef))
         folder, rollouts, metrics = tmp_path_factory.mktemp("policy"), list[Rollout](), list[dict[str, float]]()
         with new_group(2) as generators:
             roles = Roles.on_groups(
-                config, ENGINE, models, [], learners=learners, generators=generators, scorers=learners
+                config, ENGINE, own, ASKED, learners=learners, generators=generators, scorers=learners
             )
             if faults:
                 generators.run_split("plant", die_in_round, faults)
-            controller = PPOController(config, roles, prompts, models.scale, num_pretraining_rows=1, seed=5)
+            controller = PPOController(config, roles, prompts, own.scale, num_pretraining_rows=1, seed=5)
             before = [group.run("pid", os.getpid) for group in (learners, generators)]
             for iteration in range(NUM_ITERATIONS):
                 metrics.append(controller.step(iteration))
@@ -95,21 +108,29 @@ def train(
     return run
 
 
+@pytest.mark.parametrize("converses", in_ci([False, True], [True]))
 def test_generators_killed_in_a_round_change_no_bit_and_learners_continue(
     new_group: Callable[[int], WorkerGroup],
-    train: Callable[[WorkerGroup, Sequence[Fault]], Trained],
+    train: Callable[..., Trained],
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    converses: bool,
 ) -> None:
     """One dies when the other has read its last round, with the first weights; then that one, with weights of the
-    learner, before the other knows which of its responses have ended.
+    learner, before the other knows which of its responses have ended. Conversations have a slower environment then.
     """
+    environment = f"{tmp_path}/counter.py:Counter" if converses else ""
+    (tmp_path / "counter.py").write_text(CLASS)
     with new_group(1) as learners:
-        calm, struck = train(learners, []), train(learners, [(1, True), (2, False)])
+        calm = train(learners, [], environment)
+        struck = train(learners, [(1, True), (2, False)], environment, seconds=0.02)
     for rollout, other in zip(calm[0], struck[0], strict=True):
         for name, tensor in rollout.tensors().items():
-            assert torch.equal(tensor, other.tensors()[name]), name
-    assert struck[1] == calm[1]
+            assert name == "environment_seconds_B" or torch.equal(tensor, other.tensors()[name]), name
+    for of_calm, of_struck in zip(calm[1], struck[1], strict=True):
+        assert {**of_struck, "environment_seconds": 0} == {**of_calm, "environment_seconds": 0}
+    assert all(not converses or float(rollout.num_turns_B.float().mean()) > 1 for rollout in calm[0])
     assert struck[2].keys() == calm[2].keys()
     assert all(torch.equal(tensor, struck[2][name]) for name, tensor in calm[2].items())
     assert struck[3] == calm[3]

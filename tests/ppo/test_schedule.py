@@ -1,6 +1,7 @@
 """Placement `continuous` in logical time: speeds, pauses and losses never change which weights draw which token."""
 
 from dataclasses import dataclass, field
+from itertools import chain
 from random import Random
 
 from hypothesis import given
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 from ppo.schedule import FREE, Schedule
 from tests.examples import examples
 
-Token = tuple[int, int, int]  # response, place, version
+Token = tuple[int, int, int]  # response, place, version; ENVIRONMENT wrote the tokens between two turns
+ENVIRONMENT = -1
 
 
 @dataclass(frozen=True)
@@ -22,14 +24,32 @@ class Job:
     max_age: int
     num_iterations: int
     seed: int
+    answer_rounds: int = 0  # 0 = a response is one turn
+
+    def turns_of(self, response: int) -> list[range]:
+        """The places of each turn's tokens. A tenth of the responses are ten times as long, of turns three times."""
+        chance = Random(f"{self.seed} {response}")
+        if not self.answer_rounds:
+            return [range(chance.randint(1, 6) * (10 if chance.random() < 0.1 else 1))]
+        turns, start = list[range](), 0
+        for _ in range(chance.randint(1, 3)):
+            turns.append(range(start, start + chance.randint(1, 5) * (3 if chance.random() < 0.1 else 1)))
+            start = turns[-1].stop + chance.randint(1, 4)
+        return turns
 
     def length_of(self, response: int) -> int:
-        """A tenth of the responses are ten times as long."""
-        chance = Random(f"{self.seed} {response}")
-        return chance.randint(1, 6) * (10 if chance.random() < 0.1 else 1)
+        return self.turns_of(response)[-1].stop
+
+    def turn_end(self, response: int, num_tokens: int) -> int:
+        """The end of the turn that has the next token."""
+        return next(turn.stop for turn in self.turns_of(response) if num_tokens in turn)
+
+    def reply_end(self, response: int, num_tokens: int) -> int:
+        """Where the turn after this many tokens begins; their number if the conversation is over."""
+        return next((turn.start for turn in self.turns_of(response) if turn.start > num_tokens), num_tokens)
 
     def start(self) -> Schedule:
-        return Schedule(self.num_rows, self.group_size, self.groups_per_batch, self.max_age)
+        return Schedule(self.num_rows, self.group_size, self.groups_per_batch, self.max_age, self.answer_rounds)
 
 
 @dataclass
@@ -44,16 +64,21 @@ class Generators:
         job, schedule = self.job, self.schedule
         while not schedule.has_batch:
             schedule.begin(version)
-            ended = []
+            happened = []
             rows = [row for row, response in enumerate(schedule.rows) if response != FREE]
             order.shuffle(rows)  # whichever generator is faster
-            for row in rows:
-                tokens = self.drawn.setdefault(schedule.rows[row], [])
-                length = job.length_of(schedule.rows[row])
-                tokens += [version] * min(job.round_tokens, length - len(tokens))
-                if len(tokens) == length:
-                    ended.append(row)
-            for response in schedule.end(sorted(ended)):
+            for response in (schedule.rows[row] for row in rows):
+                tokens = self.drawn.setdefault(response, [])
+                end = job.turn_end(response, len(tokens))
+                tokens += [version] * min(job.round_tokens, end - len(tokens))
+                if len(tokens) == end:
+                    happened.append(response)
+            for response in schedule.due:
+                tokens = self.drawn[response]
+                tokens += [ENVIRONMENT] * (job.reply_end(response, len(tokens)) - len(tokens))
+                if tokens[-1] != ENVIRONMENT:
+                    happened.append(response)
+            for response in schedule.end(happened):
                 del self.drawn[response]
         taken = schedule.take()
         return [(response, place, drawn) for response in taken for place, drawn in enumerate(self.drawn.pop(response))]
@@ -111,6 +136,7 @@ jobs = st.builds(
     max_age=st.sampled_from([0, 0, 4, 5]),
     num_iterations=st.integers(4, 8),
     seed=st.integers(0, 2**32),
+    answer_rounds=st.integers(0, 2),
 )
 
 
@@ -133,7 +159,8 @@ def test_every_response_is_learned_from_once_and_versions_never_fall(job: Job) -
         assert len({response for response, _, _ in batch}) == job.group_size * job.groups_per_batch
         versions: dict[int, list[int]] = {}
         for response, _, version in batch:
-            versions.setdefault(response, []).append(version)
+            if version != ENVIRONMENT:
+                versions.setdefault(response, []).append(version)
         for found in versions.values():
             assert found == sorted(found)
             assert found[-1] <= max(0, iteration - job.staleness)
@@ -141,9 +168,8 @@ def test_every_response_is_learned_from_once_and_versions_never_fall(job: Job) -
     if not job.max_age:  # a group waits for its longest response, but none for another group
         last = max(responses)
         missing = set(range(last)) - responses
-        assert (
-            len(missing) <= job.group_size * (job.num_rows + job.groups_per_batch * (1 + job.staleness)) + job.num_rows
-        )
+        most_begun = job.num_rows * (1 + job.answer_rounds)  # in rows, or waiting for answers
+        assert len(missing) <= job.group_size * (most_begun + job.groups_per_batch * (1 + job.staleness)) + most_begun
 
 
 def test_the_rule_by_hand() -> None:
@@ -154,14 +180,33 @@ def test_the_rule_by_hand() -> None:
     assert schedule.has_batch
     assert schedule.take() == [0, 2]
     assert schedule.begin(0) == [(0, 3), (2, 4)]  # iteration 0 learns meanwhile, and response 1 continues
-    assert schedule.end([0, 2]) == []
+    assert schedule.end([3, 4]) == []
     assert schedule.take() == [3, 4]
     assert schedule.begin(1) == [(0, 5), (2, 6)]  # with the weights of iteration 1, which also draw the rest of 1
-    schedule.end([0, 1, 2])
+    schedule.end([1, 5, 6])
     assert list(schedule.queue) == [1, 5, 6]
     assert schedule.take() == [1, 5]
     assert schedule.rows == [FREE] * 3
     assert lengths[1] == 5
+
+
+def test_the_rule_of_conversations_by_hand() -> None:
+    """Two rows, batches of two, and answers a round later. Conversation 0 has two turns, all others one."""
+    schedule = Schedule(num_rows=2, group_size=1, groups_per_batch=2, answer_rounds=1)
+    assert schedule.begin(0) == [(0, 0), (1, 1)]
+    schedule.end([0])  # its first turn ends, and 1 goes on
+    assert schedule.begin(0) == [(0, 2)]  # while the environment answers 0
+    assert schedule.due == [0]
+    assert schedule.num_waiting == 1
+    schedule.end([1, 2])  # their only turns; the answer to 0 is taken, and is not its end
+    assert schedule.begin(0) == [(0, 0), (1, 3)]  # 0 before 3
+    assert schedule.due == [1, 2]
+    schedule.end([0, 3, 1, 2])  # turns of 0 and 3 end, and 1 and 2 are over
+    assert schedule.take() == [1, 2]
+    assert schedule.begin(0) == [(0, 4), (1, 5)]
+    schedule.end([0, 3])  # which were answered while 4 and 5 went on
+    assert schedule.take() == [0, 3]
+    assert (schedule.rows, schedule.num_waiting) == ([4, 5], 0)
 
 
 def test_old_groups_are_dropped_whole() -> None:
@@ -170,7 +215,7 @@ def test_old_groups_are_dropped_whole() -> None:
     assert schedule.end([0]) == []  # its sibling goes on
     for version in range(4):
         schedule.begin(version)
-        assert schedule.end([0]) == []  # responses 2, 3, 4 and 5, of groups 1 and 2
+        assert schedule.end([2 + version]) == []  # of groups 1 and 2
     assert list(schedule.queue) == [1, 2]
     schedule.take(), schedule.take()
     schedule.begin(3)
@@ -183,8 +228,26 @@ def test_old_groups_are_dropped_whole() -> None:
     assert not again.queue
 
 
+def test_groups_are_left_out_wherever_they_are() -> None:
+    schedule = Schedule(num_rows=4, group_size=2, groups_per_batch=2, answer_rounds=1)
+    for happened in ([0, 1], [0, 1, 2, 4], [4, 3], [6]):  # group 0 is over; 2 returns; 3 waits; 5, 6 and 7 go on
+        schedule.begin(0)
+        schedule.end(happened)
+    before = Schedule.from_json(schedule.as_json())
+    assert (list(before.queue), before.next) == ([0], 8)
+    schedule.leave_out({0, 1})
+    assert schedule.num_dropped == 4
+    assert not schedule.queue
+    assert schedule.members([2, 3]) == [4, 5, 6, 7]
+    in_progress = {*schedule.rows, *schedule.returning, *chain(*schedule.answered)} - {FREE}
+    assert in_progress == {*before.rows, *before.returning, *chain(*before.answered)} - {FREE, 0, 1, 2, 3}
+    assert schedule.running.keys() == schedule.begun_by.keys() == before.running.keys() - {0, 1}
+
+
 def test_a_schedule_is_saved_whole() -> None:
-    schedule = Schedule(num_rows=3, group_size=2, groups_per_batch=1)
-    schedule.begin(4)
-    schedule.end([0, 1])
+    schedule = Schedule(num_rows=3, group_size=2, groups_per_batch=1, answer_rounds=2)
+    for ended in ([0, 1], [2], []):
+        schedule.begin(4)
+        schedule.end(ended)
+    assert (list(schedule.returning), list(schedule.answered)) == ([0, 1], [[2], []])
     assert Schedule.from_json(schedule.as_json()) == schedule

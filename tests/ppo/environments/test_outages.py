@@ -21,7 +21,7 @@ import pytest
 from files import retries
 from lm.tokenizer import Tokenizer
 from lm.tool_calls import AssistantMessage, ToolCall
-from ppo.environments import conversations
+from ppo.environments import sessions
 from ppo.environments.conversations import Conversations, Sampled
 from ppo.environments.environment import Reply
 from ppo.environments.mcp import MCPTools
@@ -107,7 +107,7 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "QUIET_SECONDS", 0.0)
     monkeypatch.delenv("RANK", raising=False)  # an engine of another test may have named this process's only rank
     monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", 0.02)
-    monkeypatch.setattr(conversations, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(sessions, "GRACE_SECONDS", 0.0)
     retries._server.cache_clear()
 
 

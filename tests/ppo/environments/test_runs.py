@@ -195,13 +195,13 @@ def test_a_resumed_run_has_the_same_conversations(
     assert any("\n[environment] " in sample["response"] for sample in samples)
 
 
+@pytest.mark.parametrize("kind", ["asynchronous", "continuous"])
 def test_conversations_that_failed_are_sampled_again_by_a_resumed_run(
-    setup: Callable[..., tuple[PPOConfig, InitialModels]], prompts: list[list[int]], tmp_path: Path
+    setup: Callable[..., tuple[PPOConfig, InitialModels]], prompts: list[list[int]], tmp_path: Path, kind: str
 ) -> None:
     """The board breaks after the first iteration. The rollout sampled ahead then is in no checkpoint."""
     config, models = setup(
-        ptx=None, num_epochs=1, max_failed_share=0.0, num_iterations=4,
-        placement={"kind": "asynchronous", "max_staleness": 1},
+        ptx=None, num_epochs=1, max_failed_share=0.0, num_iterations=4, placement={"kind": kind, "max_staleness": 1},
     )  # fmt: skip
     stage = tmp_path / "ppo"
     broken = f"Path('{stage}/metrics.jsonl').stat().st_size and not Path('{stage}/mended').exists()"

@@ -11,7 +11,7 @@ import pytest
 from files import retries
 from lm.tokenizer import Tokenizer
 from lm.tool_calls import read_tool_calls
-from ppo.environments import conversations
+from ppo.environments import sessions
 from ppo.environments.conversations import Conversations
 from ppo.environments.environment import Reply
 from ppo.environments.user import SimulatedUser
@@ -95,7 +95,7 @@ def test_an_outage_of_the_endpoint_is_waited_for_beyond_the_deadline(
 ) -> None:
     monkeypatch.setattr(retries, "QUIET_SECONDS", 0.0)
     monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", 0.1)
-    monkeypatch.setattr(conversations, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(sessions, "GRACE_SECONDS", 0.0)
     simulator.answers = [(503, {})] * 6 + ["Thanks. ###STOP###"]
     chatty, asked = tokenizer.with_template("chat"), [{"role": "user", "content": "the fox"}]
     talks = Conversations(
