@@ -1,7 +1,9 @@
 """Sampling from a copy of the policy: `Generators` on all ranks, `Generator` on one."""
 
+import math
 import os
 import socket
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 
@@ -23,7 +25,7 @@ from ppo.environments.sessions import Rules, Sessions
 from ppo.placement import Continuous
 from ppo.rank import InitialModels, Rank
 from ppo.rollout import Asked, Rollout, equal_slices, sample_seed
-from ppo.rounds import Exchange, GroupPrompt, Part, Rounds, Supply, Unfinished, joined, still_needed
+from ppo.rounds import Exchange, GroupPrompt, Part, Rounds, Supply, Unfinished, Work, joined, still_needed
 from training.config import EngineConfig
 from training.notices import RunError, say
 
@@ -43,6 +45,7 @@ class Generators:
         # Waits until the weights last sent have arrived. All ranks start with the SFT policy's.
         self.weights_arrived: Pending[object] = lambda: None
         self._left: list[Unfinished] = []  # by team, in placement `continuous`; see `_open`
+        self._work: list[Work] = []
 
     def start_sampling(
         self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, again: bool = False
@@ -107,6 +110,21 @@ class Generators:
             found["waiting_conversations"] = float(self._left[0].schedule.num_waiting)
         return found
 
+    def take_work(self) -> dict[str, float]:
+        """Returns what the generators did, with placement `continuous`, for the batches collected since the last call:
+        a resumed run does not repeat it.
+        """
+        work, self._work = self._work, []
+        if not (possible := sum(one.num_possible for one in work)):
+            return {}
+        return {
+            "rows_in_use": sum(one.num_drawn for one in work) / possible,
+            "reread_tokens": float(sum(one.num_reread for one in work)),
+            "generators_waited_seconds": sum(one.waited_seconds for one in work)
+            * self.team_size
+            / self.ranks.num_ranks,
+        }
+
     def start_batch(self, version: int) -> Pending[Rollout]:
         """Start sampling with the last weights sent until a further batch has ended, and no more. `version` is the
         iteration that started with these weights. See `start_sampling`.
@@ -124,6 +142,7 @@ class Generators:
                 f"batch {schedule.num_batches} is collected after {num_before}"
             )
             self._left = [part.left for part in found]
+            self._work += [part.work for part in found]
             self._prompts = still_needed(self._prompts | prompts, schedule)
             self.ranks.settle(parts)
             self.ranks.start_from(Generator.open_rounds, self._openings())
@@ -226,7 +245,7 @@ class Generator(Rank):
         self._failure = ""
         self._rounds: Rounds
         self._sessions: Sessions | None = None  # of conversations that are sampled in rounds
-        self._exchange = Exchange()
+        self._exchange, self._idle_since = Exchange(), math.inf
         if config.environment is not None:
             config.environment.load()
 
@@ -286,7 +305,10 @@ class Generator(Rank):
         """Sample until the next batch is there (`Rounds.sample`). Results of the first batches have been collected."""
         assert isinstance(self.sampler, HeedSampler), "vLLM samples whole responses"
         self._exchange.forget(num_collected)
-        return self._rounds.sample(self.sampler, version, self._digest(), prompts)
+        waited = max(0.0, time.monotonic() - self._idle_since)
+        part = self._rounds.sample(self.sampler, version, self._digest(), prompts)
+        self._idle_since = time.monotonic()
+        return part._replace(work=part.work._replace(waited_seconds=waited))
 
     # Placements whose rollouts are sampled whole.
 

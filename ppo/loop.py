@@ -238,7 +238,7 @@ def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, fi
         done, seconds = iteration + 1, time.monotonic() - started
         tokens = metrics["response_tokens"] * config.rollout_batch_size
         metrics |= {"tokens_per_second": tokens / seconds, "checkpoint_seconds": waited_seconds}
-        metrics |= controller.phases.take()
+        metrics |= {**controller.phases.take(), **controller.roles.generators.take_work()}
         log.log(done, config.num_iterations, metrics)
         started = time.monotonic()
         # Keep the policy before the checkpoint, so that a run that resumes from it has every policy up to it.

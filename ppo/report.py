@@ -188,6 +188,8 @@ DIAGNOSTICS = (
         (Series("token_age", "mean", "ppo"), Series("token_age_max", "oldest", "heldout")),
     ),
     Panel("Continued responses", "with tokens of several weights", _ppo("continued_share"), is_share=True),
+    Panel("Rows in use", "of generators; the others had ended within a round", _ppo("rows_in_use"), is_share=True),
+    Panel("Tokens read again", "with newer weights, per iteration", _ppo("reread_tokens")),
     Panel(
         "Time per phase",
         "seconds per iteration",
@@ -197,6 +199,7 @@ DIAGNOSTICS = (
             Series("policy_updates_seconds", "policy", "ppo"),
             Series("value_updates_seconds", "values", "heldout"),
             Series("checkpoint_seconds", "checkpoints", "train"),
+            Series("generators_waited_seconds", "generators wait", "other-2"),
         ),
     ),
 )

@@ -152,12 +152,22 @@ class Unfinished:
         return cls(schedule, responses)
 
 
+class Work(NamedTuple):
+    """What a generator did until a batch was there."""
+
+    num_drawn: int = 0  # tokens
+    num_possible: int = 0  # tokens that its rows would have drawn if none had ended within a round
+    num_reread: int = 0  # tokens of begun responses, prompts included, that were read with newer weights
+    waited_seconds: float = 0.0  # before, for these weights
+
+
 class Part(NamedTuple):
     """One generator's part of a batch, and what it has left, from which another process can continue."""
 
     places: list[int]  # of its responses in the batch
     rollout: Rollout | None  # None if it has none of them
     left: Unfinished
+    work: Work = Work()
 
 
 class Exchange:
@@ -274,8 +284,15 @@ class Rounds:
         for waiting in filter(self._is_home, chain(*schedule.answered)):
             self._ask(waiting)  # unless this process has
 
+        in_rows, work = dict[int, tuple[Partial, int]](), Work()  # each response, and its tokens when it entered
+
+        def count_drawn(responses: Iterable[Partial]) -> int:
+            return sum(len(response.tokens) - in_rows.pop(response.number)[1] for response in [*responses])
+
         def next_round(ended: Sequence[Partial]) -> Sequence[Partial] | None:
+            nonlocal work
             self._round = schedule.num_batches, (number := next(numbers))
+            work = work._replace(num_drawn=work.num_drawn + count_drawn(ended))
             if number:
                 self._end_round([response.number for response in ended])
             if schedule.has_batch:
@@ -283,21 +300,27 @@ class Rounds:
             entering = [*([] if number else again), *self._enter(version)]
             for response in entering:
                 response.drawn_by[len(response.tokens)] = digest
+                in_rows[response.number] = response, len(response.tokens)
+            reread = sum(len(response.prompt) + len(response.tokens) for response in entering if response.tokens)
+            possible = work.num_possible + num_rows * self.round_tokens
+            work = work._replace(num_reread=work.num_reread + reread, num_possible=possible)
             return entering
 
+        num_rows = sum(map(self._is_own, range(schedule.num_rows)))
         if not schedule.has_batch:
             longest = max(len(prompt.tokens) for prompt in self._prompts.values())
             sampler.sample_in_rounds(
                 next_round,
                 num_steps=self.round_tokens,
-                num_rows=sum(map(self._is_own, range(schedule.num_rows))),
+                num_rows=num_rows,
                 num_columns=max(longest, self.max_prompt_tokens) + self.max_new_tokens,
                 max_new_tokens=self.max_new_tokens,
                 temperature=self.temperature,
                 records_routes=self.records_routes,
             )
         self._prompts = still_needed(self._prompts, schedule)
-        return self._take()
+        drawn = work.num_drawn + count_drawn(response for response, _ in in_rows.values())
+        return self._take()._replace(work=work._replace(num_drawn=drawn))
 
     def _end_round(self, ended: Sequence[int]) -> None:
         """Take what happened in a round to responses of all generators; `ended` are those in own rows."""

@@ -125,10 +125,14 @@ JOBS = [
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_tokens_have_the_versions_of_the_simulation(job: Job) -> None:
-    rounds, expected = rounds_of(job, Unfinished(job.start(), [])), plain(job)
+    rounds, expected, drawn, learned = rounds_of(job, Unfinished(job.start(), [])), plain(job), 0, 0
     for batch in range(job.num_iterations):
         part = sampled(rounds, job, batch)
         assert part.rollout is not None
+        drawn, learned = drawn + part.work.num_drawn, learned + int(part.rollout.response_tokens_B.sum())
+        if not job.answer_rounds:
+            assert part.work.num_drawn <= part.work.num_possible
+            assert job.max_age or drawn == learned + sum(len(one.tokens) for one in part.left.responses)
         assert part.places == list(range(len(part.rollout)))
         assert tokens_of(part.rollout, job) == expected[batch]
 
