@@ -169,7 +169,7 @@ class Generators:
         self.ranks.mend()
 
     def first_failure(self) -> str:
-        """Returns why the first conversation without a score in the last rollout has none; "" if all have one."""
+        """Returns why a conversation without a score has none, one of the last that failed; "" if all have one."""
         return next(filter(None, self.ranks.call_all(Generator.first_failure)), "")
 
     def _one_per_team(self, parts: Sequence[Rollout]) -> list[Rollout]:

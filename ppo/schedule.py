@@ -144,4 +144,4 @@ class Schedule:
     def from_json(cls, text: str) -> Self:
         found = json.loads(text)
         by_group = {name: {int(key): value for key, value in found[name].items()} for name in ("running", "begun_by")}
-        return cls(**found | by_group | {name: deque(found[name]) for name in QUEUES})
+        return cls(**found | by_group | {name: deque(found.get(name, ())) for name in QUEUES})
