@@ -236,6 +236,7 @@ class Losing:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(2400)  # of nightly tests on a busy machine
 @examples(1_000)  # and ten courses of losses of each in nightly tests: 10,000
 @given(job=jobs, num_generators=st.integers(1, 3), seed=st.integers(0, 2**32))
 def test_losses_and_slow_environments_change_no_token_and_no_version(job: Job, num_generators: int, seed: int) -> None:
