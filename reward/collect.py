@@ -303,19 +303,8 @@ def sample_tasks(
             sampled[sample.prompt_id].append((sample.response, str(policy)))
     texts = {name: [text for text, _ in samples] for name, samples in sampled.items()}
     scores = scores_of(judges, weights, prompts, texts)
-    candidates = [
-        PromptCandidates(
-            prompt.prompt_id,
-            tuple(Message.of(message) for message in prompt.messages),
-            tuple(
-                Candidate(text, source, scores[prompt.prompt_id][place])
-                for place, (text, source) in enumerate(sampled[prompt.prompt_id])
-            ),
-        )
-        for prompt in prompts
-    ]
     return choose_tasks(
-        candidates,
+        candidates_of(prompts, sampled, scores),
         batch=selection.batch,
         rule=selection.rule,
         responses_per_task=selection.responses_per_task,
@@ -325,6 +314,25 @@ def sample_tasks(
         num_tasks=selection.num_tasks,
         uniform_share=UNIFORM_SHARE,
     )
+
+
+def candidates_of(
+    prompts: Sequence[Prompt],
+    sampled: Mapping[str, Sequence[tuple[str, str]]],
+    scores: Mapping[str, Sequence[tuple[float, ...]]],
+) -> list[PromptCandidates]:
+    """Returns what tasks are chosen from. `sampled` has the responses to each prompt, and where each is from."""
+    return [
+        PromptCandidates(
+            prompt.prompt_id,
+            tuple(Message.of(message) for message in prompt.messages),
+            tuple(
+                Candidate(text, source, score)
+                for (text, source), score in zip(sampled[prompt.prompt_id], scores[prompt.prompt_id], strict=True)
+            ),
+        )
+        for prompt in prompts
+    ]
 
 
 def scores_of(

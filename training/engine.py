@@ -136,10 +136,9 @@ class Engine(Generic[AnyModule]):
         stage, buffers = self.config.zero_stage, [buffer.clone() for buffer in model.buffers()]
         with without_dynamo():
             if stage == 0:
-                prepared = self._replicated(model), *map(self._accelerator.prepare_optimizer, optimizers)
+                whole, of_optimizers = self._replicated(model), [*map(self._accelerator.prepare_optimizer, optimizers)]
             else:
-                prepared = self._accelerator.prepare(model, *optimizers)
-        whole, *of_optimizers = prepared
+                whole, *of_optimizers = self._accelerator.prepare(model, *optimizers)
         is_deepspeed = is_deepspeed_engine(whole)
         assert is_deepspeed == (stage > 0), f"ZeRO {stage} gave a {type(whole).__name__}"
         if is_deepspeed:  # it creates a process group of its own, with PyTorch's default time limit

@@ -7,7 +7,7 @@ whichever round asked for them, and its reward model is trained on those.
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,8 +25,8 @@ from preferences.database import STORE_AWAY, reason_of, require_locks
 from preferences.records import Coverage, Message, Ranking, Task
 from preferences.statistics.agreement import accuracy_against, pairwise_agreement
 from preferences.statistics.estimates import Share
-from preferences.task_selection import RULES, Candidate, PromptCandidates, choose_tasks
-from reward.collect import let_world_label, scores_of, write_rankings
+from preferences.task_selection import RULES, PromptCandidates, choose_tasks
+from reward.collect import candidates_of, let_world_label, scores_of, write_rankings
 from reward.sampling import SamplingSpec, sample_everywhere
 from stages.contract import StageWaitsError
 from stages.data import fitting_prompts
@@ -269,38 +269,24 @@ def _candidates(run: StageRun, config: RoundConfig, policy: str, prompts: Sequen
     for sample in sample_everywhere(run, policy, spec, prompts):
         sampled[sample.prompt_id].append(sample.response)
     models = [run.run_folder / name / "model" for name in config.models]
-    texts = [sampled[prompt.prompt_id] for prompt in prompts]
-    scores: list[list[tuple[float, ...]]] = [[()] * len(own) for own in texts]
-    if models:
-        scores = _scores(run, models, prompts, texts)
-    return [
-        PromptCandidates(
-            prompt.prompt_id,
-            tuple(Message.of(message) for message in prompt.messages),
-            tuple(Candidate(text, policy, score) for text, score in zip(own_texts, own_scores, strict=True)),
-        )
-        for prompt, own_texts, own_scores in zip(prompts, texts, scores, strict=True)
-    ]
+    scores = _scores(run, models, prompts, sampled) if models else scores_of((), {}, prompts, sampled)
+    sources = {name: [(text, policy) for text in texts] for name, texts in sampled.items()}
+    return candidates_of(prompts, sources, scores)
 
 
 def _scores(
-    run: StageRun, models: Sequence[Path], prompts: Sequence[Prompt], texts: Sequence[Sequence[str]]
-) -> list[list[tuple[float, ...]]]:
+    run: StageRun, models: Sequence[Path], prompts: Sequence[Prompt], texts: dict[str, list[str]]
+) -> dict[str, list[tuple[float, ...]]]:
     """Returns the models' scores of each prompt's texts; each worker scores a part of the prompts."""
     ppo, workers = run.job.section(PPO), run.workers()
     weights = {} if ppo is None else dict(ppo.reward.objective_weights)
     bounds = [len(prompts) * rank // workers.num_workers for rank in range(workers.num_workers + 1)]
-    shares = [(models, weights, prompts[start:end], texts[start:end]) for start, end in pairwise(bounds)]
+    parts = [prompts[start:end] for start, end in pairwise(bounds)]
+    shares = [(models, weights, part, {prompt.prompt_id: texts[prompt.prompt_id] for prompt in part}) for part in parts]
     run.enter("scoring")
-    return [own for part in workers.run_split(f"{run.name}: scores", _score, shares) for own in part]
-
-
-def _score(
-    models: Sequence[Path], weights: Mapping[str, float], prompts: Sequence[Prompt], texts: Sequence[Sequence[str]]
-) -> list[list[tuple[float, ...]]]:
-    by_prompt = {prompt.prompt_id: list(own) for prompt, own in zip(prompts, texts, strict=True)}
-    scores = scores_of(models, weights, prompts, by_prompt)
-    return [scores[prompt.prompt_id] for prompt in prompts]
+    return {
+        name: own for part in workers.run_split(f"{run.name}: scores", scores_of, shares) for name, own in part.items()
+    }
 
 
 # ---- labels ----

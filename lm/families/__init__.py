@@ -11,8 +11,7 @@ from pydantic import ValidationError
 
 from lm.config import ModelConfig
 from lm.families.classic import BartFamily, BertFamily, GPT2Family, T5Family
-from lm.families.family import Family, Stored, expect
-from lm.families.heed import HeedFamily
+from lm.families.family import Family, HeedFamily, Stored, expect
 from lm.families.mixtures import (
     DeepseekV2Family,
     DeepseekV3Family,

@@ -1,8 +1,8 @@
-"""What a family of checkpoints defines: its config fields for a shape, and its name for each tensor."""
+"""What a family of checkpoints defines: its config fields for a shape, and its name for each tensor. Heed's own."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -89,6 +89,34 @@ class Family(Protocol):
 
     def stored(self, config: ModelConfig, ours: str, /) -> Stored:
         """Returns where the checkpoint stores a tensor. Raises: KeyError for a name that the family lacks."""
+
+
+class HeedFamily:
+    """Any shape, in Heed's own config fields and tensor names, which only Heed reads."""
+
+    model_type = "heed"
+    classes: ClassVar = {
+        "language": "HeedForCausalLM",
+        "score": "HeedForSequenceClassification",
+        "masked": "HeedForMaskedLM",
+        "next": "HeedForPreTraining",
+        "sequence": "HeedForEncoderSequenceClassification",
+        "token": "HeedForTokenClassification",
+        "span": "HeedForQuestionAnswering",
+        "translate": "HeedForConditionalGeneration",
+    }
+
+    def to_hf(self, config: ModelConfig) -> Fields:
+        return config.model_dump(mode="json")
+
+    def from_hf(self, raw: Mapping[str, Any]) -> Fields:
+        missing = [name for name, field in ModelConfig.model_fields.items() if field.is_required() and name not in raw]
+        if missing:
+            raise KeyError(missing[0])
+        return {name: raw[name] for name in ModelConfig.model_fields if name in raw}
+
+    def stored(self, _config: ModelConfig, ours: str) -> Stored:
+        return Stored({ours: None})
 
 
 def written(config: ModelConfig, names: Mapping[str, str]) -> Fields:

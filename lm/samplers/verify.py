@@ -38,9 +38,8 @@ from lm.generation import Batch, Generated
 from lm.model import LanguageModel
 from lm.samplers.draws import ALARM, NO_EVIDENCE, Draws, Evidence, evidence
 from lm.samplers.engine import Agreement, LoadEngine, SamplingEngine, SentWeights, chunks, held_tensors, max_difference
+from lm.samplers.faults import OLD_ROUTERS, faults, judge_routes, power_row
 from lm.samplers.heed_engine import DTYPES
-from lm.samplers.power import faults, power_row
-from lm.samplers.routes import OLD_ROUTERS, judge_routes
 from lm.sampling import token_logprobs
 from lm.source import load_for_inference, on_meta
 from lm.tokenizer import Messages, Tokenizer

@@ -69,7 +69,7 @@ def test_code_job_file_and_named_files_are_sent_and_nothing_else() -> None:
     code = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()]
     shipped = {str(path.relative_to(ROOT)) for path in code if path.parent.name != "__pycache__"}
     assert sent == shipped | {"debug.toml", "data/prompts.jsonl"}
-    assert {"stages/reports/page.html.jinja", "lm/families/heed.py", "configs/jobs/demo.toml"} <= sent
+    assert {"stages/reports/page.html.jinja", "lm/families/family.py", "configs/jobs/demo.toml"} <= sent
 
 
 @pytest.mark.usefixtures("here")

@@ -17,8 +17,8 @@ from benchmarks.draw_power import Faulty, until_end
 from lm.config import Precision
 from lm.generation import Batch, Generated, Limits
 from lm.samplers.engine import SamplingEngine, SentWeights, chunks
+from lm.samplers.faults import MISSING, OLD_ROUTERS, OTHER_ROW, SHIFTED
 from lm.samplers.heed_engine import HeedSampler
-from lm.samplers.routes import MISSING, OLD_ROUTERS, OTHER_ROW, SHIFTED
 from lm.samplers.verify import (
     LOADED_WEIGHTS,
     MAX_NEW_TOKENS,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.draw_power import gained, planted
 from lm.samplers.draws import ALARM, NO_EVIDENCE, PARTS, Draws, Evidence, evidence
-from lm.samplers.power import ENOUGH, faults, power_row
+from lm.samplers.faults import ENOUGH, faults, power_row
 from lm.samplers.verify import Trial, more_draws
 from tests.tiers import in_ci
 
