@@ -62,6 +62,7 @@ METRICS = (  # of each iteration that are kept, as PPO logs them; NaN where an a
     "sampler_difference_unreplayed", "routes_changed", "clip_share",
 )  # fmt: skip
 KEPT_EVERY = 10  # iterations between policies that are measured
+ENDS = ("ppo-", "third-", "thrice-")  # arms of which only the last one is
 DENSE: Mapping[str, Any] = {  # as many parameters as a token of the mixture uses, without the router's
     f"model.{name}": None for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
 } | {"engine.router_aux_loss_coef": 0.0}
@@ -116,11 +117,12 @@ class PolicyMeasures(SeedMeasures):
         def make() -> dict[str, Floats]:
             if arm == GRADIENT:
                 return {"metrics_MI": self._controller(setting, start).gradient_moments(self.job)}
-            return self._trained(self.folder / name, setting, start)
+            every = math.inf if arm.startswith(ENDS) else KEPT_EVERY
+            return self._trained(self.folder / name, setting, start, every)
 
         return self._kept(f"{name}.npz", [f"{setting.start}/sft"], make)
 
-    def _trained(self, folder: Path, setting: Setting, start: Path) -> dict[str, Floats]:
+    def _trained(self, folder: Path, setting: Setting, start: Path, every: float) -> dict[str, Floats]:
         """Runs an arm's iterations. Returns KL and gold of the policies that it kept, and metrics of all iterations."""
         controller, kept, logged = self._controller(setting, start), list[int](), list[list[float]]()
         folder.mkdir(exist_ok=True)
@@ -128,7 +130,7 @@ class PolicyMeasures(SeedMeasures):
         for done in range(1, config.num_iterations + 1):
             metrics = controller.step(done - 1)
             logged.append([metrics.get(name, math.nan) for name in METRICS])
-            if done % KEPT_EVERY == 0 or done == config.num_iterations:
+            if done % every == 0 or done == config.num_iterations:
                 controller.roles.learners.keep_policy(kept_policy(folder, done))
                 kept.append(done)
         controller.roles.close()
