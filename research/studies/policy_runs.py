@@ -30,6 +30,7 @@ from lm.samplers.engine import SentWeights, held_tensors
 from ppo.loop import kept_policy
 from ppo.rank import InitialModels, ScoreScale
 from ppo.roles import Roles
+from ppo.stage import STAGE as PPO
 from preferences.statistics.estimates import Floats, Interval
 from research.over_optimisation.curves import Curve
 from research.studies.arms import Arm, arm_job
@@ -61,7 +62,7 @@ METRICS = (  # of each iteration that are kept, as PPO logs them; NaN where an a
     "score", "kl_nats", "effective_share", "importance_max", "token_age", "sampler_difference",
     "sampler_difference_unreplayed", "routes_changed", "clip_share",
 )  # fmt: skip
-KEPT_EVERY = 10  # iterations between policies that are measured
+KEPT_EVERY = 10  # iterations between policies that are measured, if the job does not say
 ENDS = ("ppo-", "third-", "thrice-")  # arms of which only the last one is
 DENSE: Mapping[str, Any] = {  # as many parameters as a token of the mixture uses, without the router's
     f"model.{name}": None for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
@@ -117,7 +118,8 @@ class PolicyMeasures(SeedMeasures):
         def make() -> dict[str, Floats]:
             if arm == GRADIENT:
                 return {"metrics_MI": self._controller(setting, start).gradient_moments(self.job)}
-            every = math.inf if arm.startswith(ENDS) else KEPT_EVERY
+            often = self.job.section_of(PPO).keep_policies_every or KEPT_EVERY
+            every = math.inf if arm.startswith(ENDS) else often
             return self._trained(self.folder / name, setting, start, every)
 
         return self._kept(f"{name}.npz", [f"{setting.start}/sft"], make)
