@@ -319,13 +319,6 @@ FRESHNESS = (
         ("PPO: truncated weights, staleness 1, minus staleness 0", NO_SHIFT, "ppo-truncated-1", "ppo-fresh"),
         ("PPO: staleness 0 minus truncated weights, staleness 8", GOLD, "ppo-fresh", "ppo-truncated-8"),
     ),
-    _held("truncated weights", "truncated", "tuned-", "tuned rates: "),
-    _needed("tuned-", "tuned rates: "),
-    _stale(
-        "A learning rate of its own helps old samples", "tuned-or-not",
-        ("tuned rate minus one rate, truncated weights, staleness 16", GOLD, "tuned-truncated-16", "truncated-16"),
-        ("tuned rate minus one rate, no correction, staleness 16", GOLD, "tuned-none-16", "none-16"),
-    ),
     Finding(
         "gradient", "Old samples make the gradient vary more; the cap limits that, and no correction turns it", "Heed",
         (GRADIENT,),
@@ -350,6 +343,17 @@ FRESHNESS = (
             *(_per_hour(f"staleness {age}", f"truncated-{age}", "asynchronous") for age in (4, 8, 16)),
         )],
         lambda _of: {},
+    ),
+)  # fmt: skip
+
+
+TUNED_RATES = (  # which have not been run
+    _held("truncated weights", "truncated", "tuned-", "tuned rates: "),
+    _needed("tuned-", "tuned rates: "),
+    _stale(
+        "A learning rate of its own helps old samples", "tuned-or-not",
+        ("tuned rate minus one rate, truncated weights, staleness 16", GOLD, "tuned-truncated-16", "truncated-16"),
+        ("tuned rate minus one rate, no correction, staleness 16", GOLD, "tuned-none-16", "none-16"),
     ),
 )  # fmt: skip
 
