@@ -64,7 +64,7 @@ from research.studies.label_choice import (
     num_labels,
 )
 from research.studies.measures import Recorded, SeedMeasures, StoredMeasures, measures_file, stamps_of
-from research.studies.policy_runs import FRESHNESS, ROUTER_REPLAY, TUNED_RATES, PolicyMeasures, policy_stamps
+from research.studies.policy_runs import FRESHNESS, ROUTER_REPLAY, UNFINISHED, PolicyMeasures, policy_stamps
 from research.studies.verdicts import Claim
 from stages.progress import console
 from stages.reports.plots import ROUND_STEPS, draw, tone
@@ -190,9 +190,9 @@ def _check(job: JobConfig, findings: Sequence[Finding]) -> None:
 
 GROUPS = {
     "all": FINDINGS, "algorithms": ALGORITHMS, "lora": LORA_FINDINGS, "label-choice": CHOICES, "freshness": FRESHNESS,
-    "tuned-rates": TUNED_RATES, "router-replay": ROUTER_REPLAY,
+    "freshness-rest": UNFINISHED, "router-replay": ROUTER_REPLAY,
 }  # fmt: skip
-STALE = (*FRESHNESS, *TUNED_RATES)
+STALE = (*FRESHNESS, *UNFINISHED)
 POLICIES = (*STALE, *ROUTER_REPLAY)
 OTHERS = (CONTROL, ALARM, *LORA_FINDINGS, JUDGED, *CHOICES, *POLICIES)
 KNOWN = {finding.name: finding for finding in (*FINDINGS, *ALGORITHMS, *OTHERS)}
