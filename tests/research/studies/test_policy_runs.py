@@ -16,7 +16,7 @@ from lm.weights import save_model
 from ppo.learner import Learner
 from research.over_optimisation.curves import Curve
 from research.studies import policy_arms
-from research.studies.policy_arms import GRADIENT_ARMS, SETTINGS, TUNING_SEEDS, RoundedSampler, moments
+from research.studies.policy_arms import SETTINGS, TUNING_SEEDS, RoundedSampler, moments
 from research.studies.policy_runs import FRESHNESS, METRICS, ROUTER_REPLAY, PolicyMeasures, gold_after
 from research.studies.study import GROUPS, own_job, run_study
 from tests.research.studies.test_study import JOBS
