@@ -50,7 +50,7 @@ from preferences.statistics.intervals import difference_of_means
 from preferences.task_selection import RULES, Candidate, PromptCandidates, choose_tasks
 from research.over_optimisation.curves import Curve, best_of_n_curve
 from research.studies.arms import Arm, arm_job
-from research.studies.findings import ACCURACY, GOLD, Curves, Finding, Measures
+from research.studies.findings import ACCURACY, GOLD, Finding, Measures
 from research.studies.measures import pairs_right
 from research.studies.verdicts import Contrast, Rule, bootstrap_mean, ratio_difference
 from reward.collect import STAGE as COLLECT
@@ -414,10 +414,6 @@ class ChoiceMeasures:
         raise NotImplementedError
 
 
-def _choice_curves(measures: Measures, *rules: str) -> Curves:
-    return {rule: measures.best_of_n(choice_arm(rule, COMPARED_ROUND)) for rule in rules}
-
-
 def gold_by_round(measures: Measures, rule: str) -> Floats:
     """Returns the gold score [rounds, P] of the largest best-of-n by each of a rule's reward models."""
     arms = (choice_arm(rule, number) for number in range(NUM_ROUNDS))
@@ -441,7 +437,9 @@ def doublings_saved(rule_R: Floats, uniform_R: Floats) -> float:
 
 
 def _chosen_minus_uniform(measures: Measures, rule: str) -> list[Contrast]:
-    """Compares a rule with random pairs: gold of best-of-n and accuracy, each with half of all labels."""
+    """Compares a rule with random pairs: gold of best-of-n and accuracy, each with half of all labels; the labels that
+    it saves; and how often the labels of all rounds are right, of near ties less often.
+    """
     arms = [choice_arm(name, COMPARED_ROUND) for name in (rule, "uniform")]
     (gold_P, uniform_P), n = (
         ([measures.best_of_n(arm).gold_KP[-1] for arm in arms]),
@@ -449,73 +447,43 @@ def _chosen_minus_uniform(measures: Measures, rule: str) -> list[Contrast]:
     )
     (right, compared), (other, _) = (measures.right_pairs(arm) for arm in arms)
     size = f"with {num_labels(measures, rule)[COMPARED_ROUND]:,} labels"
-    gold = bootstrap_mean(gold_P - uniform_P, seed=measures.seed)
-    accuracy = ratio_difference(right, other, compared, seed=measures.seed)
+    saved = doublings_saved(*(gold_by_round(measures, name).mean(axis=1) for name in (rule, "uniform")))
+    one, than = ("uniform", rule) if rule == "near-tie" else (rule, "uniform")
+    right_L, than_L = (
+        np.concatenate([measures.labels(choice_arm(name, number))[1] for number in range(1, NUM_ROUNDS)])
+        for name in (one, than)
+    )
     return [
-        Contrast(f"{rule} minus uniform: gold of {n}, {size}", GOLD, gold),
-        Contrast(f"{rule} minus uniform: accuracy, {size}", ACCURACY, accuracy),
+        Contrast(
+            f"{rule} minus uniform: gold of {n}, {size}", GOLD, bootstrap_mean(gold_P - uniform_P, seed=measures.seed)
+        ),
+        Contrast(
+            f"{rule} minus uniform: accuracy, {size}",
+            ACCURACY,
+            ratio_difference(right, other, compared, seed=measures.seed),
+        ),
+        Contrast(f"{rule} saves, in doublings of random labels", DOUBLINGS, Interval(saved, math.nan, math.nan)),
+        Contrast(
+            f"{one} minus {than}: labels that agree with noiseless gold", RIGHT, difference_of_means(than_L, right_L)
+        ),
     ]
 
 
-def _saved(measures: Measures, rule: str) -> Contrast:
-    gold = [gold_by_round(measures, name).mean(axis=1) for name in (rule, "uniform")]
-    value = Interval(doublings_saved(*gold), math.nan, math.nan)
-    return Contrast(f"{rule} saves, in doublings of random labels", DOUBLINGS, value)
-
-
-def _righter(measures: Measures, one: str, other: str) -> Contrast:
-    """Compares how often the labels of all rounds are right."""
-    right = [
-        np.concatenate([measures.labels(choice_arm(rule, number))[1] for number in range(1, NUM_ROUNDS)])
-        for rule in (one, other)
-    ]
-    value = difference_of_means(right[1], right[0])
-    return Contrast(f"{one} minus {other}: labels that agree with noiseless gold", RIGHT, value)
-
-
-def _rule_arms(*rules: str) -> tuple[str, ...]:
-    return tuple(choice_arm(rule, number) for rule in rules for number in range(NUM_ROUNDS))
+def _choice(name: str, title: str, source: str, *rules: str) -> Finding:
+    return Finding(
+        name, title, source,
+        tuple(choice_arm(rule, number) for rule in ("uniform", *rules) for number in range(NUM_ROUNDS)),
+        lambda measures: [contrast for rule in rules for contrast in _chosen_minus_uniform(measures, rule)],
+        lambda measures: {
+            rule: measures.best_of_n(choice_arm(rule, COMPARED_ROUND)) for rule in ("uniform", *rules)
+        },
+    )  # fmt: skip
 
 
 CHOICES = (
-    Finding(
-        "choose-large-gap",
-        "Pairs with a large predicted gap are better to label than random ones",
-        "arXiv 2603.09692",
-        _rule_arms("uniform", "large-gap"),
-        lambda measures: [
-            *_chosen_minus_uniform(measures, "large-gap"),
-            _saved(measures, "large-gap"),
-            _righter(measures, "large-gap", "uniform"),
-        ],
-        lambda measures: _choice_curves(measures, "uniform", "large-gap"),
-    ),
-    Finding(
-        "choose-near-tie",
-        "Near ties are better to label than random pairs",
-        "arXiv 2602.01581",
-        _rule_arms("uniform", "near-tie"),
-        lambda measures: [
-            *_chosen_minus_uniform(measures, "near-tie"),
-            _saved(measures, "near-tie"),
-            _righter(measures, "uniform", "near-tie"),
-        ],
-        lambda measures: _choice_curves(measures, "uniform", "near-tie"),
-    ),
-    Finding(
-        "choose-by-ensemble",
-        "Pairs about which an ensemble disagrees are better to label than random ones",
-        "arXiv 1112.5745 and 2502.04354",
-        _rule_arms("uniform", "disagreement", "information"),
-        lambda measures: [
-            contrast
-            for rule in ("disagreement", "information")
-            for contrast in (
-                *_chosen_minus_uniform(measures, rule),
-                _saved(measures, rule),
-                _righter(measures, rule, "uniform"),
-            )
-        ],
-        lambda measures: _choice_curves(measures, "uniform", "disagreement", "information"),
-    ),
+    _choice("choose-large-gap", "Pairs with a large predicted gap are better to label than random ones",
+            "arXiv 2603.09692", "large-gap"),
+    _choice("choose-near-tie", "Near ties are better to label than random pairs", "arXiv 2602.01581", "near-tie"),
+    _choice("choose-by-ensemble", "Pairs about which an ensemble disagrees are better to label than random ones",
+            "arXiv 1112.5745 and 2502.04354", "disagreement", "information"),
 )  # fmt: skip

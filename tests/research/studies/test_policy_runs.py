@@ -13,20 +13,17 @@ from lm.model import LanguageModel, init_weights
 from lm.samplers.engine import SentWeights, digests_of, held_tensors
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
-from research.studies.policy_runs import (
-    FRESHNESS,
-    METRICS,
-    ROUTER_REPLAY,
-    SETTINGS,
-    PolicyMeasures,
-    RoundedSampler,
-)
+from ppo.learner import Learner
+from research.over_optimisation.curves import Curve
+from research.studies import policy_arms
+from research.studies.policy_arms import SETTINGS, TUNING_SEEDS, RoundedSampler, moments
+from research.studies.policy_runs import FRESHNESS, METRICS, ROUTER_REPLAY, PolicyMeasures, gold_after
 from research.studies.study import GROUPS, own_job, run_study
 from tests.research.studies.test_study import JOBS
 
 NUMBERS = ["two", "three", "four", "five"]
 SMALLER = (
-    "ppo.num_iterations=5", "ppo.keep_policies_every=5", "ppo.rollout_batch_size=8", "ppo.minibatch.batch_size=4",
+    "ppo.num_iterations=5", "ppo.rollout_batch_size=8", "ppo.minibatch.batch_size=4",
     "ppo.minibatch.micro_batch_size=4",
     "ppo.max_new_tokens=6", "compare.max_new_tokens=6", "ppo.policy_optimizer.learning_rate=0.02",
 )  # fmt: skip
@@ -58,12 +55,12 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def measures(policy: Path, name: str) -> PolicyMeasures:
+def measures(policy: Path, name: str, *overrides: str) -> PolicyMeasures:
     score = policy / "vowels.py"
     score.write_text(
         "def score(prompts, responses):\n    return [sum(c in 'aeiou' for c in r) / 9 for r in responses]\n"
     )
-    smaller = [*SMALLER, f"ppo.reward.function={score}:score", "seed=3"]
+    smaller = [*SMALLER, f"ppo.reward.function={score}:score", "seed=3", *overrides]
     return PolicyMeasures.of(policy, load_job(JOBS / name, smaller, opens_models=False))
 
 
@@ -98,6 +95,58 @@ def test_an_arm_that_has_ended_is_not_run_again(policy: Path, monkeypatch: pytes
 
     monkeypatch.setattr(PolicyMeasures, "_trained", again)
     assert np.array_equal(measures(policy, "study-freshness.toml").metrics("none-2"), first, equal_nan=True)
+
+
+def test_a_tuned_arm_is_the_one_whose_rate_has_the_most_gold_on_other_seeds(
+    policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = {"third-none-4": (0.1, 0.6, 0.7), "none-4": (0.4, 0.4, 0.8), "thrice-none-4": (0.5, 0.1, 0.9)}
+
+    def of_arm(self: PolicyMeasures, arm: str) -> dict[str, np.ndarray]:
+        gold = planted[arm][TUNING_SEEDS.index(self.seed) if self.seed in TUNING_SEEDS else 2]
+        return {"iterations_K": np.array([5.0]), **dict.fromkeys(("gold_KP", "kl_KP"), np.full((1, 8), gold))}
+
+    monkeypatch.setattr(PolicyMeasures, "_of_arm", of_arm)
+    found = measures(policy, "study-freshness.toml")
+    assert found.metrics("tuned-none-4") == pytest.approx(np.array([[0.1, 0.6], [0.4, 0.4], [0.5, 0.1]]))
+    assert found.rl("tuned-none-4").gold_KP.mean() == pytest.approx(0.8)
+    assert found.rl("thrice-none-4").gold_KP.mean() == pytest.approx(0.9)
+
+
+def test_gradients_are_those_of_updates_and_change_none(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arms = ("fresh", "truncated-1", "none-1", "truncated-4", "none-4")
+    for name, value in {"TIMES": (5,), "NUM_ROLLOUTS": 1, "AGES": (1, 4), "GRADIENT_ARMS": arms}.items():
+        monkeypatch.setattr(policy_arms, name, value)
+    found, folder = measures(policy, "study-freshness.toml"), policy / "base" / "sft" / "model"
+    plain, measured = (found._controller(SETTINGS["fresh"], folder) for _ in range(2))
+    moments_A3 = measured.gradient_moments(found.job)[:, 0]
+    for number in range(5):
+        plain.step(number)
+    for name, weight in plain._learner.policy.weights(torch.float32):
+        assert torch.equal(weight, dict(measured._learner.policy.weights(torch.float32))[name])
+    assert moments_A3[0, 1] == moments_A3[0, 2]
+    assert (moments_A3[:, 0] > 0).all()
+    assert len(set(moments_A3[:, 0])) == 5  # samples of each age, with weights and without
+    assert plain.batch is not None
+    minibatch = plain._policy_batch(plain.batch.rows(torch.arange(4)), 0)
+    gradient_D = plain._gradient_D(minibatch)
+    logged = plain.roles.learners.update(Learner.update_policy, minibatch, 0.0, 0)
+    assert float(gradient_D.norm()) == pytest.approx(logged["policy_gradient_norm"])
+
+
+def test_moments_of_gradients_are_unbiased() -> None:
+    """Four gradients whose numbers have mean 1 or 0 and variance 4: of two numbers, and 1 is the squared mean."""
+    chance = torch.Generator().manual_seed(0)
+    drawn = [torch.tensor([1.0, 0.0]) + 2 * torch.randn(4, 2, generator=chance) for _ in range(4_000)]
+    found = np.mean([moments(gradients_ND, torch.tensor([3.0, 5.0]), is_fresh=False) for gradients_ND in drawn], axis=0)
+    assert found == pytest.approx([8, 1, 3], abs=0.2)
+
+
+def test_gold_between_kept_policies_lies_on_a_line() -> None:
+    gold_KP = np.array([[2.0, 4.0], [4.0, 4.0]])
+    curve = Curve("rl", ("iteration 10", "iteration 20"), gold_KP, gold_KP, gold_KP, np.zeros(2), np.zeros(2))
+    for iterations, expected in ((5, [1, 2]), (10, [2, 4]), (15, [3, 4]), (20, [4, 4])):
+        assert gold_after(curve, iterations) == pytest.approx(expected)
 
 
 def test_replay_keeps_the_routes_of_a_rounded_sampler(policy: Path) -> None:
