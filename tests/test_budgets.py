@@ -53,7 +53,7 @@ BUDGETS = {
     "preferences": Budget(15_565, 62, 33),
     "files": Budget(2_430, 12, 0),
     "configs": Budget(130, 2, 0),
-    "research": Budget(5_865, 27, 0),
+    "research": Budget(5_960, 27, 0),
 }
 MAX_PARAMETERS = 275  # of all commands
 MAX_WORDS = 75_000  # of README, CONTRIBUTING, CHANGELOG, benchmarks/README.md, and docs/ without docs/reference
