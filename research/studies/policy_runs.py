@@ -329,10 +329,6 @@ FRESHNESS = (
         )],
         lambda _of: {},
     ),
-)  # fmt: skip
-
-
-UNFINISHED = (  # of which not all seeds have been run
     Finding(
         "gradient", "Old samples make the gradient vary more; the cap limits that, and no correction turns it", "Heed",
         (GRADIENT,),

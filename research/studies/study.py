@@ -64,7 +64,7 @@ from research.studies.label_choice import (
     num_labels,
 )
 from research.studies.measures import Recorded, SeedMeasures, StoredMeasures, measures_file, stamps_of
-from research.studies.policy_runs import FRESHNESS, ROUTER_REPLAY, UNFINISHED, PolicyMeasures, policy_stamps
+from research.studies.policy_runs import FRESHNESS, ROUTER_REPLAY, PolicyMeasures, policy_stamps
 from research.studies.verdicts import Claim
 from stages.progress import console
 from stages.reports.plots import ROUND_STEPS, draw, tone
@@ -134,7 +134,7 @@ def _kind_of(
 
 def _require_one_kind(findings: Sequence[Finding]) -> None:
     """Check that no findings are asked for together whose arms other jobs make. Raises: ValueError."""
-    for kind, group in {"label-choice": CHOICES, "freshness": STALE, "router-replay": ROUTER_REPLAY}.items():
+    for kind, group in {"label-choice": CHOICES, "freshness": FRESHNESS, "router-replay": ROUTER_REPLAY}.items():
         others = [finding.name for finding in findings if finding not in group]
         if others and len(others) < len(findings):
             raise ValueError(f"{', '.join(others)}: only findings of {kind} were expected, since one of them is asked")
@@ -190,10 +190,9 @@ def _check(job: JobConfig, findings: Sequence[Finding]) -> None:
 
 GROUPS = {
     "all": FINDINGS, "algorithms": ALGORITHMS, "lora": LORA_FINDINGS, "label-choice": CHOICES, "freshness": FRESHNESS,
-    "freshness-rest": UNFINISHED, "router-replay": ROUTER_REPLAY,
+    "router-replay": ROUTER_REPLAY,
 }  # fmt: skip
-STALE = (*FRESHNESS, *UNFINISHED)
-POLICIES = (*STALE, *ROUTER_REPLAY)
+POLICIES = (*FRESHNESS, *ROUTER_REPLAY)
 OTHERS = (CONTROL, ALARM, *LORA_FINDINGS, JUDGED, *CHOICES, *POLICIES)
 KNOWN = {finding.name: finding for finding in (*FINDINGS, *ALGORITHMS, *OTHERS)}
 NAMES = f"{', '.join(KNOWN)}; or a group: {', '.join(GROUPS)}"
@@ -202,7 +201,7 @@ NAMES = f"{', '.join(KNOWN)}; or a group: {', '.join(GROUPS)}"
 def own_job(wanted: str) -> str:
     """Returns the name of the job in research/jobs that the findings' arms are made of."""
     first = _named(wanted)[0]
-    groups = {"choice": CHOICES, "judge": (JUDGED,), "freshness": STALE, "router-replay": ROUTER_REPLAY}
+    groups = {"choice": CHOICES, "judge": (JUDGED,), "freshness": FRESHNESS, "router-replay": ROUTER_REPLAY}
     return next((f"study-{name}.toml" for name, group in groups.items() if first in group), "study.toml")
 
 

@@ -193,7 +193,7 @@ def test_the_documented_results_come_from_the_stored_measures(page: str, name: s
     rows = (findings / f"{page}.md").read_text(encoding="utf-8").splitlines()
     (found,) = run_study(name, JOBS / own_job(name), tmp_path, num_seeds=5, stored=findings / f"measures-{page}")
     for claim in found.claims:
-        seeds = ", ".join(f"{value.mean:.3f}".replace("0.", ".", 1) for value in claim.by_seed)
+        seeds = ", ".join(f"{value.mean:.3f}".replace("0.", ".", 1).replace("nan", "–") for value in claim.by_seed)
         verdict = claim.verdict if claim.verdict == "undecided" else f"**{claim.verdict}**"
         (row,) = [line for line in rows if line.startswith(f"| {claim.text} | {seeds} |")]
         assert row.endswith(f" | {verdict} |")
