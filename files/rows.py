@@ -261,15 +261,15 @@ def _read_paragraphs(path: Path) -> Rows:
         with open_bytes(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
             while chunk := text.read(TEXT_CHARACTERS):
                 *whole, rest = (rest + chunk).split("\n\n")
-                for paragraph in filter(None, whole):
+                for paragraph in filter(None, (one.strip("\n") for one in whole)):
                     number += 1
                     yield f"{path}: row {number}", {"text": paragraph}
                 if len(rest) > MAX_ROW_BYTES:
                     raise ValueError(f"{path}: row {number + 1}: {too_long('paragraph')}")
     except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: row {number + 1}: cannot be read: {type(error).__name__}: {error}") from error
-    if rest:
-        yield f"{path}: row {number + 1}", {"text": rest}
+    if last := rest.strip("\n"):
+        yield f"{path}: row {number + 1}", {"text": last}
 
 
 def _objects(rows: Iterator[tuple[str, Any]], on_unreadable: Callable[[ValueError], None]) -> Rows:

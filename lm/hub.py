@@ -17,7 +17,8 @@ from files.hashes import folder_hash, unchanged_hash
 from files.rows import hub_reason
 from lm.progress import note_progress
 
-# Only safetensors weights: a pickled file can run arbitrary code. `original/` has a second copy (Llama, gpt-oss).
+# Only safetensors weights: a pickled file can run arbitrary code. `original/` (Llama, gpt-oss) and
+# `consolidated*` (Mistral) are second copies.
 _WANTED = [
     "*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json", "generation_config.json",
     "tokenizer*.json", "*.jinja",
@@ -138,7 +139,7 @@ def on_this_machine(folder: Path) -> Path:
 def _downloaded(name: str, revision: str | None = None, cache: str | None = None) -> Path:
     try:
         download = partial(snapshot_download, name, revision=revision, cache_dir=cache, tqdm_class=_NotedBar)
-        return Path(download(allow_patterns=_WANTED, ignore_patterns="original/*"))
+        return Path(download(allow_patterns=_WANTED, ignore_patterns=["original/*", "consolidated*"]))
     except Exception as error:  # the hub's client raises many types; they mean the same to the user
         raise ValueError(
             f"{name!r} is neither a local folder nor a model that the hub provided: {hub_reason(error)}"

@@ -161,8 +161,8 @@ def fit_tasks(
 ) -> Iterator[tuple[list[Ranking], tuple[Encoded, ...], int]]:
     """Yields each task with its sequences, and whether they fit, were truncated or skipped. A skipped task has none.
 
-    With `keeps_end`, a truncated response still ends with the end token. A task is also skipped if truncation makes
-    different responses equal, as happens when the prompt is too long.
+    With `keeps_end`, a truncated response still ends with the end token. A task is also skipped if truncation leaves
+    nothing of a response or makes different ones equal, as happens when the prompt is too long.
 
     Raises: ValueError as `encode_tasks`, if `on_overlong` is "refuse".
     """
@@ -173,7 +173,7 @@ def fit_tasks(
         cut = tuple(sequence.cut(max_tokens, keeps_end=keeps_end) for sequence in sequences)
         if cut == sequences:
             yield task, sequences, FITS
-        elif on_overlong == "skip" or len(set(cut)) < len(set(sequences)):
+        elif on_overlong == "skip" or len(set(cut)) < len(set(sequences)) or not all(of.response_tokens for of in cut):
             yield task, (), SKIPPED
         else:
             yield task, cut, TRUNCATED

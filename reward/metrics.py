@@ -236,7 +236,8 @@ def scores_on_all_ranks(engine: Engine[RewardLearner], sequences: Sequence[Seque
 def calibration_sequences(config: RewardConfig, tokenizer: Tokenizer, max_tokens: int) -> list[tuple[int, ...]]:
     """Returns the tokens of the first `NUM_CALIBRATION` demonstrations; `on_overlong` treats those that are too long.
 
-    Raises: ValueError naming file and line of a row that is not a demonstration, or that is too long with "refuse".
+    Raises: ValueError naming file and line of a row that is not a demonstration, or that is too long with "refuse";
+            or if none is left.
     """
     found = []
     for where, messages in islice(read_conversations(config.demonstrations), NUM_CALIBRATION):
@@ -248,6 +249,10 @@ def calibration_sequences(config: RewardConfig, tokenizer: Tokenizer, max_tokens
             )
         if len(tokens) <= max_tokens or config.on_overlong == "truncate":
             found.append(tokens if len(tokens) <= max_tokens else (*tokens[: max_tokens - 1], tokens[-1]))
+    if not found and config.demonstrations:
+        raise ValueError(
+            f"reward.demonstrations: none of the first {NUM_CALIBRATION} conversations fits; at least one was expected"
+        )
     return found
 
 

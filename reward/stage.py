@@ -284,14 +284,13 @@ def preflight(run: StageRun, config: RewardConfig) -> None:
     """Check that every row of the rankings has its format, that each objective has some, and that every conversation
     fits the model; report unusual rows and what is not learned. Rankings that have yet to be collected are not read.
     """
-    if "collect" in run.parents:
-        return
     tokenizer = run.tokenizer_of("sft", config.end_token)
     # A job with only a reward model has no policy.
     most_tokens = _most_tokens(run.start("sft"), config) if config.init_from else run.model.max_position_embeddings
-    prepared = tokenize(run, config, tokenizer, most_tokens, run.tell)
-    report_rankings(run, config, prepared, most_tokens)
     calibration_sequences(config, tokenizer.with_template(config.chat_template), most_tokens)
+    if "collect" not in run.parents:
+        prepared = tokenize(run, config, tokenizer, most_tokens, run.tell)
+        report_rankings(run, config, prepared, most_tokens)
 
 
 def _most_tokens(start: Path, config: RewardConfig) -> int:

@@ -4,6 +4,7 @@ import json
 import pickle
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from lm.tokenizer import Tokenizer
 from preferences.formats import merging
 from preferences.formats.merging import RECENT_TASKS, ImportedLabels
 from preferences.statistics.agreement import accuracy_against
+from reward.comparisons import SKIPPED, TRUNCATED, encode_unchecked, fit_tasks
 from reward.config import RankingsConfig, RewardConfig
+from reward.metrics import calibration_sequences
 from reward.prepared import ARRAYS, PreparedRankings, ranking_parts, read_judgments, split_of
 from tests.rows import jsonl
 from training.config import BatchConfig, OptimizerConfig
@@ -85,6 +88,29 @@ def test_truncated_responses_of_the_reward_model_keep_their_end_and_those_of_dpo
             prompt_tokens = len(full) - expected.response_tokens[k]
             assert by_task[expected.task_id].response_tokens[k] == len(found) - prompt_tokens
     assert 20 < num_cut < len(whole) * 3
+
+
+def test_a_task_of_which_no_response_is_left_is_skipped(
+    read: tuple[RewardConfig, ImportedLabels], tokenizer: Tokenizer
+) -> None:
+    """Also that of a single response, as labels of KTO have."""
+    first = read[1].rankings[0]
+    single = replace(first, responses=first.responses[:1], ranks=(1,), ratings=first.ratings[:1])
+    ((_, _, (whole,)),) = encode_unchecked(tokenizer, [("", [single])])
+    for kept, fate in ((1, TRUNCATED), (0, SKIPPED)):
+        limit = len(whole.tokens) - whole.response_tokens + kept
+        ((_, sequences, found),) = fit_tasks(tokenizer, [("", [single])], limit, "truncate", "dpo", keeps_end=False)
+        assert (found, [one.response_tokens for one in sequences]) == (fate, [1] * kept)
+
+
+def test_demonstrations_of_which_none_fits_are_refused(
+    read: tuple[RewardConfig, ImportedLabels], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "said.jsonl").write_text(jsonl([{"prompt": "Hello?", "response": "Hello!"}]))
+    named = (DataConfig(source=str(tmp_path / "said.jsonl")),)
+    config = read[0].model_copy(update={"on_overlong": "skip", "demonstrations": named})
+    with pytest.raises(ValueError, match=r"reward\.demonstrations: none of the first 512 conversations fits"):
+        calibration_sequences(config, tokenizer, 3)
 
 
 @pytest.mark.parametrize("side", ["train", "heldout"])
