@@ -106,7 +106,7 @@ def test_a_task_of_which_no_response_is_left_is_skipped(
 def test_demonstrations_of_which_none_fits_are_refused(
     read: tuple[RewardConfig, ImportedLabels], tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    (tmp_path / "said.jsonl").write_text(jsonl([{"prompt": "Hello?", "response": "Hello!"}]))
+    (tmp_path / "said.jsonl").write_text(jsonl([{"prompt": "Hello?", "completion": "Hello!"}]))
     named = (DataConfig(source=str(tmp_path / "said.jsonl")),)
     config = read[0].model_copy(update={"on_overlong": "skip", "demonstrations": named})
     with pytest.raises(ValueError, match=r"reward\.demonstrations: none of the first 512 conversations fits"):
