@@ -24,6 +24,7 @@ ROLES = ("system", "user", "assistant")
 SPECIAL_TOKENS = [PAD, END, *(f"<|{role}|>" for role in ROLES)]
 
 GENERATION_CONFIG = "generation_config.json"
+_BERT_INPUTS = ("input_ids", "token_type_ids", "attention_mask")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", GENERATION_CONFIG)
 
 
@@ -189,12 +190,19 @@ class Tokenizer:
             "eos_token": self.end,
             **({"bos_token": self.start} if self.start else {}),
             **({"mask_token": self.mask, "cls_token": self.start or self.end} if self.mask else {}),
+            **({"sep_token": self.end, "model_input_names": list(_BERT_INPUTS)} if self._marks_second_text else {}),
             "chat_template": self.chat_template,
             "clean_up_tokenization_spaces": False,
         }
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         path = folder / GENERATION_CONFIG
         path.write_text(json.dumps(self.generation_config(), indent=2) + "\n", encoding="utf-8")
+
+    @property
+    def _marks_second_text(self) -> bool:
+        """Whether the vocabulary gives the second of two texts another type than the first, as BERT's does."""
+        marks_texts = bool(self.mask) and self._bpe.post_processor is not None
+        return marks_texts and self._bpe.encode("a", "b").type_ids[-1] == 1
 
     def generation_config(self) -> dict[str, Any]:
         """Returns what transformers and vLLM read before they sample: the start token, every end token, padding."""

@@ -268,6 +268,9 @@ def test_bert_names_its_start_and_end_otherwise(tmp_path: Path) -> None:
     )
     wordpiece.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     wordpiece.add_special_tokens(words[:5])
+    wordpiece.post_processor = tokenizers.processors.TemplateProcessing(
+        "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", [("[CLS]", 2), ("[SEP]", 3)]
+    )
     wordpiece.save(str(tmp_path / "tokenizer.json"))
     names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
@@ -278,6 +281,10 @@ def test_bert_names_its_start_and_end_otherwise(tmp_path: Path) -> None:
         [2, 5, 6, 3, 6, 7, 8, 3],
         [False, False, False, False, True, True, True, True],
     )
+    bert.save(tmp_path / "again")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert theirs("the", "fox")["token_type_ids"] == [0, 0, 0, 1, 1]
+    assert theirs.sep_token == "[SEP]"
 
 
 def test_a_template_may_write_the_start_token(tokenizer: Tokenizer, tmp_path: Path) -> None:
