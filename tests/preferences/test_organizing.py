@@ -1,6 +1,7 @@
 """What leads change after tasks were added: overlap, closed batches, archived tasks, tags, quotas; and the queue."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -26,7 +27,7 @@ def make_task(name, **fields):
     return Task(
         name,
         (Message("user", f"Say {name}"),),
-        (f"{name} one", f"{name} two", f"{name} three"),
+        tuple(f"{fields.get('repeat_of', name)} {which}" for which in ("one", "two", "three")),
         ("x", "y", "z"),
         **fields,
     )
@@ -351,10 +352,11 @@ def test_the_queue(store):
 
 
 def test_tasks_are_found_by_words_and_by_what_they_are(store):
+    dogs = make_task("dogs")
     tasks = [
         Task("street", (Message("user", "Straße é\x00x"),), ("a", "b"), ("x", "y")),
-        make_task("cats and dogs", gold_ranks=(1, 2, 3)),
-        make_task("dogs", repeat_of="cats and dogs"),
+        replace(dogs, task_id="cats and dogs", prompt=(Message("user", "Say cats and dogs"),), gold_ranks=(1, 2, 3)),
+        replace(dogs, repeat_of="cats and dogs"),
     ]
     store.add_tasks(tasks, batch="b", num_labelers=1)
     store.add_tasks([make_task("catalogue 100%")], batch="c", num_labelers=1)

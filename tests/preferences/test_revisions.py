@@ -19,7 +19,8 @@ BEST_FIRST = Answer((1, 2), 10)
 
 
 def make_task(name, **fields):
-    return Task(name, (Message("user", f"Say {name}"),), (f"{name} a", f"{name} b"), ("x", "y"), **fields)
+    said = fields.get("repeat_of", name)  # a repeat has its original's responses
+    return Task(name, (Message("user", f"Say {name}"),), (f"{said} a", f"{said} b"), ("x", "y"), **fields)
 
 
 @pytest.fixture
