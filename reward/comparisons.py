@@ -9,6 +9,7 @@ higher is better; and "objective", the criterion of the labeler (default: "overa
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from files.fields import shown
 from lm.tokenizer import Messages, Tokenizer
 from preferences.records import Flags, Message, Ranking
 from training.data import OnOverlong
@@ -51,7 +52,7 @@ def encode_scored(tokenizer: Tokenizer, messages: Messages) -> tuple[int, ...]:
 
 def encode_answered(tokenizer: Tokenizer, messages: Messages) -> "Encoded":
     """As `encode_scored`, with the length of the last response."""
-    return scored_part(*tokenizer.encode_conversation(messages))
+    return scored_part(tokenizer, *tokenizer.encode_conversation(messages))
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,13 @@ class Encoded:
         return replace(left, tokens=(*left.tokens[:-1], self.tokens[-1])) if keeps_end else left
 
 
-def scored_part(tokens: Sequence[int], is_response: Sequence[bool]) -> Encoded:
-    """Cuts a conversation's tokens after its last response, given which tokens belong to responses."""
+def scored_part(tokenizer: Tokenizer, tokens: Sequence[int], is_response: Sequence[bool]) -> Encoded:
+    """Cuts a conversation's tokens after its last response, given which tokens belong to responses.
+
+    Raises: ValueError if none does.
+    """
+    if True not in is_response:
+        raise ValueError(f"chat_template {shown(tokenizer.chat_template)} leaves out the assistant's responses")
     end = len(tokens) - is_response[::-1].index(True)
     length = next((back for back in range(end) if not is_response[end - 1 - back]), end)
     return Encoded(tuple(tokens[:end]), length)
@@ -147,7 +153,8 @@ def encode_answers(tokenizer: Tokenizer, answers: Sequence[Answer]) -> list[Enco
     Raises: ValueError naming file and line of a conversation that the chat template refuses.
     """
     conversations = [(where, _answered(prompt, response)) for where, prompt, response in answers]
-    return [scored_part(*encoded) for encoded in encode_rows(tokenizer.encode_conversations, conversations)]
+    encoded = encode_rows(tokenizer.encode_conversations, conversations)
+    return [scored_part(tokenizer, *one) for one in encoded]
 
 
 def fit_tasks(

@@ -44,7 +44,7 @@ BUDGETS = {
     "sft": Budget(845, 4, 36),
     "dpo": Budget(1_465, 7, 25),
     "ppo": Budget(9_930, 36, 165),
-    "reward": Budget(6_145, 24, 71),
+    "reward": Budget(6_150, 24, 71),
     "pretrain": Budget(580, 3, 12),
     "stages": Budget(3_345, 17, 0),
     "cluster": Budget(2_680, 14, 6),
@@ -60,7 +60,7 @@ MAX_WORDS = 75_000  # of README, CONTRIBUTING, CHANGELOG, benchmarks/README.md, 
 MAX_WORDS_PER_PAGE = 2_500
 # Files whose functions a new reader enters (`python -m benchmarks.files_entered --list`).
 MAX_FILES_ENTERED = {"one PPO iteration": 43, "a forward pass of two layers": 10, "rankings to a reward model": 58}
-MAX_CLOSURE_OF_PPO = 44_155  # lines that `ppo/stage.py` imports, itself included
+MAX_CLOSURE_OF_PPO = 44_165  # lines that `ppo/stage.py` imports, itself included
 
 
 def source_files(package: str) -> list[Path]:

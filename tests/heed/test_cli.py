@@ -213,9 +213,7 @@ def test_a_missing_data_file(start_job: Callable[..., str], tmp_path: Path) -> N
 
 def test_a_template_that_shows_no_response(start_job: Callable[..., str]) -> None:
     # A slip in the name of a template makes it a template of its own, one that never shows a message.
-    assert "line 1: sft.chat_template 'chta' leaves out the assistant's responses" in start_job(
-        "sft.chat_template=chta"
-    )
+    assert "line 1: chat_template 'chta' leaves out the assistant's responses" in start_job("sft.chat_template=chta")
 
 
 @pytest.mark.parametrize("template", ["{% for", "{{ messages[9].content }}"])
