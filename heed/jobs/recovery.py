@@ -180,9 +180,9 @@ class Workers:
         """Wait, after a loss, until living nodes have room for this many workers and the ranks that follow in groups of
         their own. Raises: NoPlaceError if they never do.
         """
-        if not self.num_extra_ranks:
+        if not (self.num_extra_ranks and self._awaits_nodes):
             return
-        bundle, end = self._bundle or self.check(), time.monotonic() + (seconds if self._awaits_nodes else 0.0)
+        bundle, end = self._bundle or self.check(), time.monotonic() + seconds
         while not has_room(size + self.num_extra_ranks, bundle):
             if time.monotonic() >= end:
                 raise NoPlaceError(f"no room for {size} workers and {self.num_extra_ranks} other ranks")

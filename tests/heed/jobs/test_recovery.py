@@ -165,8 +165,9 @@ def test_a_run_on_gpus_does_not_go_on_without_them_unasked(tmp_path: Path) -> No
 
 def test_fewer_workers_leave_places_for_the_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four workers alone would fit on a machine with room for six ranks, but not with the generators."""
-    workers, placed = Workers([4, 2], tmp_path, ClusterConfig(), num_extra_ranks=3), list[int]()
-    workers._bundle = {"CPU": 1.0}
+    config = ClusterConfig(wait_for_nodes_seconds=0)
+    workers, placed = Workers([4, 2], tmp_path, config, num_extra_ranks=3), list[int]()
+    workers._bundle, workers._awaits_nodes = {"CPU": 1.0}, True  # as after a loss
     monkeypatch.setattr(recovery, "has_room", lambda num_ranks, _bundle: num_ranks <= 6)
     monkeypatch.setattr(workers, "_started", lambda _name, size, _config: placed.append(size))
     workers._placed()
